@@ -34,7 +34,7 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
     switch("backward", backward)
     traced: Any = function
     if hasattr(function, "lower") and hasattr(function, "__wrapped__"):
-        traced = function.__wrapped__  # a cached trace of jax.jit would not choose backends again
+        traced = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]  # a cached trace of jax.jit would not choose backends again
 
     def run(*args: Any) -> Any:
         if not backward:

@@ -69,6 +69,7 @@ def bench(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         quick = quick or device.type == "cpu"
         _check_file(json)
+        request = None
         if distributed:
             _check_distributed(devices, provider, plot_dir)
             recipes = _recipes(recipe or (["bf16", "current"] if device.type == "cpu" else None), device)
@@ -77,7 +78,7 @@ def bench(
             request.cases(devices or default_devices())  # raises before processes are started
         elif devices is not None:
             raise ValueError("--devices has no effect without --distributed; add it, or leave --devices out")
-    if distributed:
+    if request is not None:
         with reporting(console):
             if under_torchrun():
                 measure_on_ranks(request)

@@ -55,7 +55,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
     or next to `gemms`. The entries of structures have individual settings.
     """
 
-    def parse_config_and_api(
+    def parse_config_and_api(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether a configuration applies to a call, and its part for the product and tensor of the call.
@@ -177,7 +177,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
                 f"{api_name} returned {ret!r}; return a bool, or (bool, next step)"
             )
 
-    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
+    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return whether several features may serve one call; only one of them may make an operand."""
         return api_name in _ENABLED - {"modify_tensor_enabled"} or api_name == "inspect_tensor"
 

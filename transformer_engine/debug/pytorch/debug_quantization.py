@@ -227,7 +227,7 @@ class DebugQuantizer(Observing):
         rows, columns = self._directions(matrix, rowwise, columnwise)
         return Operands(self._operand(rows, COLS), self._operand(columns, ROWS))
 
-    def quantize(
+    def quantize(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""

@@ -55,7 +55,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     ):  # fmt: skip
         # The fields are not checked, since the leaves of a pytree may be tracers, shapes or arbitrary objects.
         ragged = first_dims if first_dims is not None else last_dims
-        self.data, self.scale_inv, self.amax = data, scale_inv, amax
+        self.data, self.scale_inv, self.amax = data, scale_inv, amax  # pyright: ignore[reportIncompatibleVariableOverride]
         self.group_sizes = group_sizes if ragged is None else ragged
         self.scaling_mode, self.dq_dtype, self.is_colwise = scaling_mode, dq_dtype, is_colwise
         self.data_layout, self.flatten_axis, self.has_rht_applied = data_layout, flatten_axis, has_rht_applied

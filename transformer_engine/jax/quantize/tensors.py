@@ -105,7 +105,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     data: Array
     scale_inv: Array
-    amax: Array
+    amax: Array  # pyright: ignore[reportIncompatibleVariableOverride]
     scaling_mode: ScalingMode
     dq_dtype: jnp.dtype
     _dq_func: Callable[..., Array] | None

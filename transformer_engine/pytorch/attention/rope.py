@@ -127,7 +127,7 @@ class ApplyRope(torch.autograd.Function):
         return rope_forward(x, angles, Positions(start, cu_seqlens), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         angles, start, cu_seqlens = ctx.saved_tensors
         positions, spec = Positions(start, cu_seqlens), ctx.spec
         if is_recorded():
@@ -160,7 +160,7 @@ class ApplyPackedRope(torch.autograd.Function):
         return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), sizes, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
         rest = (q_angles, k_angles, positions, ctx.sizes, ctx.spec)
@@ -197,7 +197,7 @@ class FusedRoPEFunc(torch.autograd.Function):
         return ApplyRope.forward(ctx, t, _angles(freqs), start_positions, cu_seqlens, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ApplyRope.backward(ctx, grad_output)[0], *[None] * 7
 
 
@@ -226,7 +226,7 @@ class FusedQKVRoPEFunc(torch.autograd.Function):
         return ApplyPackedRope.forward(ctx, qkv, *angles, start_positions, cu_seqlens, sizes, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ApplyPackedRope.backward(ctx, grad_q, grad_k, grad_v)[0], *[None] * 9
 
 

@@ -43,8 +43,8 @@ class CurrentScalingTensorRef(QuantizedTensorStorage):
 
     custom = True
     TENSORS = {"data": "data", "scale": "scale", "data_t": "data_t", "scale_t": "scale_t"}
-    ROWWISE: tuple[str, ...] = ("data", "scale")
-    COLUMNWISE: tuple[str, ...] = ("data_t", "scale_t")
+    ROWWISE: tuple[str, ...] = ("data", "scale")  # pyright: ignore[reportIncompatibleVariableOverride]
+    COLUMNWISE: tuple[str, ...] = ("data_t", "scale_t")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,

@@ -350,7 +350,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         loading.prepare(self, state_dict, prefix)
         # Quantized parameters are copied with their quantizer's scale, so the scale must be loaded first.
         if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:

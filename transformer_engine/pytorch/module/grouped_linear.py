@@ -82,7 +82,7 @@ class GroupedLinear(ProductsModule):
 
     quantized_as = "grouped_linear"
     build = staticmethod(build)
-    _config: GroupedLinearConfig
+    _config: GroupedLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_gemms: int
     use_grouped_tensor: bool
     single_grouped_weight: bool

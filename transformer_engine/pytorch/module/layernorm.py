@@ -6,7 +6,7 @@ from ..ops.basic import LayerNorm as Operation
 from .normalization import Normalization
 
 
-class LayerNorm(Normalization, Operation):
+class LayerNorm(Normalization, Operation):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Compute y = (x - E[x]) / sqrt(Var[x] + eps) * gamma + beta over the last dimensions (arXiv:1607.06450).
 
     Args:

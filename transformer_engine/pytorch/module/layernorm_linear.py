@@ -97,7 +97,7 @@ class LayerNormLinear(ProductsModule):
     """
 
     build = staticmethod(build)
-    _config: NormLinearConfig
+    _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
     weight: Tensor

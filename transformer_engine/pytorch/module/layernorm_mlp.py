@@ -150,7 +150,7 @@ class LayerNormMLP(ProductsModule):
     num_products = 2
     product_names = ("fc1", "fc2")
     build = staticmethod(build)
-    _config: NormMLPConfig
+    _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     activation: str
     ffn_shard: int
     hidden_size: int

@@ -94,7 +94,7 @@ class Linear(ProductsModule):
     """
 
     build = staticmethod(build)
-    _config: LinearConfig
+    _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
     weight: Tensor

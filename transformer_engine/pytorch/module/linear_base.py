@@ -176,7 +176,7 @@ class ProductsModule(TransformerEngineBaseModule):
     product_names: tuple[str, ...] = ()
     products_grow = False
     build: Any = None
-    _config: ProductsConfig
+    _config: ProductsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     return_bias: bool
     use_bias: bool
     _output_role: QuantizerRole | None = None

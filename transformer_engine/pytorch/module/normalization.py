@@ -171,12 +171,12 @@ class Normalization(NormalizationOperation):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Norms of the original keep an empty extra state.
         state_dict.pop(prefix + EXTRA_STATE, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the normalized input, in torch.autocast's dtype if it is active, otherwise in the input's."""
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         if is_distributed(weight) or is_distributed(input):

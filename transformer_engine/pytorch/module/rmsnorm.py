@@ -6,7 +6,7 @@ from ..ops.basic import RMSNorm as Operation
 from .normalization import Normalization, margin_of
 
 
-class RMSNorm(Normalization, Operation):
+class RMSNorm(Normalization, Operation):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Compute y = x / sqrt(E[x²] + eps) * gamma over the last dimensions (arXiv:1910.07467).
 
     Args:

@@ -46,7 +46,7 @@ class EqualFacts(NamedTuple):
     """Facts that consecutive parameters have in common, in the form of a key; see `ProductsModule.spec`."""
 
     facts: tuple[Any, ...] | None
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class AccumulationTarget:

@@ -145,7 +145,7 @@ class Linear(StepFusedOperation):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save nothing: the basic operations save the parameters."""
 
-    def _load_from_state_dict(
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         state_dict: MutableMapping[str, Any],
         prefix: str,

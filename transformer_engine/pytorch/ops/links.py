@@ -14,7 +14,7 @@ class Slot(NamedTuple):
     """An extra input or output: index of its operation, and its index there."""
 
     op: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Links:

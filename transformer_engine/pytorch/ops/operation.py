@@ -178,7 +178,7 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         num_extra_outputs: Number of extra output tensors.
     """
 
-    is_fused_op = False  # pyright: ignore[reportAssignmentType]
+    is_fused_op = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     # Attributes that the representation shows, by the name of the argument.
     _shown: ClassVar[dict[str, str]] = {}
 
@@ -319,7 +319,7 @@ class FusedOperation(FusibleOperation):
         ValueError: The list of basic operations is empty.
     """
 
-    is_fused_op = True  # pyright: ignore[reportAssignmentType]
+    is_fused_op = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()

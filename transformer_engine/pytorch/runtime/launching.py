@@ -28,7 +28,7 @@ _DTYPES = {
 class Processors(NamedTuple):
     """The number of multiprocessors, and the shared memory in bytes that is available to one program."""
 
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     shared_memory: int
 
 

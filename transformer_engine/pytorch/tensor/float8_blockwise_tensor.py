@@ -37,7 +37,7 @@ def _spec(
 _PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "is_2D_scaled")
 
 
-class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor of FP8 codes with float32 scales of blocks. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = Float8BlockwiseQTensorStorage

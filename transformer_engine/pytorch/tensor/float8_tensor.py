@@ -57,7 +57,7 @@ def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
     )
 
 
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor of FP8 codes with one scale. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = Float8TensorStorage
@@ -291,7 +291,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return self.scale.reshape(1).to(device, torch.float32).reciprocal()
 
 
-class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Current scaling. The other arguments are those of `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
 
     Args:

@@ -26,7 +26,7 @@ __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 Shapes = Sequence[Sequence[int]]
 
 
-class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
+class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """The matrices as a tensor: [n, M, N] for equal shapes, otherwise their logical shape. Results are plain tensors.
 
     Args:
@@ -36,7 +36,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
     """
 
     STORAGE = GroupedTensorStorage
-    amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType]
+    amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __new__(
         cls,
@@ -79,7 +79,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         return cls.from_storage(storage)
 
     @classmethod
-    def make_grouped_tensor_with_shapes(
+    def make_grouped_tensor_with_shapes(  # pyright: ignore[reportIncompatibleVariableOverride]
         cls,
         num_tensors: int,
         shapes: Shapes,
@@ -99,7 +99,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         return cls.from_storage(stack.empty((num_tensors, *given[0]), dtype, place, False))
 
     @classmethod
-    def make_grouped_tensor(
+    def make_grouped_tensor(  # pyright: ignore[reportIncompatibleVariableOverride]
         cls, num_tensors: int, first_dims: Tensor | None, last_dims: Tensor | None,
         logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
@@ -113,7 +113,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         )
 
     @classmethod
-    def make_grouped_tensor_from_rowwise_data(
+    def make_grouped_tensor_from_rowwise_data(  # pyright: ignore[reportIncompatibleVariableOverride]
         cls,
         *,
         num_tensors: int,
@@ -133,7 +133,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         storage = GroupedTensorStorage.around(shapes, rowwise_data.detach(), StackQuantizer(None))
         return storage if internal else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
 
-    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise NotImplementedError(
             "a quantized parameter of all groups is not sharded as codes; use single_grouped_weight=False, one "
             "parameter a group, under fully_shard"

@@ -21,7 +21,7 @@ __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuant
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 
-class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor with a format per direction. The values are those of the row-wise part.
 
     The other arguments are those of `QuantizedTensor`.

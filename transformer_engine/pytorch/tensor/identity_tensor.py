@@ -18,7 +18,7 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
-class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """High-precision values with the interface of a quantized tensor.
 
     The other arguments are those of `QuantizedTensor`.

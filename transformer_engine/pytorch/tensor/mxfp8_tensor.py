@@ -26,7 +26,7 @@ __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
 _PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "square_tiles")
 
 
-class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor of FP8 codes with one exponent per 32 values. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = MXFP8TensorStorage

@@ -42,7 +42,7 @@ _REMEDIES = {
 }
 
 
-class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
+class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor of packed FP4 codes with two levels of scales. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = NVFP4TensorStorage
@@ -91,7 +91,7 @@ def _spec(
     )
 
 
-class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
+class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Quantizer for training in NVFP4 after arXiv:2509.25149.
 
     Args:

@@ -68,7 +68,7 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
-class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
+class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor subclass with a nominal shape and dtype and a quantized payload, which a storage class defines.
 
     Args:

@@ -59,10 +59,10 @@ class ActivationForward(ActivationKernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("r n w -> r w", ("n",))
 
-    def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype),)
 
-    def run(self, x: Array) -> tuple[Array, ...]:
+    def run(self, x: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         from ....common.kernels import activation  # it imports triton
 
         rows, parts, width = x.shape
@@ -78,10 +78,10 @@ class ActivationBackward(ActivationKernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("r w, r n w -> r n w", ("n",))
 
-    def results(self, dy: Any, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, dy: Any, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
-    def run(self, dy: Array, x: Array) -> tuple[Array, ...]:
+    def run(self, dy: Array, x: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         from ....common.kernels import activation  # it imports triton
 
         rows, parts, width = x.shape

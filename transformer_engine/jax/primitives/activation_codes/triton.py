@@ -114,7 +114,7 @@ class ActivationCodes(_ActivationCodes):
     def rule(self) -> ShardingRule:
         return self.sharing("", "")
 
-    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return coded_shapes(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:

@@ -45,11 +45,11 @@ class NormForward(_NormKernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("r w, w, w -> r w, r, r" if self.centered else "r w, w -> r w, r", ("w",))
 
-    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(statistic,) * (2 if self.centered else 1))
 
-    def run(self, x: Array, gamma: Array, beta: Array | None = None) -> tuple[Array, ...]:
+    def run(self, x: Array, gamma: Array, beta: Array | None = None) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         from ....common.kernels import norm  # it imports triton
 
         rows, width = x.shape
@@ -77,11 +77,11 @@ class NormBackward(_NormKernel):
     def in_parts(self) -> NormBackward:
         return dataclasses.replace(self, dtype="float32")
 
-    def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradient = jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(self.dtype))
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(gradient,) * (2 if self.centered else 1))
 
-    def run(self, dy: Array, x: Array, *others: Array) -> tuple[Array, ...]:
+    def run(self, dy: Array, x: Array, *others: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         from ....common.kernels import norm  # it imports triton
 
         add = others[0] if self.adds else None

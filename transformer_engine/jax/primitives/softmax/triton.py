@@ -45,10 +45,10 @@ class SoftmaxForward(Kernel):
         mask = "" if self.mask is None else f", {self.mask}"
         return ShardingRule(f"b h q k{mask} -> b h q k", ("q", "k"))
 
-    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
 
-    def run(self, x: Array, hidden: Array | None = None) -> tuple[Array, ...]:
+    def run(self, x: Array, hidden: Array | None = None) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         from ....common.kernels import softmax  # it imports triton
 
         launch = softmax.forward(x.shape, strides_over_scores(hidden), x.dtype.name, 1.0, None)  # pyright: ignore
@@ -63,10 +63,10 @@ class SoftmaxBackward(Kernel):
     def rule(self) -> ShardingRule:
         return ShardingRule("b h q k, b h q k -> b h q k", ("q", "k"))
 
-    def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (jax.ShapeDtypeStruct(p.shape, p.dtype),)
 
-    def run(self, dp: Array, p: Array) -> tuple[Array, ...]:
+    def run(self, dp: Array, p: Array) -> tuple[Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         from ....common.kernels import softmax  # it imports triton
 
         launch = softmax.backward(p.shape, p.dtype.name, 1.0, None)  # pyright: ignore

@@ -81,7 +81,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     num_products = 3
     earlier_extra_states = ("fused_attention._extra_state",)
-    _config: AttentionConfig
+    _config: AttentionConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_attention_heads: int
     num_gqa_groups: int
     num_gqa_groups_per_partition: int

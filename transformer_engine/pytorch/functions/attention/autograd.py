@@ -161,7 +161,7 @@ def attend(
         )
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
-    return backend.run(call, inputs) if type(backend) is Differentiable else backend(call, inputs)
+    return backend.run(call, inputs) if type(backend) is Differentiable else backend(call, inputs)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _CoreAttention(torch.autograd.Function):
@@ -180,7 +180,7 @@ class _CoreAttention(torch.autograd.Function):
         return output, attended.max_logit
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not is_recorded() or ctx.call.dropout > 0.0:
             return _gradients(ctx, grad_output)
         call = ctx.call
@@ -231,7 +231,7 @@ class _ProjectedAttention(torch.autograd.Function):
         return output, attended.max_logit
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not is_recorded() or ctx.call.dropout > 0.0:
             return _projected_gradients(ctx, grad_output)
         call, interleaved = ctx.call, ctx.interleaved

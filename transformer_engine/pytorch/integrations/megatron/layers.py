@@ -66,14 +66,14 @@ class _WithBias(torch.nn.Module):
         return made if isinstance(made, tuple) else (made, None)
 
 
-class ColumnLinear(_WithBias, Linear):
+class ColumnLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Return (y, None) with y [.., output_size / ranks] = x @ weight.T + bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(input_size, output_size, parallel_mode="column", **_arguments(config, **given))
 
 
-class NormColumnLinear(_WithBias, LayerNormLinear):
+class NormColumnLinear(_WithBias, LayerNormLinear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Return (y, None) with y [.., output_size / ranks] = norm(x) @ weight.T + bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
@@ -88,7 +88,7 @@ class NormColumnLinear(_WithBias, LayerNormLinear):
         )
 
 
-class RowLinear(_WithBias, Linear):
+class RowLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Return (y, bias or None) with y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:

@@ -70,6 +70,7 @@ class GroupedContribution(Contribution):
         part = forward_steps(self.facts._replace(layer=name), x.name, weights, None)
         y, made = part.output, list(part.steps)
         saved = [part.saved_input, part.saved_weight]
+        biases = added = ""
         if self.bias:
             biases = self._members(steps, name, "bias", self.stacked_bias)
             added = biases

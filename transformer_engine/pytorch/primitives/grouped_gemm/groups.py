@@ -74,7 +74,7 @@ class Groups(NamedTuple):
         padded: Sum of the groups' rows, each rounded up to 128. If the rows are unknown on the host, an upper bound.
     """
 
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     total: int
     rows: tuple[int, ...] | None
     layout: Tensor
