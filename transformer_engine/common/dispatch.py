@@ -114,6 +114,11 @@ def trace_when(tracing: Callable[[], bool]) -> None:
     _tracing = tracing
 
 
+def is_tracing() -> bool:
+    """Return whether a compiler is tracing the running function; False without a framework that has one."""
+    return _tracing()
+
+
 _demands_repeatable: Callable[[], bool] = _never
 
 
