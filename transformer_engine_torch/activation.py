@@ -56,15 +56,20 @@ def _check(name: str, argument: str, x: Any, quantizer: Any) -> None:
     """Raise TypeError or ValueError unless the activation takes x [..., F or 2 F] and the quantizer."""
     quantizer_or_none(quantizer)
     floating(argument, x)
-    if ACTIVATIONS[name].gated and (x.dim() == 0 or x.shape[-1] % 2):
+    if _is_gated(name) and (x.dim() == 0 or x.shape[-1] % 2):
         raise ValueError(f"{argument} is {list(x.shape)}; {name} halves the last axis, give it an even size")
+
+
+def _is_gated(name: str) -> bool:
+    """Whether an activation halves the last axis; SiTU-GLU, which does, has its own functions instead of a row."""
+    return name == "situglu" or ACTIVATIONS[name].gated
 
 
 def _gradient(name: str, grad: Any, x: Any, quantizer: Any) -> Tensor:
     """Return the gradient in the shape of the activation's result; its leading axes may be flattened otherwise."""
     floating("grad", grad)
     _check(name, "fwd_input", x, quantizer)
-    expected = (*x.shape[:-1], x.shape[-1] // 2) if ACTIVATIONS[name].gated else tuple(x.shape)
+    expected = (*x.shape[:-1], x.shape[-1] // 2) if _is_gated(name) else tuple(x.shape)
     if grad.numel() != math.prod(expected) or grad.shape[-1:] != torch.Size(expected[-1:]):
         raise ValueError(
             f"grad is {list(grad.shape)}, fwd_input {list(x.shape)}; give a gradient {list(expected)}"
@@ -132,7 +137,7 @@ def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25
         beta1: Bound of a.
         beta2: Bound of b.
     """
-    _check("swiglu", "input", input, quantizer)
+    _check("situglu", "input", input, quantizer)
     (made,) = OPERATIONS["situ_glu"](None, (beta1, beta2), input)
     return given_or_quantized(made, quantizer)
 
@@ -147,7 +152,7 @@ def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0
         beta1: Bound of a.
         beta2: Bound of b.
     """
-    grad = _gradient("swiglu", grad, fwd_input, quantizer)
+    grad = _gradient("situglu", grad, fwd_input, quantizer)
     (made,) = OPERATIONS["situ_glu_backward"](None, (beta1, beta2), grad, fwd_input)
     return given_or_quantized(made.view(fwd_input.shape), quantizer)
 
@@ -182,7 +187,7 @@ def _scaled_forward(name: str) -> Forward:
         input: Tensor, act_scales: Tensor, quantizer: Any, *constants: float, glu_interleave_size: int = 0,
         **named: float,
     ) -> Any:  # fmt: skip
-        _check(kind or "swiglu", "input", input, quantizer)
+        _check(kind or "situglu", "input", input, quantizer)
         rows = _in_halves(input, glu_interleave_size)
         value, _ = _functions(kind, _constants(name, defaults, constants, named))
         (made,) = OPERATIONS["row_scale"](None, None, value(rows), act_scales.reshape(-1, 1))
@@ -204,7 +209,7 @@ def _scaled_backward(name: str) -> Backward:
         grad: Tensor, fwd_input: Tensor, act_scales: Tensor, quantizer: Any, *constants: float,
         glu_interleave_size: int = 0, compute_scale_grad: bool = True, **named: float,
     ) -> tuple[Any, Tensor | None]:  # fmt: skip
-        grad = _gradient(kind or "swiglu", grad, fwd_input, quantizer)
+        grad = _gradient(kind or "situglu", grad, fwd_input, quantizer)
         rows = _in_halves(fwd_input, glu_interleave_size)
         value, gradient = _functions(kind, _constants(name, defaults, constants, named))
         dy = grad.reshape(-1, grad.shape[-1])

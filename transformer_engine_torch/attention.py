@@ -238,6 +238,7 @@ def get_fused_attn_backend(
     fp8 = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     if member("kv_dtype", DType, kv_dtype) != DType(q_dtype):
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    mask = _MASKS[member("attn_mask_type", NVTE_Mask_Type, attn_mask_type)]
     params = AttentionParams(
         qkv_dtype=torch.bfloat16 if fp8 else dtype,
         qkv_layout=Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout)).name,
@@ -247,8 +248,9 @@ def get_fused_attn_backend(
         max_seqlen_kv=max_seqlen_kv,
         head_dim_qk=head_dim_qk,
         head_dim_v=head_dim_v,
-        attn_mask_type=_MASKS[member("attn_mask_type", NVTE_Mask_Type, attn_mask_type)],
-        window_size=(window_size_left, window_size_right),
+        attn_mask_type=mask,
+        # As in `fused_attn_fwd`, a causal mask closes the right side of an open window.
+        window_size=(window_size_left, 0 if "causal" in mask else window_size_right),
         core_attention_bias_type=_BIASES[member("bias_type", NVTE_Bias_Type, bias_type)],
         attention_dropout=p_dropout,
         deterministic=deterministic,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -320,6 +321,13 @@ def test_the_backend_answers_by_kind(monkeypatch):
     assert mixed == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert backend_of() == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+
+
+def test_a_causal_mask_closes_an_open_window_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = backend_of(window_size_left=33, window_size_right=-1)
+    assert found == backend_of(window_size_left=33, window_size_right=0)
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,12 @@ def test_situ_glu_and_a_quantized_result():
     torch.testing.assert_close(
         tex.dsituglu(torch.ones(1, 1), x, None).double(), wide.grad, rtol=1e-5, atol=1e-6
     )
+    for call in (
+        lambda: tex.situglu(x[:, :1], None),
+        lambda: tex.scaled_situglu(x[:, :1], torch.ones(1), None),
+    ):
+        with pytest.raises(ValueError, match="situglu halves the last axis"):
+            call()
     inputs = torch.randn(16, 32), torch.rand(16)
     quantizer = QUANTIZERS["current"]()
     made = tex.scaled_swiglu(*inputs, quantizer)

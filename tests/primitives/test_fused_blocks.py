@@ -159,7 +159,8 @@ def test_a_compiled_sum_is_the_eager_one(device):
 def test_strided_inputs_give_the_codes_of_their_copies(tiles):
     wide = torch.randn(140, 600, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True, power_of_two=True)
-    for x in (wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256]):
+    views = (wide[::2, 1:257], wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256])
+    for x in views[:1] if INTERPRETED else views:  # the interpreter takes two seconds for each view
         copy = x.clone(memory_format=torch.contiguous_format)
         for name in ("gelu", "swiglu"):
             actual = activations.activation_forward(name, x, PARAMS, Cast(spec))

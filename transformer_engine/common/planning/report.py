@@ -136,8 +136,9 @@ class TrainingPlan:
         lines = [
             f"{model.name}, {model.parameters() / 1e9:.1f} B parameters, {self.recipe} on {mesh.devices} x {self.gpu}"
             f" ({mesh}); predicted, not measured",
-            f"{self.global_batch} sequences of {self.sequence} tokens: {self.micro_batches} micro-batches of"
-            f" {self.micro_batch}, recomputation: {self.recompute}",
+            f"{self.global_batch} sequences of {self.sequence} tokens: {self.micro_batches} "
+            f"micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch} for each replica, "
+            f"recomputation: {self.recompute}",
             "",
         ]
         rows = [(kind, took) for kind, took in self.parts.items() if took >= 5e-3]

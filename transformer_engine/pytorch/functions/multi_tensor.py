@@ -87,7 +87,8 @@ def multi_tensor_adam(
     """Compute one step of Adam on the lists [gradients, parameters, exp_avg, exp_avg_sq(, masters)], in place.
 
     With masters the step updates these, and the parameters become copies of them. Masters of int16 are remainders: a
-    bfloat16 parameter and its remainder are the upper and the lower half of one float32 number.
+    bfloat16 parameter is a float32 master rounded half up, and the bits of the master, read as an integer, are those of
+    the parameter times 2^16, plus the remainder.
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)

@@ -4,7 +4,7 @@ float32    unchanged
 bfloat16   rounded
 float16    x / scale, scale = max|x| / 32752: half of the largest float16, so that a sum of two still fits
 uint8      FP8 (E4M3) codes of x / scale, scale = max|x| / 448
-int16      the lower 16 bits of numbers whose upper 16 are a bfloat16 parameter
+int16      the lower 16 bits of float32 numbers; the bfloat16 parameter is the number, rounded half up
 """
 
 from __future__ import annotations
