@@ -26,7 +26,7 @@ CASES = {
     "imported": "import nvdlfw_inspect.api, transformer_engine.debug",
     "session ended": """
 import nvdlfw_inspect.api as api, pathlib, transformer_engine.debug as debug
-pathlib.Path("debug.yaml").write_text("")
+pathlib.Path("debug.yaml").write_text("none: {enabled: true, layers: {layer_name_regex_pattern: none}}")
 api.initialize("debug.yaml", feature_dirs=[str(pathlib.Path(debug.__file__).parent / "features")], log_dir="logs")
 api.end_debug()
 """,

@@ -8,8 +8,6 @@ from the same reasons. The table alone caches, forces, observes, and registers o
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
-
-`Table.choose` returns the name of the backend for tables whose backends have no `bind`.
 """
 
 from __future__ import annotations

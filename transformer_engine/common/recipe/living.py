@@ -65,6 +65,7 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     """
     initialize = cls.__init__
 
+    @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
     def __new__(new: type, *args: Any, **keywords: Any) -> Any:
         if is_tracing() and not _construction.running:
             return getattr(_constructed, _construct(new, *args, **keywords))

@@ -124,13 +124,16 @@ def bound_score_mod(
     """
     function_or_none("score_mod", score_mod)
     function_or_none("score_mod_bprop", score_mod_bprop)
-    for name, value, reader, present in (
-        ("score_mod_bprop_tensors", bprop_tensors, "score_mod_bprop", score_mod_bprop),
-        ("score_mod_bprop", score_mod_bprop, "score_mod", score_mod),
-        ("score_mod_tensors", tensors, "score_mod", score_mod),
-    ):
-        if value is not None and present is None:
-            raise ValueError(f"{name}={described(value)} without {reader}; give both, or neither")
+    without = {}
+    if score_mod is None:
+        without = {"score_mod_bprop": score_mod_bprop, "score_mod_tensors": tensors}
+    for name, value in without.items():
+        if value is not None:
+            raise ValueError(f"{name}={described(value)} without score_mod; give both, or neither")
+    if score_mod_bprop is None and bprop_tensors is not None:
+        raise ValueError(
+            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop; give both, or neither"
+        )
     if score_mod is None:
         return None
     graph = builds_a_graph(score_mod)
