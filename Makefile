@@ -20,7 +20,18 @@ export OMP_WAIT_POLICY ?= passive
 # Without bytecode on disk, each subprocess of the tests compiles all of torch again, which takes four seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test clients test-clients check coverage docs setup clean
+.PHONY: help train test clients test-clients check coverage docs setup clean
+
+help:
+	@echo "make train         train a small GPT in FP8 and in high precision"
+	@echo "make test          ruff, pyright and the tests, without the slow ones"
+	@echo "make check         ruff and pyright"
+	@echo "make coverage      the tests with their coverage"
+	@echo "make clients       install the published clients of the tests"
+	@echo "make test-clients  install and test the published clients"
+	@echo "make docs          build the documentation in site/"
+	@echo "make setup         install the package with its tests and docs in $(VENV)"
+	@echo "make clean         remove $(VENV) and all build results"
 
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)

@@ -61,8 +61,8 @@ def fused_attn_fwd(
     logarithm of the softmax's denominator. `max_logit` is float32 [h]. `rng_state` int64 [2] is the (seed, offset) of
     dropout. `fused_attn_bwd` reads all results after `O` except max_logit.
 
-    Raises ValueError for lengths and pages that do not fit the tensors; those on a GPU are checked with TE_CHECK=1
-    only.
+    Raises:
+        ValueError: Lengths or pages do not fit the tensors. Those on a GPU are checked with TE_CHECK=1 only.
     """
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
     own, wanted = order_of(None, layout, "o_format"), order_of(o_format, layout, "o_format")
@@ -337,5 +337,5 @@ def _call(
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor that is not quantized; one that is, dequantized to dtype."""
+    """Return a tensor that is not quantized unchanged, and a quantized tensor dequantized to dtype."""
     return x.dequantize(dtype=dtype) if hasattr(x, "get_usages") else x

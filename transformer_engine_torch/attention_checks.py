@@ -1,4 +1,4 @@
-"""Checks on calls of the fused attention's flat names, before any backend is asked."""
+"""Checks on calls of the fused attention's flat names, before any backend is queried."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_call(
     bias: Tensor | None,
     offset: Tensor | None,
 ) -> None:
-    """TypeError or ValueError unless q, k, v fit the layout and each other, and the settings are of their kinds."""
+    """Raise TypeError or ValueError unless q, k, v fit the layout and each other, and the settings are valid."""
     for name, x, layout_format in zip(
         "QKV", qkv, (layout.q_format, layout.kv_format, layout.kv_format), strict=True
     ):
@@ -72,7 +72,7 @@ def whole_window(window: Any) -> tuple[int, int]:
 def check_question(
     sizes: Mapping[str, Any], lengths: Mapping[str, Any], dropout: float, window: tuple[Any, Any]
 ) -> None:
-    """TypeError or ValueError unless a question about backends has sizes, lengths, a rate and a window."""
+    """Raise TypeError or ValueError unless a query about backends has valid sizes, lengths, rate and window."""
     for name, size in sizes.items():
         to_int(name, size, 1)
     for name, length in lengths.items():

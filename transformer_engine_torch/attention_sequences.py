@@ -36,7 +36,7 @@ def sequences_of(
     max_seqlens: tuple[int, int],
     page_table: Tensor | None,
 ) -> BatchExtents:
-    """Lengths where they matter, extents of dense tensors from their shapes."""
+    """Return lengths if they matter, and sizes of dense tensors from their shapes."""
     packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
     needed = padding or packed_q or packed_kv or layout.paged
     lengths_q = lengths_of(cu_seqlens[0]) if needed else None

@@ -17,7 +17,7 @@ from .checks import integers, member, output_or_none, quantizer_or_none, sequenc
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
-    """torch's dtype of the enumeration or of its number."""
+    """Return torch's dtype of an enumeration member or of its number."""
     if isinstance(dtype, torch.dtype):
         return dtype
     found = TE_DType_To_Torch.get(member("dtype", DType, dtype))
@@ -27,7 +27,7 @@ def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
 
 
 def given_or_quantized(tensor: Tensor, quantizer: Any, output: Any = None) -> Any:
-    """The tensor as quantizer makes it; itself, copied into output if that is given, for None."""
+    """Return the tensor as quantized by the quantizer; for None the tensor itself, copied to output if given."""
     if quantizer is not None:
         return quantizer.quantize(tensor, out=output)
     return tensor if output is None else output.copy_(tensor)

@@ -2,7 +2,7 @@
 
 Legend: t packed tokens of this rank, h heads, b sequences; cu_seqlens int32 [b + 1] bounds the sequences of this
 rank, every length is even, and the "first half" of a tensor is the first half of each of its sequences. A softmax
-over keys in two parts is put together from each part's output o_i and lse_i = log sum exp:
+over keys in two parts is combined from each part's output o_i and lse_i = log sum exp:
 lse = log(exp(lse_1) + exp(lse_2)), o = sum_i o_i exp(lse_i - lse). Nothing is read on the host.
 """
 
@@ -115,7 +115,8 @@ def thd_sequence_order_to_cp_rank_order(
 ) -> Tensor:
     """Return tokens [t, ..] of whole packed sequences in the order in which ranks hold them, rank 0 first.
 
-    Raises ValueError unless the tensor has `total_tokens` rows.
+    Raises:
+        ValueError: The tensor does not have `total_tokens` rows.
     """
     _check_tokens(tensor, total_tokens)
     return tensor.index_select(0, order_of_ranks(cu_seqlens, tensor.shape[0], world_size))
@@ -149,7 +150,7 @@ def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
 
 
 def _padded_second_half(cu_seqlens: Tensor, columns: int, limit: int) -> tuple[Tensor, Tensor]:
-    """[b, columns]: the column of each token of the second halves in a tensor [b, h, limit], and whether it is one."""
+    """Return [b, columns]: each token's column of the second halves in a tensor [b, h, limit], and its validity."""
     half = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // 2
     place = torch.arange(columns, device=cu_seqlens.device)
     # Columns are taken modulo the limit, so that those outside are all different from those inside.

@@ -3,14 +3,12 @@
 The operands are plain or quantized matrices. `transA` and `transB` use the original's column-major convention; with
 contiguous rows the product is D = op(B) op(A):
 
-======  ======  ======  ==============================  =========================================================
-transA  transB  layout  product                         use in a linear layer
-======  ======  ======  ==============================  =========================================================
-True    False   "TN"    D [M, N] = B [M, K] A[N, K].T    forward: A is the weight, B the input
-False   False   "NN"    D [M, K] = B [M, N] A[N, K]      gradient of the input: B is the gradient of the output
-False   True    "NT"    D [N, K] = B[M, N].T A[M, K]     gradient of the weight: A is the input, B the gradient
-True    True    "TT"    D [N, J] = B[M, N].T A[J, M].T   none
-======  ======  ======  ==============================  =========================================================
+| transA | transB | layout | product | use in a linear layer |
+| --- | --- | --- | --- | --- |
+| True | False | "TN" | D [M, N] = B [M, K] A [N, K].T | forward: A is the weight, B the input |
+| False | False | "NN" | D [M, K] = B [M, N] A [N, K] | gradient of the input: B is the gradient of the output |
+| False | True | "NT" | D [N, K] = B [M, N].T A [M, K] | gradient of the weight: A is the input, B the gradient |
+| True | True | "TT" | D [N, J] = B [M, N].T A [J, M].T | none |
 """
 
 from __future__ import annotations

@@ -48,8 +48,11 @@ def copy_to_kv_cache(
 ) -> None:
     """Append new keys and values to the cached ones of b sequences, in place.
 
-    Raises ValueError, before any write, for invalid lengths and pages; those on a GPU are checked with TE_CHECK=1 only.
-    Unchecked, tokens beyond the cache and tokens of missing pages are skipped.
+    Tokens beyond the cache and tokens of missing pages are skipped if they are not checked.
+
+    Raises:
+        ValueError: Lengths or pages are invalid. Nothing has been written. Those on a GPU are checked with TE_CHECK=1
+            only.
     """
     for name, new, cache in (("k", new_k, k_cache), ("v", new_v, v_cache)):
         if new.shape[-2:] != cache.shape[-2:] or not cache.is_contiguous():

@@ -1,4 +1,4 @@
-"""The layouts of queries, keys and values by name: "sbhd_sb2hd" has q [s, b, h, d] and k, v in one [s, b, 2, g, d]."""
+"""Layouts of queries, keys and values by name: "sbhd_sb2hd" means q [s, b, h, d] and k, v in one [s, b, 2, g, d]."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from .enums import NVTE_QKV_Format, NVTE_QKV_Layout
 
 @dataclass(frozen=True)
 class Layout:
-    """q_format, kv_format: sbhd, bshd or thd, as backends are given them.
+    """One layout of queries, keys and values.
 
-    A bhsd tensor is seen as bshd; keys and values in the queries' order of axes, pages and those of packed
-    queries as bshd: a view each (turned).
-    interleaved   how many of the three share a buffer (3, 2 keys and values, 0), and on which axis from the end
+    Backends read sbhd, bshd or thd. Other layouts are converted by views. A bhsd tensor is viewed as bshd. Keys and
+    values are viewed in the queries' order of axes; pages, and keys and values of packed queries, as bshd.
+
+    Attributes:
+        name: Name of the layout.
+        q_format: Format of the queries for backends.
+        kv_format: Format of the keys and values for backends.
+        interleaved: Number of the three tensors that share a buffer: 3, 2 (keys and values) or 0.
+        axis: Axis of these tensors in the buffer, from the end.
+        paged: Whether keys and values are in pages.
+        transposed: Whether the layout is bhsd.
+        turned: Whether the first two axes of keys and values are exchanged.
     """
 
     name: str
@@ -32,7 +41,7 @@ class Layout:
     @staticmethod
     @functools.cache
     def of(qkv_layout: NVTE_QKV_Layout | int) -> Layout:
-        """The layout of the enumeration or of its number."""
+        """Return the layout of an enumeration member or of its number."""
         name = NVTE_QKV_Layout(qkv_layout).name.removeprefix("NVTE_").lower()
         parts = name.removeprefix("paged_kv_").split("_")
         q_format, kv_format = ("".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1]))
@@ -53,21 +62,21 @@ class Layout:
         )
 
     def queries(self, x: Tensor) -> Tensor:
-        """x in q_format."""
+        """Return x in q_format."""
         return x.transpose(1, 2) if self.transposed else x
 
     def as_queries(self, x: Tensor) -> Tensor:
-        """x of q_format as the layout has queries."""
+        """Return x of q_format in the layout's format of the queries."""
         return x.transpose(1, 2) if self.transposed else x
 
     def keys(self, x: Tensor) -> Tensor:
-        """x in kv_format; pages [page, token, g, d]."""
+        """Return x in kv_format; pages are [page, token, g, d]."""
         if self.turned:
             return x.transpose(0, 1)
         return x.transpose(1, 2) if self.transposed else x
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of q_format and kv_format as the layout has them: views of one buffer where they share one."""
+        """Return q, k, v of q_format and kv_format in the layout's format, as views of one buffer if they share one."""
         if self.interleaved == 3:
             q, k, v = torch.stack((q, k, v), dim=self.axis).unbind(self.axis)
         elif self.interleaved == 2:
@@ -85,8 +94,8 @@ def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
     Args:
         x: Tensor whose axes are named by `source`.
         source: Order of the axes, such as "sbhd".
-        target: Wanted order, of the same axes.
-        name: Argument that asked for the order, for the message.
+        target: Requested order, of the same axes.
+        name: Argument that requested the order, for the message.
 
     Raises:
         ValueError: The two orders have different axes, as packed sequences ("thd") and padded ones do.
@@ -101,7 +110,7 @@ def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
 
 
 def order_of(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
-    """Return the order of axes that a format argument asks for; None means the queries' order.
+    """Return the order of axes that a format argument requests; None means the queries' order.
 
     Raises:
         ValueError: `given` does not name an order of axes.

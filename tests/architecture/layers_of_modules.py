@@ -70,7 +70,8 @@ PYTORCH = (
     ),
     (
         5,
-        "transformer_engine.pytorch.distributed transformer_engine.pytorch.offload",
+        "transformer_engine.pytorch.distributed transformer_engine.pytorch.distributed_weight "
+        "transformer_engine.pytorch.offload",
         "collectives, faults of ranks, tensor parallelism, random states, recomputation; saved tensors on the host",
     ),
     (

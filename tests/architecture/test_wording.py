@@ -157,6 +157,38 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
     assert unknown == [] and twice == []
 
 
+def lines_in_columns(documentation: str | None) -> list[str]:
+    """Return the lines of a docstring whose words are aligned in columns, apart from code and Markdown tables."""
+    prose = re.sub(r"```.*?```", "", documentation or "", flags=re.DOTALL)
+    return re.findall(r"^(?! *(?:>>>|\.\.\.|\|)).*\S {2,}[^\s#].*$", prose, re.MULTILINE)
+
+
+def test_docstrings_list_arguments_in_sections():
+    """Editors and the API reference render Google sections; a list `name   text` collapses into a paragraph."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    aligned = [
+        f"{name}:{getattr(node, 'lineno', 1)} {line}"
+        for name, path in modules().items()
+        for node in nodes(path)
+        if isinstance(node, documented)
+        for line in lines_in_columns(ast.get_docstring(node))
+    ]
+    assert not aligned
+
+
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [
+        ("Sum.\n\nx   One [n].\n", True),
+        ("Sum.\n\n    *others, y  More.\n", True),
+        ("Sum.\n\nArgs:\n    x: One [n],\n        of two lines.\n", False),
+        ("Sum.\n\n| a  | b |\n>>> f(1)  # 2\n...     g()\n```\nx   y\n```\nsum(x)  # of x\n", False),
+    ],
+)
+def test_columns_are_found(docstring, found):
+    assert bool(lines_in_columns(docstring)) == found
+
+
 def test_described_names_are_found():
     arguments = "Args:\n    x: One [n],\n        of two lines.\n    *others: More.\n"
     text = f"Sum.\n\n{arguments}\nReturns:\n    sum: Not an argument.\n"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import QUANTIZED, RECIPES
-from transformer_engine.pytorch import LayerNormLinear, LayerNormMLP, Linear, autocast, ops
+from transformer_engine.pytorch import LayerNormLinear, LayerNormMLP, Linear, MXFP8Quantizer, autocast, ops
 from transformer_engine.pytorch.distributed import faults
 from transformer_engine.pytorch.functions import linear_spec
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
@@ -173,13 +173,39 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
     }
 
 
+DIRECTIONS = [(True, True), (True, False), (False, True)]
 CASES = [(kind, name, TOKENS) for kind in LAYERS for name in RECIPES]
 CASES += [("column", name, RAGGED) for name in QUANTIZED] + [("mlp", name, RAGGED) for name in QUANTIZED]
 
 
+def _of_codes(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    """Compare a column-parallel layer of MXFP8 shards with one of the quantized whole matrix; return the bytes sent."""
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(TOKENS, HIDDEN, generator=generator).to(device, DTYPE)
+    layer = _made("column", True, device)
+    alone = Linear(HIDDEN, INNER // SIZE, params_dtype=DTYPE, device=device)
+    alone.load_state_dict(layer.state_dict())
+    found: dict[str, Any] = {"sent": []}
+    results = []
+    cases = ((layer, whole.chunk(SIZE)[dist.get_rank()], rowwise, columnwise), (alone, whole, True, True))
+    for module, x, *directions in cases:
+        codes = MXFP8Quantizer(torch.float8_e4m3fn, rowwise=directions[0], columnwise=directions[1])(x)
+        with recorded() as forward, autocast(recipe=RECIPES["mxfp8"]):
+            y = module(codes)
+        with recorded() as backward:
+            y.backward(y.detach())
+        found["sent"].append([forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")])
+        results.append([y.detach(), module.weight.grad, module.bias.grad])
+    found["equal"] = all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    return found
+
+
 def _measured(device: torch.device) -> dict[str, Any]:
     with emulate():  # MXFP8 and NVFP4 on Hopper
-        return {"/".join(map(str, case)): _case(device, *case) for case in CASES}
+        found = {"/".join(map(str, case)): _case(device, *case) for case in CASES}
+        for rowwise, columnwise in DIRECTIONS:
+            found[f"codes/{rowwise}/{columnwise}"] = _of_codes(device, rowwise, columnwise)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +248,15 @@ def test_codes_and_scales_travel(measured, name):
         # The gradient of a row-parallel layer is read in both directions, which blocks quantize apart.
         expected = shard * BYTES[name] * (1 if one_direction else 2)
         assert rank[f"row/{name}/{TOKENS}"]["sent"] == [0, expected]
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), DIRECTIONS)
+def test_each_pass_sends_one_direction_of_an_input_of_mxfp8_codes(measured, rowwise, columnwise):
+    """A direction that the shard lacks is quantized from the other one."""
+    expected = TOKENS // SIZE * HIDDEN * BYTES["mxfp8"]
+    for rank in measured:
+        found = rank[f"codes/{rowwise}/{columnwise}"]
+        assert found["equal"] and found["sent"] == [[expected] * 2, [0, 0]]
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -201,10 +201,12 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "_allocated", allocated)
     monkeypatch.setattr(symmetric_memory, "_buffers", {})
     group: Any = Group()
-    device = torch.device("cpu")
+    device = torch.device("cuda")
     first = get_symmetric_memory_tensor(8, torch.float32, device, group)
     assert get_symmetric_memory_tensor(8, torch.float32, device, group) is first
     assert get_symmetric_memory_tensor(8, torch.float32, device, group, tag="other") is not first
     other: Any = Group()  # of the same name, after the first was destroyed
     assert get_symmetric_memory_tensor(8, torch.float32, device, other) is not first
     assert made == [group, group, other]
+    with pytest.raises(ValueError, match=r"device='cpu'.*give a CUDA device"):
+        get_symmetric_memory_tensor(8, torch.float32, torch.device("cpu"), group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import enum
 import importlib
@@ -9,6 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +29,9 @@ INTERNAL = (
     "transformer_engine.pytorch.inspect.",
     "transformer_engine.pytorch.primitives.",
 )
+
+# {package.name: why no example on a CPU can show it}
+WITHOUT_EXAMPLE: dict[str, str] = {}
 
 
 def _load_api_entries() -> ModuleType:
@@ -50,6 +55,35 @@ def resolved(path: str) -> Any:
     """Return the object of an entry."""
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
+
+
+def examples(page: Path) -> list[re.Match[str]]:
+    """Return the blocks of examples of a page, whose first group is the code."""
+    return list(re.finditer(r"```pycon\n(.*?)```", page.read_text(), re.DOTALL))
+
+
+def names_used(texts: Iterable[str]) -> set[str]:
+    """Return the attributes, and the names that the examples do not define, in the statements of texts."""
+    examples = [one for text in texts for one in doctest.DocTestParser().get_examples(text)]
+    nodes = [node for one in examples for node in ast.walk(ast.parse(one.source))]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    stores = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return attributes | (names - stores - defined)
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[int, set[str]]:
+    """{identity of a documented object: names that the examples of its page use, docstrings included}."""
+    found: dict[int, set[str]] = {}
+    for page in PAGES:
+        values = [resolved(path) for path in entries(page)]
+        docstrings = [inspect.getdoc(value) or "" for value in values]
+        used = names_used([block[1] for block in examples(page)] + docstrings)
+        for value in values:
+            found.setdefault(id(value), set()).update(used)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +157,7 @@ def test_the_examples_of_a_reference_page_run(page: Path):
     names: dict[str, Any] = {}
     runner = doctest.DocTestRunner(verbose=False)
     report: list[str] = []
-    for block in re.finditer(r"```pycon\n(.*?)```", text, re.DOTALL):
+    for block in examples(page):
         line = text[: block.start()].count("\n") + 1
         test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
         runner.run(test, out=report.append, clear_globs=False)
@@ -142,6 +176,22 @@ def test_the_examples_of_docstrings_run(package: str):
         test = finder.get_doctest(inspect.getdoc(value) or "", {}, f"{package}.{name}", package, 0)
         runner.run(test, out=report.append)
     assert runner.failures == 0, "".join(report)
+
+
+@pytest.mark.parametrize("package", api_entries.PACKAGES)
+def test_each_public_name_is_used_in_an_example_of_its_page(package: str, shown: dict[int, set[str]]):
+    names = {
+        name: value
+        for name, value in api_entries.public_names(package)
+        if callable(value) and not (inspect.isclass(value) and issubclass(value, enum.Enum))
+    }
+    missing = [name for name, value in names.items() if name not in shown[id(value)]]
+    assert set(missing) == {name for name in names if f"{package}.{name}" in WITHOUT_EXAMPLE}
+
+
+def test_names_of_examples_are_those_of_their_statements():
+    text = ">>> gelu = tex.relu(x)  # silu\n>>> gelu(swiglu)\ntensor(glu)\n\n`geglu` is a name.\n"
+    assert names_used([text]) == {"tex", "relu", "x", "swiglu"}
 
 
 def test_shapes_become_code_spans():

@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "recipe as first argument": (
         lambda: te.autocast(CURRENT),
         TypeError,
-        ("Float8CurrentScaling", "first argument is a bool", "pass the recipe by name"),
+        ("Float8CurrentScaling", "first argument is a bool", "pass the recipe as a keyword"),
     ),
     "format as text": (
         lambda: recipes.DelayedScaling(fp8_format="E4M3"),

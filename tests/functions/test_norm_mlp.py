@@ -236,7 +236,7 @@ def ways(explanation) -> dict[str, tuple[str | None, str]]:
 def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
     x = sample(device)
     found = ways(te.explain(mlp(device, activation="gelu"), x))
-    assert found["norm_output"] == ("separate", "the product's quantizer asks no kernel for codes")
+    assert found["norm_output"][0] == "separate" and "asks no kernel for codes" in found["norm_output"][1]
     assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_product"
     with te.autocast(recipe=RECIPES["delayed"]):
         found = ways(te.explain(mlp(device, activation="swiglu", return_layernorm_output=True), x))
@@ -246,7 +246,7 @@ def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
     assert "not in_product: float8 codes are made where the activation is" in str(gelu)
     with te.autocast(recipe=RECIPES["current"]):
         found = ways(te.explain(mlp(device, activation="swiglu"), x))
-    assert found["mlp_gradient"][0] == "separate" and "one scale is known" in found["mlp_gradient"][1]
+    assert found["mlp_gradient"][0] == "separate" and "needs all of dy" in found["mlp_gradient"][1]
 
 
 def test_a_way_can_be_forced_and_one_that_cannot_be_gone_raises_its_reason(device):

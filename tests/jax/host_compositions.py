@@ -169,8 +169,12 @@ def kernel_case(mesh: Mesh) -> dict[str, float]:
 
 # Every strategy with a causal mask, padding, a window, sinks and packed sequences; `--all` runs the other cases too.
 ATTENTION = {
-    CPStrategy.ALL_GATHER: ("packed in stripes", "causal unbalanced with a window"),
-    CPStrategy.RING: ("causal balanced", "padded with sinks and a window", "bottom right"),
+    CPStrategy.ALL_GATHER: (
+        "packed in stripes",
+        "causal unbalanced with a window",
+        "unbalanced with a window",
+    ),
+    CPStrategy.RING: ("causal balanced", "padded with sinks and a window", "bottom right", "with a window"),
 }
 
 
@@ -203,12 +207,18 @@ def main() -> None:
             "causal with a window": (True, bshd, causal, vanilla, (9, 0)),
             "causal unbalanced with a window": (False, bshd, causal, learnt, (13, -1)),
             "unbalanced": (False, bshd, AttnMaskType.NO_MASK, vanilla),
+            "with a window": (True, bshd, AttnMaskType.NO_MASK, learnt, (5, 9)),
+            "unbalanced with a window": (False, bshd, AttnMaskType.NO_MASK, learnt, (-1, 9)),
             "packed in stripes": (True, thd, padding, vanilla),
             "bottom right": (False, bshd, AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, vanilla),
         }
         for name, case in cases.items():
             if everything or name in ATTENTION[strategy]:
                 found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
+    # Two devices; the window reaches the whole sequence to the left and ends within a chunk to the right.
+    found["two devices with a window"] = sequence_case(
+        mesh_of(dp=4, cp=2), CPStrategy.RING, True, bshd, AttnMaskType.NO_MASK, learnt, (40, 11)
+    )
     if everything:
         found["fsdp and tp in blocks"] = layer_case(
             mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),

@@ -105,19 +105,22 @@ def by_cudnn() -> dict[str, float]:
 def lowered() -> dict[str, dict[str, int]]:
     """Both passes of 16384 tokens on two devices for CUDA: calls of our kernels, elements of the largest array.
 
-    A window of 4096 tokens reaches from each of four chunks into the one in front of it.
+    A window of 4096 tokens reaches from each of four chunks into its neighbor on that side.
     """
     os.environ["TE_JAX_KERNELS"] = "1"
     tokens, mesh = 16384, mesh_of(cp=2)
     cut = NamedSharding(mesh, PartitionSpec(None, "cp"))
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 64), jnp.bfloat16, sharding=cut) for n in (4, 2))
     found = {}
-    cases: dict[str, tuple[api.CPStrategy, tuple[int, int] | None]] = {
-        one.name: (one, None) for one in STRATEGIES
+    causal = api.AttnMaskType.CAUSAL_MASK
+    cases: dict[str, tuple[api.CPStrategy, api.AttnMaskType, tuple[int, int] | None]] = {
+        **{one.name: (one, causal, None) for one in STRATEGIES},
+        "causal window": (api.CPStrategy.RING, causal, (4096, 0)),
+        "window": (api.CPStrategy.ALL_GATHER, api.AttnMaskType.NO_MASK, (4096, 4096)),
     }
-    for name, (strategy, window) in (cases | {"window": (api.CPStrategy.RING, (4096, 0))}).items():
+    for name, (strategy, mask, window) in cases.items():
         with jax.set_mesh(mesh):
-            program = jax.jit(functools.partial(step, over_devices(strategy, window_size=window)))
+            program = jax.jit(functools.partial(step, over_devices(strategy, mask=mask, window_size=window)))
             text = program.trace(q, q, k, k).lower(lowering_platforms=("cuda",)).as_text()
         shapes = re.findall(r"tensor<((?:\d+x)+)", text)
         found[name] = {
@@ -130,17 +133,20 @@ def lowered() -> dict[str, dict[str, int]]:
 
 def explained() -> dict[str, str]:
     """Why the kernels take an attention or not."""
-    q, k = jnp.zeros((1, 16, 4, 64), jnp.bfloat16), jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
-    causal = api.AttnMaskType.CAUSAL_MASK
+    q, k, longer = (jnp.zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
+    causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
     with jax.set_mesh(mesh_of(cp=2)):
         return {
             name: str(
-                te.explain(over_devices(api.CPStrategy.ALL_GATHER), q, k, k, mask=mask, window_size=window)
+                te.explain(
+                    over_devices(api.CPStrategy.ALL_GATHER), q, keys, keys, mask=mask, window_size=window
+                )
             )
-            for name, mask, window in (
-                ("whole", causal, None),
-                ("causal window", causal, (3, 0)),
-                ("window", api.AttnMaskType.NO_MASK, (3, 0)),
+            for name, keys, mask, window in (
+                ("whole", k, causal, None),
+                ("causal window", k, causal, (3, 0)),
+                ("window", k, no_mask, (3, 2)),
+                ("window of other keys", longer, no_mask, (3, 0)),
             )
         }
 

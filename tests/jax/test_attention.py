@@ -503,7 +503,11 @@ def module(**fields):
             lambda: reorder_causal_load_balancing(jnp.ones((2, 18)), ReorderStrategy.DualChunkSwap, 3, 1),
             "is odd",
         ),
-        (lambda: canonicalize_attn_mask_type("diagonal"), "choose one of"),
+        (
+            lambda: canonicalize_attn_mask_type("diagonal"),
+            "choose one of no_mask, padding, causal, padding_causal, causal_bottom_right, padding_causal_bottom_right "
+            r"\(padding, causal and bottom_right may be in any order\)",
+        ),
         (lambda: module(attn_mask_type="diagonal"), "choose one of"),
         (lambda: module(qkv_layout="hdbs"), "choose one of"),
         (lambda: module(attn_bias_type="alibi"), "choose one of"),

@@ -140,10 +140,7 @@ def test_the_train_step_of_the_page_trains():
     inp = jax.random.normal(jax.random.key(0), (64, 32))
     model = te_flax.DenseGeneral(features=8)
 
-    def loss_fn(params, other_vars, inp):
-        return ((model.apply({"params": params, **other_vars}, inp) - inp[:, :8]) ** 2).mean()
-
-    names = {"jax": jax, "optax": optax, "loss_fn": loss_fn, "optimizer": optax.adamw(1e-2)}
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "model": model, "optimizer": optax.adamw(1e-2)}
     with te.autocast(enabled=True):
         exec(examples("jax.md")[0], names)
         other_variables, params = flax.core.pop(model.init(jax.random.key(1), inp), "params")

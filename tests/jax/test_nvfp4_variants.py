@@ -14,7 +14,14 @@ from transformer_engine.common.quantize_spec import FAST_MSE, MAE, MSE
 from transformer_engine.common.recipe import NVFP4BlockScaling
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives import quantize as primitive
-from transformer_engine.jax.quantize import QuantizeLayout, QuantizerSet, ScalingMode, TensorSource
+from transformer_engine.jax.quantize import (
+    QuantizeLayout,
+    QuantizerSet,
+    ScalingMode,
+    TensorSource,
+    get_supported_scaling_modes,
+    is_scaling_mode_supported,
+)
 from transformer_engine.jax.quantize.recipes import checked_family, make_quantizer
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize, unpack_fp4
 
@@ -108,6 +115,14 @@ def test_scopes_choose_modes_and_never_those_of_gradients():
     assert modes["weights"] == [plain, square, plain]
     weights = NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_err_mode="MSE")
     assert [quantizer.four_over_six for quantizer in vars(quantizers_of(weights)).values()] == ["", "MSE", ""]
+
+
+def test_variants_are_supported_where_nvfp4_is():
+    variants = [mode for mode in ScalingMode if mode.is_nvfp4_scaling]
+    supported, reason = is_scaling_mode_supported(ScalingMode.NVFP4_1D_SCALING)
+    assert len(variants) == 6
+    assert {is_scaling_mode_supported(mode) for mode in variants} == {(supported, reason)}
+    assert [mode for mode in get_supported_scaling_modes() if mode in variants] == variants * supported
 
 
 @pytest.mark.parametrize("variant", [{"row_scaled_activation": True}, {"nvfp4_4over6": "all"}])

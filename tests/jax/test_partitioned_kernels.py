@@ -174,12 +174,12 @@ def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
 def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
     """Three blocks forward and three of three kernels backward; no array is larger than the queries, scores least.
 
-    With a window that reaches one chunk, two blocks.
+    With a causal window that reaches one chunk, two blocks; with a window to both sides, three.
     """
     found, _ = printed_by("host_parts.py")
     for name, facts in found["cuda"].items():
         assert (
-            facts["kernels"] == (2 + 2 * 3 if name == "window" else 3 + 3 * 3)
+            facts["kernels"] == (2 + 2 * 3 if name == "causal window" else 3 + 3 * 3)
             and facts["largest"] == facts["queries"]
         ), found
     for strategy, moves in (("ALL_GATHER", "all-gather"), ("RING", "collective-permute")):
@@ -187,8 +187,8 @@ def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
         assert facts["difference"] < 1e-2, "gradients are rounded to bfloat16 block by block"
         assert facts["moves"] == [moves], "batches and heads stay where they are"
     assert all(value < 2e-5 for value in found["within"].values()), found["within"]
-    assert "triton: tokens over devices with" in found["explained"]["window"]
-    for taken in ("whole", "causal window"):
+    assert "triton: tokens over devices with" in found["explained"]["window of other keys"]
+    for taken in ("whole", "causal window", "window"):
         assert "tokens over devices" not in found["explained"][taken]
 
 

@@ -71,7 +71,7 @@ def test_bias_dropout_add():
 
 def test_warm_ups_leave_the_random_state(monkeypatch):
     before = torch.get_rng_state()
-    jit.warmup_jit_bias_dropout_add_all_dtypes(8, 2, 2)
+    jit.warmup_jit_bias_dropout_add_all_dtypes(hidden_size=8, seq_length=2, micro_batch_size=2)
     jit.warmup_jit_bias_gelu_all_dtypes(8, 2, 2)
     jit.warmup_jit_l2normalization_all_dtypes(8, 2, 2)
     jit.set_jit_fusion_options()

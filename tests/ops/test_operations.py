@@ -194,6 +194,30 @@ def test_grouped_linear_rows_without_a_group_are_zero():
     assert torch.equal(y[:24], op(x[:24], torch.tensor([8, 8, 8])))
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_split_sizes_are_sequences_or_tensors_of_any_integers(compiles):
+    op, (x, splits) = grouped_case()
+    chain = ops.Sequential(op, ops.ReLU())
+    run = torch.compile(chain, fullgraph=True, backend="eager") if compiles else chain
+    rows = splits.tolist()
+    expected = gradients(lambda x: chain(x, splits), chain, [x])
+    forms = [rows] if compiles else [rows, tuple(rows), [float(n) for n in rows], splits.to("cpu")]
+    forms += [] if compiles else [splits.to(dtype) for dtype in (torch.uint8, torch.int16, torch.int32)]
+    for form in forms:
+        for ours, theirs in zip(
+            gradients(lambda x, form=form: run(x, form), chain, [x]), expected, strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    if not compiles:
+        assert torch.equal(op(x, rows), op(x, splits))
+        with pytest.raises(
+            TypeError, match=r"split sizes=\[1.5, 2, 3\] holds 1.5; give a list of whole numbers"
+        ):
+            op(x, [1.5, 2, 3])
+        with pytest.raises(ValueError, match="3 groups, but got split sizes"):
+            op(x, [1, 2])
+
+
 def test_grouped_linear_writes_caller_buffers():
     op, (x, splits) = grouped_case()
     output, grad_input = torch.empty(48, 32, device=x.device), torch.empty(48, 64, device=x.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._version import __version__
 from ..common import env, optional
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typer.core import TyperCommand
 
 REQUIRED = ("typer", "rich", "matplotlib")
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 FRAMEWORKS = ("torch", "jax")
 
 
@@ -69,7 +70,7 @@ COMMANDS = {
 
 
 def application() -> typer.Typer:
-    """The command-line application with its commands."""
+    """Return the command-line application with its commands."""
     import typer
     from typer.core import TyperGroup
 
@@ -85,6 +86,7 @@ def application() -> typer.Typer:
         help="Train and run Transformers in FP8 and FP4.",
         cls=LazyGroup,
         no_args_is_help=True,
+        context_settings=HELP,
         pretty_exceptions_enable=False,
     )
 
@@ -102,19 +104,19 @@ def application() -> typer.Typer:
 
 
 def _placeholder() -> None:
-    """A command before its module is imported; the list of commands shows its summary."""
+    """Do nothing, in place of a command whose module is not imported yet; the list of commands shows its summary."""
 
 
 def _load(name: str) -> TyperCommand:
-    """The command with its options, from its module."""
+    """Return the command with its options, from its module."""
     import typer
 
     command = COMMANDS[name]
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     if command.without_torch or find_spec("torch") is not None:
-        single.command(name)(getattr(import_module(command.module, __package__), name))
+        single.command(name, context_settings=HELP)(getattr(import_module(command.module, __package__), name))
     else:
-        options = {"allow_extra_args": True, "ignore_unknown_options": True}
+        options: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
         def raise_missing() -> None:
             """Needs torch, which is not installed."""
@@ -125,7 +127,7 @@ def _load(name: str) -> TyperCommand:
 
 
 def main() -> None:
-    """Entry point of the `te` console script."""
+    """Run the `te` console script."""
     if sys.argv[1:] == ["--version"]:
         print(__version__)  # also where the libraries of the command are not installed
         return
@@ -137,7 +139,7 @@ def main() -> None:
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:
-        # An installation with JAX alone is not told to install torch.
+        # An installation with JAX alone needs no torch.
         alone = find_spec("torch") is None and find_spec("jax") is not None
         remedy = optional.install_command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")

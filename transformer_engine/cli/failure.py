@@ -29,7 +29,7 @@ def reporting(console: Console) -> Iterator[None]:
 
 @contextmanager
 def reporting_failures(console: Console) -> Iterator[None]:
-    """Like `reporting`, for a Failure only, where a ValueError would be a bug of the program."""
+    """Report a Failure as `reporting` does; for commands in which a ValueError would be a bug of the program."""
     try:
         yield
     except Failure:

@@ -92,7 +92,7 @@ class _Shown:
             self.console.print(escape(printable(text.encode())), end="", soft_wrap=True)
 
     def speed(self) -> str:
-        """Tokens a second behind the first ones, or nothing when too few were drawn."""
+        """Return tokens per second after the first ones, or an empty text if too few were drawn."""
         timed = self.times[WARM_UP - 1 :]
         if len(timed) < 2:
             return ""

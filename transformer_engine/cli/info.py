@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -83,7 +84,9 @@ def machine() -> MachineReport:
         device, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
         capability = ".".join(map(str, get_device_compute_capability()))
     else:
-        device, memory = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "host memory"
+        count = torch.get_num_threads()
+        device = f"CPU ({platform.machine()}, {count} thread{'s' if count > 1 else ''})"
+        memory = _host_memory()
         capability = "none: torch finds no CUDA device"
     versions = {name: _version(name, sentence) for name, sentence in LIBRARIES.items()}
     versions["torch"] = str(
@@ -98,7 +101,7 @@ def machine() -> MachineReport:
 
 
 def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
-    """The same facts as plain data: keys machine, recipes, operations and unused_operations."""
+    """Return the same facts as plain data: keys machine, recipes, operations and unused_operations."""
     return {
         "machine": asdict(described),
         "recipes": [asdict(report) for report in found.recipes],
@@ -113,6 +116,14 @@ def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
         ],
         "unused_operations": list(found.unused),
     }
+
+
+def _host_memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # no such number on this system, for example on Windows
+        return "host memory"
+    return f"{size / 2**30:.0f} GiB of host memory"
 
 
 def _version(name: str, sentence: str) -> str:
@@ -144,10 +155,10 @@ def _print_machine(console: Console, described: MachineReport) -> None:
 
 
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
-    """Describe a set of recipes: "all, and none" (no recipe), "all", or their names."""
+    """Describe a set of recipes: "all, none" (no recipe), "all", or their names."""
     missing = [name for name in known if name not in recipes]
     if missing in ([], ["none"]):
-        return "all, and none" if not missing else "all"
+        return "all, none" if not missing else "all"
     return ", ".join(recipes)
 
 
@@ -232,7 +243,7 @@ def jax_machine() -> JaxMachine:
 
 
 def fp8_route(capability: int | None, flag: str, value: str | None) -> str:
-    """How FP8 products with one scale per tensor are computed; `capability` is ten times a GPU's, None on a CPU."""
+    """Describe the computation of FP8 products with one scale per tensor; `capability`: 10 x a GPU's, None on a CPU."""
     setting = f"--{flag} is {'not set' if value is None else value}"
     if capability is None:
         return f"reference, in float32 on the CPU; {setting}"

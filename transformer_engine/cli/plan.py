@@ -27,7 +27,7 @@ def plan(
     ] = "custom",
     gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",
     recipe: Annotated[
-        str, typer.Option(help=f"Recipe of the matrix products: {', '.join(FORMATS)}")
+        str, typer.Option(help=f"Recipe of the matrix products: {', '.join(FORMATS)}; none is bf16")
     ] = "bf16",
     dp: Annotated[
         int | None, typer.Option(help="Replicas (default: devices / (fsdp * tp * cp * pp))")
@@ -98,7 +98,7 @@ def plan(
     with reporting(console):
         options |= {
             "gpu": gpu,
-            "recipe": recipe,
+            "recipe": "bf16" if recipe == "none" else recipe,  # its name in te train
             "sequence": sequence,
             "scheme": scheme,
             "attention": attention,

@@ -59,7 +59,7 @@ def train_with_progress(
 
 
 def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
-    """The losses of a step and the rate of its tokens, as text."""
+    """Return the losses of a step and its token rate, as text."""
     losses = "  ".join(f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items())
     tokens = len(record.loss) * trainer.config.tokens_per_step / sum(record.seconds.values())
     return losses, f"{tokens:,.0f} tokens/s"
@@ -67,7 +67,7 @@ def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
 
 @contextmanager
 def _bar(console: Console, trainer: Trainer) -> Iterator[Callable[[Record], None]]:
-    """A progress bar on a terminal, redrawn after every step."""
+    """Show a progress bar on a terminal, redrawn after every step."""
     columns = (
         TextColumn("step {task.completed:>4}/{task.total}"),
         BarColumn(bar_width=16),
@@ -87,7 +87,7 @@ def _bar(console: Console, trainer: Trainer) -> Iterator[Callable[[Record], None
 
 @contextmanager
 def _lines(console: Console, trainer: Trainer, every: int) -> Iterator[Callable[[Record], None]]:
-    """A line of progress for every `every` steps and for the last step, in files and pipes."""
+    """Print a line of progress every `every` steps and for the last step, in files and pipes."""
     start, first, due = time.perf_counter(), trainer.step, (trainer.step // every + 1) * every
 
     def show(record: Record) -> None:
@@ -116,7 +116,7 @@ def check_tensorboard() -> None:
 
 @contextmanager
 def _scalars(trainer: Trainer, enabled: bool) -> Iterator[Callable[[], None]]:
-    """A function that writes the new records of a run for TensorBoard, or does nothing if not enabled."""
+    """Yield a function that writes the new records of a run for TensorBoard, or does nothing if not enabled."""
     if not enabled:
         yield lambda: None
         return

@@ -21,9 +21,13 @@ KINDS = {family.name: family.kind for family in all_families() if family.kind is
 
 @dataclass(frozen=True)
 class RecipeReport:
-    """How a recipe runs, by which product backends, and why not natively.
+    """Status of a recipe, the product backends that it uses, and the reason why it is not native.
 
-    status   "native", "emulated", or "on request": emulated once TE_EMULATE=1 or te.emulate() asks for it
+    Attributes:
+        recipe: Name of the recipe.
+        status: "native", "emulated", or "on request": emulated once TE_EMULATE=1 or te.emulate() requests it.
+        products: Backends of its products.
+        reason: Reason why it is not native, or None.
     """
 
     recipe: str

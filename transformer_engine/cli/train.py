@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from .demo.config import (
+    CPU_SIZES,
+    CUDA_SIZES,
     FRAMEWORKS,
     OPTIMIZERS,
     RECIPES,
@@ -39,6 +41,15 @@ OptimizerName = enum.Enum("OptimizerName", {name: name for name in OPTIMIZERS}, 
 FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, type=str)
 
 
+# The panels of `te train --help`.
+_MODEL, _TRAINING, _EXECUTION, _RUN, _DEVICES = "Model", "Training", "Execution", "Run", "Several devices"
+
+
+def _sized(text: str, size: str) -> str:
+    """Return a help text with the default sizes."""
+    return f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)"
+
+
 class DeviceName(str, enum.Enum):
     """Where to train."""
 
@@ -59,70 +70,137 @@ def train(
     device: Annotated[
         DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
     ] = DeviceName.auto,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences per step")] = None,
-    seq: Annotated[int | None, typer.Option(help="Bytes per sequence, a multiple of 32")] = None,
-    layers: Annotated[int | None, typer.Option(help="Transformer layers")] = None,
-    hidden: Annotated[
-        int | None, typer.Option(help="Width, a multiple of 32 (128 suits block scaling)")
+    steps: Annotated[
+        int | None, typer.Option(help=_sized("Optimizer steps", "steps"), rich_help_panel=_TRAINING)
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help=_sized("Sequences per step", "batch"), rich_help_panel=_TRAINING)
+    ] = None,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            help=_sized("Bytes per sequence, a multiple of 32", "sequence"), rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help=_sized("Transformer layers", "layers"), rich_help_panel=_MODEL)
+    ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(
+            help=_sized("Width, a multiple of 32 (128 suits block scaling)", "hidden"), rich_help_panel=_MODEL
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help=_sized("Attention heads", "heads"), rich_help_panel=_MODEL)
+    ] = None,
     experts: Annotated[
         int | None,
-        typer.Option(help="Experts of each feed-forward layer, of which two compute each byte (0: none)"),
+        typer.Option(
+            help="Experts of each feed-forward layer, of which two compute each byte (0: none)",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help=_sized("Peak learning rate", "learning_rate"), rich_help_panel=_TRAINING),
+    ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Seed of the weights and batches, an integer between -2^40 and 2^40 (default: 0)"),
+        typer.Option(
+            help="Seed of the weights and batches, an integer between -2^40 and 2^40 (default: 0)",
+            rich_help_panel=_TRAINING,
+        ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Text file or folder (default: this Python's standard library)")
+        str | None,
+        typer.Option(
+            help="Text file or folder (default: this Python's standard library)", rich_help_panel=_TRAINING
+        ),
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)"),
+        typer.Option(
+            help="adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)",
+            rich_help_panel=_TRAINING,
+        ),
     ] = None,
-    graphs: Annotated[bool, typer.Option("--graphs", help="Capture the model as CUDA graphs")] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Capture the model as CUDA graphs", rich_help_panel=_EXECUTION)
+    ] = False,
     offload_layers: Annotated[
         int,
-        typer.Option(help="Layers whose activations are offloaded to host memory until the backward pass"),
+        typer.Option(
+            help="Layers whose activations are offloaded to host memory until the backward pass",
+            rich_help_panel=_EXECUTION,
+        ),
     ] = 0,
     observe: Annotated[
         bool,
         typer.Option(
-            "--observe", help="Report underflow, saturation and error of every tensor, every tenth step"
+            "--observe",
+            help="Report underflow, saturation and error of every tensor, every tenth step",
+            rich_help_panel=_EXECUTION,
         ),
     ] = False,
     name: Annotated[
-        str | None, typer.Option(help="Name of the run and of its folder (default: the name of the recipe)")
+        str | None,
+        typer.Option(
+            help="Name of the run and of its folder (default: the name of the recipe)", rich_help_panel=_RUN
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs", rich_help_panel=_RUN)] = Path("runs"),
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from the checkpoint of the run; --steps extends a finished run"
+            "--resume",
+            help="Continue from the checkpoint of the run; --steps extends a finished run",
+            rich_help_panel=_RUN,
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again and replace the checkpoint of the run")
+        bool,
+        typer.Option(
+            "--overwrite", help="Start again and replace the checkpoint of the run", rich_help_panel=_RUN
+        ),
     ] = False,
     log_every: Annotated[
         int | None,
-        typer.Option(help="Steps per line of progress if the output is not a terminal (default: steps / 20)"),
+        typer.Option(
+            help="Steps per line of progress if the output is not a terminal (default: steps / 20)",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write losses for TensorBoard to OUT/NAME/tensorboard")
+        bool,
+        typer.Option(
+            "--tensorboard", help="Write losses for TensorBoard to OUT/NAME/tensorboard", rich_help_panel=_RUN
+        ),
     ] = False,
     devices: Annotated[
-        int | None, typer.Option(help="Number of GPUs, or of CPU processes, to train on", min=1)
+        int | None,
+        typer.Option(
+            help="Number of GPUs, or of CPU processes, to train on", min=1, rich_help_panel=_DEVICES
+        ),
     ] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="Train on the processes that torchrun has started")
+        bool,
+        typer.Option(
+            "--distributed", help="Train on the processes that torchrun has started", rich_help_panel=_DEVICES
+        ),
     ] = False,
-    tp: Annotated[int, typer.Option(help="Ranks that shard the weights of each layer", min=1)] = 1,
-    cp: Annotated[int, typer.Option(help="Ranks that shard each sequence", min=1)] = 1,
-    fsdp: Annotated[int, typer.Option(help="Ranks that shard parameters and optimizer states", min=1)] = 1,
+    tp: Annotated[
+        int, typer.Option(help="Ranks that shard the weights of each layer", min=1, rich_help_panel=_DEVICES)
+    ] = 1,
+    cp: Annotated[
+        int, typer.Option(help="Ranks that shard each sequence", min=1, rich_help_panel=_DEVICES)
+    ] = 1,
+    fsdp: Annotated[
+        int,
+        typer.Option(
+            help="Ranks that shard parameters and optimizer states", min=1, rich_help_panel=_DEVICES
+        ),
+    ] = 1,
 ) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)

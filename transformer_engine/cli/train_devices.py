@@ -146,7 +146,7 @@ def _trainer(request: TrainRequest, config: Any, ranks: Ranks) -> Trainer:
 
 @contextmanager
 def _interrupts(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """A function that returns whether any rank has received Ctrl-C; all ranks call it after the same step."""
+    """Yield a function that returns whether any rank received Ctrl-C; all ranks call it after the same step."""
     received = torch.zeros(1, device=device)
 
     def receive(signum: int, frame: object) -> None:

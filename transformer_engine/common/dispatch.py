@@ -34,7 +34,7 @@ class PlanFailure(NamedTuple):
 
 
 def supports_all(request: Any) -> None:
-    """The `unsupported_reason` of a backend that supports all requests with the features that it declares."""
+    """Return None: `unsupported_reason` of a backend that supports all requests with its declared features."""
     return None
 
 
@@ -180,8 +180,10 @@ class Table(Generic[Request]):
     def bound(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the callable that computes the request of a key; one cache look-up for a known key.
 
-        While a backend is forced or a callback observes, every call chooses again. Raises Unsupported if no backend,
-        or not the forced one, supports the request.
+        While a backend is forced or a callback observes, every call chooses again.
+
+        Raises:
+            Unsupported: No backend, or not the forced one, supports the request.
         """
         if _tracing():
             request = self.described(key)
@@ -222,7 +224,7 @@ class Table(Generic[Request]):
     def choose(self, key: tuple[Any, ...]) -> str:
         """Return the name of the first backend that supports the request of a key, and notify observers.
 
-        For tables whose backends have no `bind`. Raises Unsupported as `bound` does.
+        For tables whose backends have no `bind`. It raises `Unsupported`, as `bound` does.
         """
         if self._may_vary:
             self._remember_what_is_demanded()

@@ -9,8 +9,13 @@ from dataclasses import dataclass, field, replace
 class Element:
     """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits).
 
-    greatest   the largest finite number, as text. While shapes are dynamic, a compiler turns a float attribute into a
-               symbol, which it cannot use in two layers of one graph.
+    Attributes:
+        name: Name of the element.
+        bits: Number of bits.
+        mantissa_bits: Number of bits of the mantissa.
+        bias: Bias of the exponent.
+        greatest: The largest finite number, as text. While shapes are dynamic, a compiler turns a float attribute into
+            a symbol, which it cannot use in two layers of one graph.
     """
 
     name: str
@@ -34,23 +39,24 @@ E4M3_UP_TO_256 = replace(E4M3, greatest="0x1p+8")
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """How a matrix [rows, K] is quantized, K being the axis that a product contracts.
+    """The quantization of a matrix [rows, K], where K is the axis that a product contracts.
 
-    block   (rows, K) extent of the elements that share one scale; None: the whole tensor shares it
-    scale   "float32", "e8m0" (a power of two in one byte) or "e4m3"
-    packing codes in one byte
+    Formats with the same name, block, scale and packing are equal.
 
-    The other fields do not distinguish formats: formats with the same four fields above are the same.
-
-    elements          names of the elements that the codes can have
-    levels            two levels of scales: the elements of the codes and of the block scales, which share the range
-    two_dimensional   square tiles of block[1] x block[1] can share a scale, which is repeated on their rows
-    hadamard          the columnwise direction supports a Hadamard transform
-    stochastic        stochastic rounding is defined
-    fits_bfloat16     every code times its block scale is exact in bfloat16, apart from the tensor's scale
-    four_over_six     a block's maximum can map to 4 instead of 6, if that makes the smaller error
-    row_scaled        the second level of scales is one per row instead of one per tensor
-    columns           the format of the columnwise direction, if it differs from this one
+    Attributes:
+        name: Name of the format.
+        block: (rows, K) shape of the elements that share one scale; None: the whole tensor shares one scale.
+        scale: "float32", "e8m0" (a power of two in one byte) or "e4m3".
+        packing: Number of codes per byte.
+        elements: Names of the supported elements of the codes.
+        levels: Two levels of scales: the elements of the codes and of the block scales, which share the range.
+        two_dimensional: Square tiles of block[1] x block[1] can share a scale, which is repeated for their rows.
+        hadamard: The columnwise direction supports a Hadamard transform.
+        stochastic: Stochastic rounding is supported.
+        fits_bfloat16: Every code times its block scale is exact in bfloat16, apart from the tensor's scale.
+        four_over_six: A block's maximum can map to 4 instead of 6, if that has the smaller error.
+        row_scaled: The second level of scales is one per row instead of one per tensor.
+        columns: The format of the columnwise direction, if it differs from this one.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """memory[key] = build(key): a cache whose values depend on their keys only.
 
-A value that depends on anything else would be stale after a change. So `build` is a plain function of a module, without
-closure, defaults or bound object, and receives only the key. Keys include the environment as `env.generation()`.
+A value that depends on anything else would be stale after a change. `build` is therefore a plain function of a module,
+without closure, defaults or bound object, and receives only the key. Keys include the environment as
+`env.generation()`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ V = TypeVar("V")
 class Memory(dict[K, V]):
     """A dict that builds missing values.
 
-    build   value = build(*fixed, key); TypeError unless it is a plain function
-    most    maximum number of entries; a full cache is cleared, so that changing shapes do not fill the memory
-    fixed   arguments that are equal for all keys; hashable, because mutable values belong into the key
-
     A cache hit costs a dict look-up. Exceptions of `build` are not cached. Copies and unpickled caches are empty.
+
+    Args:
+        build: Computes a value, `build(*fixed, key)`.
+        most: Maximum number of entries. A full cache is cleared, so that changing shapes do not fill the memory.
+        fixed: Arguments that are equal for all keys; hashable, because mutable values belong into the key.
+
+    Raises:
+        TypeError: `build` is not a plain function.
     """
 
     __slots__ = ("build", "fixed", "most")

@@ -1,8 +1,8 @@
 """Numbers and flags in every form that callers pass them: Python, NumPy and array scalars, and text.
 
-`to_int`, `to_float` and `to_bool` convert the arguments of functions. A number may be an `int`, a `float` with an
-integral value, a `bool`, a NumPy scalar, or a tensor or array with one element. A flag may be any object
-whose class defines a truth value.
+`to_int`, `to_ints`, `to_float` and `to_bool` convert the arguments of functions. A number may be an `int`, a `float`
+with an integral value, a `bool`, a NumPy scalar, or a tensor or array with one element. A flag may be any object whose
+class defines a truth value.
 
 `parse_int`, `parse_float` and `parse_bool` convert the fields of recipes, whose values often come from YAML files or
 command lines. They also read text, with the spellings that pydantic reads: `"1024"`, `"1e-4"`, `"true"`, `"off"`.
@@ -13,6 +13,7 @@ Symbolic numbers of `torch.compile` and `torch.export` are returned unchanged.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -55,6 +56,39 @@ def to_int(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and found < least:
         raise ValueError(f"{name}={found} is below {least}; give a whole number of at least {least}")
     return found
+
+
+def to_ints(name: str, value: Any) -> Sequence[int]:
+    """Convert an argument to a sequence of ints; a list or tuple of ints is returned unchanged.
+
+    Args:
+        name: Name of the argument, for error messages.
+        value: List, tuple or other iterable of whole numbers in any of the forms of this module's description, or an
+            array or tensor with one dimension. A tensor on a GPU is read by the host.
+
+    Raises:
+        TypeError: The value is not a sequence of whole numbers.
+    """
+    if isinstance(value, (list, tuple)) and set(map(type, value)) <= {int}:
+        return value
+    to_list = getattr(value, "tolist", None)
+    if to_list is not None:
+        if len(value.shape) != 1:  # pyright: ignore[reportAttributeAccessIssue]
+            raise TypeError(f"{name} is {described(value)}; give whole numbers in one dimension")
+        numbers: Any = to_list()
+    elif isinstance(value, (str, bytes, Mapping, set)) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
+    else:
+        numbers = list(value)
+    whole: list[int] = []
+    for number in numbers:
+        try:
+            whole.append(to_int(name, number))
+        except TypeError:
+            raise TypeError(
+                f"{name}={described(value)} holds {described(number)}; give a list of whole numbers"
+            ) from None
+    return whole
 
 
 def to_float(name: str, value: Any) -> float:

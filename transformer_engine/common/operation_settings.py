@@ -8,10 +8,11 @@ from typing import NamedTuple
 class Labels(NamedTuple):
     """The labels of a cross entropy; the same for all rows.
 
-    ignored     the label of rows that do not contribute to the loss
-    smoothing   share of probability that is distributed evenly over all classes
-    first       class index of column 0
-    total       number of classes over all ranks
+    Attributes:
+        ignored: Label of rows that do not contribute to the loss.
+        smoothing: Fraction of the probability that is distributed evenly over all classes.
+        first: Class index of column 0.
+        total: Number of classes over all ranks.
     """
 
     ignored: int
@@ -23,7 +24,8 @@ class Labels(NamedTuple):
 class Adam(NamedTuple):
     """Settings of an Adam step.
 
-    decoupled   subtract weight decay from the parameter (AdamW) instead of adding it to the gradient
+    Attributes:
+        decoupled: Subtract weight decay from the parameter (AdamW) instead of adding it to the gradient.
     """
 
     decoupled: bool = True
@@ -32,10 +34,11 @@ class Adam(NamedTuple):
 class Sgd(NamedTuple):
     """Settings of a step of stochastic gradient descent.
 
-    momentum   use momentum
-    nesterov   use Nesterov momentum
-    first      first step: the momentum buffer is the gradient
-    late       apply weight decay after the momentum
+    Attributes:
+        momentum: Use momentum.
+        nesterov: Use Nesterov momentum.
+        first: First step: the momentum buffer is the gradient.
+        late: Apply weight decay after the momentum.
     """
 
     momentum: bool = False

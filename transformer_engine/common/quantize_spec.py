@@ -1,4 +1,4 @@
-"""QuantizeSpec: how a matrix is quantized, independent of the array library."""
+"""QuantizeSpec: the quantization of a matrix, independent of the array library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .formats import TENSOR_FORMATS, Element, TensorFormat
 
 # Errors by which 4over6 chooses between two codings of a block: the sum of absolute or of squared differences. The
-# fast ones leave the second-level scale out of both sides instead of multiplying every code by it.
+# fast variants omit the second-level scale on both sides instead of multiplying every code by it.
 MAE, MSE, FAST_MAE, FAST_MSE = "MAE", "MSE", "fast MAE", "fast MSE"
 BLOCK_ERRORS = (MAE, MSE, FAST_MAE, FAST_MSE)
 # Error measures with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1.
@@ -17,17 +17,21 @@ FAST_ERRORS = {MAE: FAST_MAE, MSE: FAST_MSE}
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """One way to quantize a matrix [M, K]; hashable, so that backends and caches can key on it.
+    """The quantization of a matrix [M, K]; hashable, so that backends and caches can use it as a key.
 
-    columnwise        also quantize the transposed matrix [K, M], for products that contract rows
-    power_of_two      FLOAT8 without a given scale, BLOCK: round the scale down to a power of two
-    epsilon           FLOAT8 without a given scale, BLOCK: the smallest absolute maximum from which a scale is computed
-    two_dimensional   NVFP4: 16 x 16 elements share a scale; MXFP8: 32 x 32
-    hadamard          NVFP4: transform the columnwise direction along the rows before quantizing
-    random_sign       use the fixed sign vector in that transform instead of +1
-    stochastic        NVFP4: round stochastically; the caller passes the random numbers
-    four_over_six     NVFP4: map each block's maximum to 4 or to 6, whichever makes the smaller of these errors
-                      (`BLOCK_ERRORS`); empty: always to 6
+    Attributes:
+        format: Target format.
+        element: Element of the codes.
+        rowwise: Quantize the matrix [M, K], for products that contract columns.
+        columnwise: Also quantize the transposed matrix [K, M], for products that contract rows.
+        power_of_two: FLOAT8 without a given scale, BLOCK: round the scale down to a power of two.
+        epsilon: FLOAT8 without a given scale, BLOCK: the smallest absolute maximum from which a scale is computed.
+        two_dimensional: NVFP4: 16 x 16 elements share a scale; MXFP8: 32 x 32.
+        hadamard: NVFP4: transform the columnwise direction along the rows before quantizing.
+        random_sign: Use the fixed sign vector in that transform instead of +1.
+        stochastic: NVFP4: round stochastically; the caller passes the random numbers.
+        four_over_six: NVFP4: map each block's maximum to 4 or to 6, whichever has the smaller error of this kind
+            (`BLOCK_ERRORS`); empty: always to 6.
     """
 
     format: TensorFormat
@@ -82,7 +86,7 @@ class QuantizeSpec:
                 )
 
     def __hash__(self) -> int:
-        """Hash of names instead of whole formats, computed once: a spec is part of the key of every quantization."""
+        """Hash names instead of whole formats, once: a spec is part of the key of every quantization."""
         known = self.__dict__.get("_hash")
         if known is not None:
             return known
@@ -98,7 +102,7 @@ class QuantizeSpec:
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """The (rows, K) extent of the elements that share a scale; None: the whole matrix."""
+        """The (rows, K) shape of the elements that share a scale; None: the whole matrix."""
         block = self.format.block
         if block is not None and self.two_dimensional:
             return (block[1], block[1])
@@ -106,7 +110,7 @@ class QuantizeSpec:
 
     @property
     def transposes(self) -> bool:
-        """Whether the columnwise result is the exact transpose of the rowwise one."""
+        """Whether the columnwise result is the exact transpose of the rowwise result."""
         tile = self.tile
         return tile is None or tile[0] == tile[1]
 

@@ -41,7 +41,7 @@ def warn_once(reason: str, message: str, stacklevel: int = 3) -> None:
 
 
 def forget_issued() -> None:
-    """Let every warning be issued again; for tests."""
+    """Clear the record of issued warnings, so that each is issued again; for tests."""
     _issued.clear()
 
 

@@ -80,7 +80,7 @@ def collective_gemm_bootstrap(
     ):  # fmt: skip
         if num_total_devices % divisor:
             raise ValueError(
-                f"{name}={divisor} does not divide num_total_devices={num_total_devices}; it must"
+                f"{name}={divisor} does not divide num_total_devices={num_total_devices}; pass a divisor"
             )
     integer("process_id", process_id)
     processes = num_total_devices // num_devices_per_process

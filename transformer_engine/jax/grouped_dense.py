@@ -51,7 +51,7 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> Array:
-    """Multiply groups of rows by a kernel each: y [M, N]. The first group_sizes[0] rows are group 0, and so on.
+    """Multiply groups of rows by one kernel per group: y [M, N]. The first group_sizes[0] rows are group 0, and so on.
 
     Args:
         x: Input [M, K].
@@ -87,7 +87,12 @@ def product(
 ) -> Array:
     """Return y [M, N] of `grouped_dense` for x [M, K] and the result of `checked_kernel`.
 
-    over   axes whose devices hold other rows of the same tensor, which count in its maximum
+    Args:
+        x: Input [M, K].
+        kernel: Kernels [G, K, N].
+        group_sizes: Rows of each group.
+        quantizer_set: Set of GroupedQuantizers.
+        over: Axes whose devices hold other rows of the same tensor, which count in its maximum.
     """
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):

@@ -127,7 +127,7 @@ def layernorm_mlp(
 def _check_products(
     x: Array, kernels: Sequence[Array], biases: Sequence[Array | None], activation_type: Sequence[str]
 ) -> tuple[str, ...]:
-    """The activation's names; an error where extents do not fit together."""
+    """Return the activation's names; raise an error if the sizes do not match."""
     last = ((x.ndim - 1,), (0,))
     check_contraction(x, kernels[0], last)
     names = check_activation(activation_type, kernels[0].shape)

@@ -32,7 +32,7 @@ from .sharding import (
 __all__ = ["moe"]
 
 _ALIGN_SIZE = (
-    128  # rows of an expert are a multiple of it: blocks of all formats and tiles of kernels divide it
+    128  # rows of an expert are a multiple; it is divisible by all formats' blocks and kernels' tiles
 )
 Axes = tuple[str | None, ...]
 
@@ -73,7 +73,11 @@ class Routing:
 class Experts:
     """The computation of the experts.
 
-    over   axes whose devices hold other rows of the same tensors
+    Attributes:
+        activation_type: Activation of wi_0's output.
+        weights_early: Multiply the hidden features by the weights of a token, not the output.
+        quantizer_sets: Quantizers of wi_0, wi_1 and wo.
+        over: Axes whose devices hold other rows of the same tensors.
     """
 
     activation_type: str
@@ -82,10 +86,14 @@ class Experts:
     over: RowAxes = ALL_HERE
 
     def __call__(self, params: Any, rows: Array, weights: Array, counts: Array) -> Array:
-        """Compute rows [rows, h] -> [rows, h]; weights multiply the hidden values.
+        """Compute rows [rows, h] -> [rows, h]; with `weights_early`, weights multiply the hidden values.
 
-        counts   tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, expert 0 first. The rows between
-                 them stay zero up to the last product, because otherwise their biases would count in maxima
+        Args:
+            params: Kernels and biases.
+            rows: Rows of the experts.
+            weights: Weight of each row.
+            counts: Tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, expert 0 first. The rows
+                between them stay zero up to the last product, because otherwise their biases would count in maxima.
         """
         sizes = aligned(counts, _ALIGN_SIZE)
         experts = _expert_of_rows(sizes, counts, rows.shape[0])
@@ -107,7 +115,10 @@ class Experts:
 def _expert_of_rows(sizes: Array, counts: Array, rows: int) -> Array:
     """Return int32 [rows]: the expert of each row's token; the number of experts for a row without a token.
 
-    sizes   rows of every expert, the first `counts` of which are tokens
+    Args:
+        sizes: Rows of every expert.
+        counts: Tokens of every expert, which are its first rows.
+        rows: Number of rows.
     """
     expert = group_of_rows(sizes, rows)
     ends = jnp.append(jnp.cumsum(sizes) - sizes + counts, 0)

@@ -1,7 +1,8 @@
 """The three products of a linear layer, their operands from quantized tensors, and the bias.
 
 x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features), dy [M, N]; axes are not merged:
-    y  [M, N] = x.rows @ kernel.columns.T
+
+    y [M, N] = x.rows @ kernel.columns.T
     dx [M, K] = dy.rows @ kernel.rows.T
     dw [K, N] = x.columns @ dy.columns.T
 """

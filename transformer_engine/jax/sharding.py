@@ -78,15 +78,20 @@ _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh
 def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
     """Shard the tensors of layers that are traced in this block over the axes of `resource`; None: over no axis.
 
-    Raises ValueError if the mesh in use lacks one of the axes. A mesh that is entered later is checked when an axis is
-    read.
+    A mesh that is entered later is checked when an axis is read.
 
     Args:
         resource: Names of the mesh axes.
+
+    Raises:
+        ValueError: The mesh in use lacks one of the axes.
     """
     if resource is not None:
         if not isinstance(resource, MeshResource):
-            raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
+            raise TypeError(
+                f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource, for example "
+                "MeshResource(dp_resource='dp')"
+            )
         for name, axis in vars(resource).items():
             text_or_none(name, axis)
         _check_axes(resource)
@@ -176,13 +181,14 @@ def is_mesh_available() -> bool:
 
 
 def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
-    """Return the devices along an axis of a mesh, by default of the one in use; 1 for None, and without a mesh.
-
-    Raises ValueError for an axis that the mesh does not have.
+    """Return the number of devices along an axis of a mesh; 1 for None, and without a mesh.
 
     Args:
         axis: Name of a mesh axis, or None.
         mesh: A mesh of devices; None is the mesh in use.
+
+    Raises:
+        ValueError: The mesh does not have the axis.
     """
     check_axis("axis", axis, mesh)
     found = _mesh() if mesh is None else mesh
@@ -383,10 +389,11 @@ def _warn_of_name(name: str) -> None:
 def get_active_resource_axis(mesh_resource_name: str) -> str | None:
     """Return the mesh axis of a field of MeshResource ("tp_resource"); None if it has one device.
 
-    Raises ValueError if MeshResource does not have the field.
-
     Args:
         mesh_resource_name: Name of a field of MeshResource.
+
+    Raises:
+        ValueError: MeshResource does not have the field.
     """
     fields = vars(global_mesh_resource())
     if mesh_resource_name not in fields:

@@ -190,7 +190,7 @@ def _by_row(target: Any, rows: torch.Size) -> Any:
 
 
 def _inside(ids: Any, total: int, ignored: int) -> None:
-    """ValueError for an id that the vocabulary does not have."""
+    """Raise ValueError for an id outside of the vocabulary."""
     waiting = [ids]
     while waiting:
         part = waiting.pop()
@@ -208,7 +208,7 @@ def _ids(target: Tensor) -> Tensor:
 
 
 def _of_nothing(inp: Tensor, mean: bool, *others: Tensor | None) -> Tensor:
-    """The loss of no rows, in the graph of inp and of others, whose gradients are 0."""
+    """Return the loss of no rows, in the graph of inp and of others, whose gradients are 0."""
     nothing = inp.to(torch.float32).sum(-1) * 0.0
     for other in others:
         if other is not None:

@@ -1,11 +1,19 @@
-"""The protocol of weights that a caller shards and gathers, and the functions with which a layer would use them."""
+"""The protocol of weights that a caller shards and gathers, and the functions with which layers use them.
+
+A layer reads the whole weights inside `whole_weights`. The gradients of the whole weights go to
+`finalize_group_grads`, and autograd receives its results as the gradients of the shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+from .runtime.double_backward import once_differentiable
 
 __all__ = [
     "DistributedWeight",
@@ -20,7 +28,9 @@ __all__ = [
 class DistributedWeight(Protocol):
     """A tensor that represents a shard of a weight and can produce the weights of its group.
 
-    The first weight of a group acts for all of them.
+    `Linear`, `LayerNormLinear`, `LayerNormMLP` and `GroupedLinear` accept one as a weight. All weights of a
+    `GroupedLinear` are one group, and so are the pieces of `parameters_split`; each weight of a `LayerNormMLP` is a
+    group. The first weight of a group acts for all of them.
 
     Attributes:
         is_distributed_weight: True.
@@ -28,20 +38,27 @@ class DistributedWeight(Protocol):
 
     is_distributed_weight: bool
 
-    def materialize_group_for_forward(self) -> Sequence[Tensor]:
-        """Return the whole weights of the group for a forward pass."""
+    def materialize_group_for_forward(self) -> Tensor | Sequence[Tensor]:
+        """Return the whole weights of the group for a forward pass; one weight may be returned without a list."""
         ...
 
-    def materialize_group_for_backward(self) -> Sequence[Tensor]:
-        """Return the whole weights of the group for a backward pass."""
+    def materialize_group_for_backward(self) -> Tensor | Sequence[Tensor]:
+        """Return the whole weights of the group for a backward pass, with the values of the forward pass."""
         ...
 
     def finalize_group_grads(self, wgrads: Any) -> Any:
-        """Return what autograd receives for gradients of the whole weights: one gradient, or a sequence of them."""
+        """Return the gradients of the shards for autograd, given those of the whole weights.
+
+        Args:
+            wgrads: The gradient of the only weight, or a list of those of a group. None for a weight without one.
+
+        Returns:
+            A gradient of a shard's shape or None, for each weight; one may be returned without a list.
+        """
         ...
 
     def grad_buffer(self) -> Tensor:
-        """Return the buffer that receives the gradient of the whole weight."""
+        """Return the buffer that receives the gradient of the whole weight under `fuse_wgrad_accumulation`."""
         ...
 
 
@@ -83,7 +100,8 @@ def materialize_weight_for_backward(weights: Sequence[Tensor]) -> list[Tensor]:
 def _materialized(weights: Sequence[Tensor], method: str) -> list[Tensor]:
     if not weights or not is_distributed_weight(weights[0]):
         return list(weights)
-    whole = list(getattr(weights[0], method)())
+    made = getattr(weights[0], method)()
+    whole = [made] if isinstance(made, Tensor) else list(made)
     if len(whole) != len(weights):
         raise ValueError(
             f"{method} of {type(weights[0]).__name__} returned {len(whole)} weights; return {len(weights)}, one for "
@@ -109,3 +127,98 @@ def finalize_weight_grads(weights: Sequence[Tensor], wgrads: Sequence[Tensor | N
         return list(wgrads)
     made = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
     return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+class _Gather(torch.autograd.Function):
+    """Whole weights of shards; the gradients of the whole weights are finalized by the group of the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: bool, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.fused, ctx.shards = fused, shards
+        ctx.set_materialize_grads(False)
+        return tuple(materialize_weight_for_forward(shards))
+
+    @staticmethod
+    @once_differentiable("a layer with distributed weights")
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        given: list[Tensor | None] = list(grads)
+        if ctx.fused:  # the product has written the buffer
+            given = [shard.grad_buffer() for shard in ctx.shards]
+        return None, *finalize_weight_grads(ctx.shards, given)
+
+
+class _Rematerialization:
+    """Hooks on saved tensors that drop whole weights and materialize them again for the backward pass.
+
+    Args:
+        groups: The shards of each group.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._groups = groups
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size, of weights in use
+        self._dropped: set[tuple[int, int]] = set()
+        self._materialized: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, group: int, wholes: Sequence[Tensor]) -> None:
+        """Drop the whole weights of a group where they are saved."""
+        for i, whole in enumerate(wholes):
+            if type(whole) is Tensor and whole.numel() and whole.is_contiguous():
+                self._places[whole.data_ptr(), whole.numel()] = group, i
+
+    def pack(self, tensor: Tensor) -> Any:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        place = self._places.get((tensor.data_ptr(), tensor.numel())) if plain else None
+        if place is None:
+            return tensor
+        self._dropped.add(place)
+        return place, tensor.shape, tensor.stride()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        place, shape, stride = packed
+        if place not in self._materialized:  # once for all weights of a group
+            found = materialize_weight_for_backward(self._groups[place[0]])
+            for group, i in self._dropped:
+                if group == place[0]:
+                    self._materialized[group, i] = found[i].detach().contiguous()
+        whole = self._materialized.pop(place)
+        return whole.as_strided(shape, stride, whole.storage_offset())
+
+
+@contextmanager
+def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: object) -> Iterator[list[Tensor]]:
+    """Yield the whole weights of all groups, differentiable with respect to the shards.
+
+    A whole weight that is saved for the backward pass inside the context is dropped, and materialized again when the
+    backward pass reads it. If the caller has hooks on saved tensors (offload, checkpoint), the whole weight goes to
+    these hooks instead.
+
+    Args:
+        groups: The weights of each group; a group of plain weights is yielded unchanged.
+        fused: Weight gradients are accumulated into `grad_buffer()`.
+        store: Queue of delayed weight gradients, or None.
+
+    Raises:
+        NotImplementedError: Weight gradients are delayed, or a compiler is tracing.
+    """
+    if store is not None or torch.compiler.is_compiling():
+        what = "delay_wgrad_compute=True" if store is not None else "torch.compile"
+        remedy = "leave it False" if store is not None else "call the layer in eager mode"
+        raise NotImplementedError(
+            f"{what} with a distributed weight, whose gradient is finalized in an eager backward pass; {remedy}"
+        )
+    hooks = _Rematerialization(groups)
+    wholes: list[Any] = []
+    for group, shards in enumerate(groups):
+        made: Any = shards
+        if is_distributed_weight(shards[0]):
+            made = _Gather.apply(fused, *shards)
+            hooks.add(group, made)
+        wholes += made
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
+        yield wholes
+        return
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        yield wholes

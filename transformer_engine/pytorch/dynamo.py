@@ -71,7 +71,7 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
                 f"{cls.__name__}.{name} is annotated as {kind}; a constant of a graph has fields of int, bool, float, "
                 "str or enum only"
             )
-    if cls._configuration is Quantizer._configuration:  # which tells quantizers apart by their identity
+    if cls._configuration is Quantizer._configuration:  # compares quantizers by identity
         cls.__eq__, cls.__hash__ = _equal, _hash
     cls.__fx_repr__ = _fx_repr  # pyright: ignore[reportAttributeAccessIssue]
     _registered.add(cls)
@@ -95,7 +95,7 @@ def _hash(self: Any) -> int:
 
 
 def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
-    """Return an expression that makes an equal quantizer, and the objects that it names.
+    """Return an expression that creates an equal quantizer, and the objects that it names.
 
     Raises:
         TypeError: An attribute is not a constant, for example a process group.

@@ -68,8 +68,11 @@ def make_weak_ref(x: Any) -> Any:
 
 
 def graph_pool_handle() -> Any:
-    """Return a memory pool that graphs can share, for `pool` of make_graphed_callables."""
-    return torch.cuda.graph_pool_handle()
+    """Return a memory pool that graphs can share, for `pool` of make_graphed_callables.
+
+    Without a GPU, where callables run eagerly, the pool is None.
+    """
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
 def make_graphed_callables(

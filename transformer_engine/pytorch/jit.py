@@ -240,7 +240,10 @@ def get_bias_dropout_add(training: bool) -> Callable[[Tensor, Tensor | None, Ten
 
 
 bias_dropout_add_fused_train = functools.partial(bias_dropout_add, training=True)
+"""`bias_dropout_add` of training, called with (x, bias, residual, prob)."""
+
 bias_dropout_add_fused_inference = functools.partial(bias_dropout_add, training=False)
+"""`bias_dropout_add` of inference, called with (x, bias, residual, prob)."""
 
 
 def set_jit_fusion_options() -> None:
@@ -298,17 +301,19 @@ def warmup_jit_l2normalization(
         l2normalization_backward_fused(y, x, factor, 1e-6)
 
 
-def _for_all_dtypes(warmup: Callable[..., None]) -> Callable[[int, int, int], None]:
-    """Return a warm-up over every dtype, called with (size, seq_length, micro_batch_size)."""
-
-    @functools.wraps(warmup)
-    def call(size: int, seq_length: int, micro_batch_size: int) -> None:
-        for dtype in _DTYPES:
-            warmup(size, dtype, seq_length, micro_batch_size)
-
-    return call
+def warmup_jit_bias_dropout_add_all_dtypes(hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
+    """Call `warmup_jit_bias_dropout_add` for float32, bfloat16 and float16."""
+    for dtype in _DTYPES:
+        warmup_jit_bias_dropout_add(hidden_size, dtype, seq_length, micro_batch_size)
 
 
-warmup_jit_bias_dropout_add_all_dtypes = _for_all_dtypes(warmup_jit_bias_dropout_add)
-warmup_jit_bias_gelu_all_dtypes = _for_all_dtypes(warmup_jit_bias_gelu)
-warmup_jit_l2normalization_all_dtypes = _for_all_dtypes(warmup_jit_l2normalization)
+def warmup_jit_bias_gelu_all_dtypes(ffn_hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
+    """Call `warmup_jit_bias_gelu` for float32, bfloat16 and float16."""
+    for dtype in _DTYPES:
+        warmup_jit_bias_gelu(ffn_hidden_size, dtype, seq_length, micro_batch_size)
+
+
+def warmup_jit_l2normalization_all_dtypes(hidden_size: int, seq_length: int, micro_batch_size: int) -> None:
+    """Call `warmup_jit_l2normalization` for float32, bfloat16 and float16."""
+    for dtype in _DTYPES:
+        warmup_jit_l2normalization(hidden_size, dtype, seq_length, micro_batch_size)

@@ -75,8 +75,9 @@ def _written(layer: TransformerLayer, name: str, value: Any) -> None:
 class TransformerLayer(nn.Module):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
-        h = x + drop(self_attention(norm(x)));  h = h + drop(inter_attention(norm(h), encoder));  y = h +
-                                                drop(mlp(norm(h)))
+        h = x + drop(self_attention(norm(x)))
+        h = h + drop(inter_attention(norm(h), encoder))
+        y = h + drop(mlp(norm(h)))
 
     Args:
         layer_type: "encoder", or "decoder", which has inter_attention.
@@ -260,7 +261,7 @@ class TransformerLayer(nn.Module):
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
         self._check_cross(hidden_states, of_cross, encoder_output)
         dtype = autocast_dtype(hidden_states.device.type)
-        if dtype is not None:  # of torch.autocast, so that all residual sums have it
+        if dtype is not None:  # torch.autocast's dtype, for all residual sums
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
         attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes)
@@ -268,7 +269,7 @@ class TransformerLayer(nn.Module):
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
-        del attended  # with no backward to come, nothing else holds it
+        del attended  # without a backward pass, this frees its memory
         if self.inter_attention is not None:
             attended = _attend(self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes)
             hidden_states = self._add(attended, hidden_states)
@@ -279,7 +280,7 @@ class TransformerLayer(nn.Module):
     def _check_cross(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
-        """Raise for a call that the cross attention cannot compute, before the self attention has effects.
+        """Reject a call that the cross attention cannot compute, before the self attention has effects.
 
         The self attention checks its own arguments.
         """

@@ -109,7 +109,7 @@ def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
 
 
 def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the tensor in dtype; the tensor itself, or None, if nothing has to be converted."""
+    """Return the tensor in dtype; the tensor itself, or None, if no conversion is needed."""
     return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -372,7 +372,7 @@ def canonicalize_process_group(group: dist_group_type | None) -> dist_group_type
 
 
 def needs_quantized_gemm(obj: Any, rowwise: bool = True) -> bool:
-    """Return whether a product reads narrow codes of an operand, or of what a quantizer makes.
+    """Return whether a product reads narrow codes of an operand, or of a quantizer's result.
 
     Args:
         obj: Tensor, quantized tensor, quantizer, or None.

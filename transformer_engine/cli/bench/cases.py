@@ -17,20 +17,21 @@ from .kernel_cases import KERNELS
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
 QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
-BYTES = 2  # of a bfloat16
+BYTES = 2  # per bfloat16 element
 Families = Callable[[tuple[str, ...], bool], "Iterator[Case]"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the report.
+    """One row of the report.
 
-    name        family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison
-    recipe      one of RECIPES, or of QUANTIZATIONS in the family quantize
-    arguments   arguments of a provider's builder of the family
-    backward    run the backward pass too
-    operations  floating-point operations of the matrix products; 0 if bytes limit the speed
-    moved       bytes that must be read and written once; 0 if operations limit the speed
+    Attributes:
+        name: Family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison.
+        recipe: One of RECIPES, or of QUANTIZATIONS in the family quantize.
+        arguments: Arguments of a provider's builder of the family.
+        backward: Run the backward pass too.
+        operations: Floating-point operations of the matrix products; 0 if bytes limit the speed.
+        moved: Bytes that must be read and written once; 0 if operations limit the speed.
     """
 
     name: str
@@ -57,7 +58,7 @@ def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     for kind, (recipe, sample) in QUANTIZATIONS.items():
         if recipe not in recipes:
             continue
-        width = 1 / sample.format.packing  # bytes of a code
+        width = 1 / sample.format.packing  # bytes per code
         for both in (False, True):
             yield Case(
                 f"quantize/{kind}_{'both' if both else 'row'}/{rows}x{depth}",
@@ -153,7 +154,7 @@ def _grouped_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """An MLP and a grouped MLP of experts as a Sequential of operations, and as modules."""
+    """Yield an MLP and a grouped MLP of experts, as a Sequential of operations and as modules."""
     rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
     groups, expert = (4, 128) if quick else (8, 1408)
     kinds = (
@@ -191,7 +192,7 @@ def _attention(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     small = (("causal", 2, 128, 4, 2, 64, True),)
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):
-            continue  # an attention's kernels support no block scales
+            continue  # the attention kernels do not support block scales
         table = ATTENTIONS if recipe == "bf16" else FP8_ATTENTIONS
         for kind, batch, sequence, heads, groups, size, forward_too in small if quick else table:
             passes = [("f", False)] if forward_too else []
@@ -241,7 +242,7 @@ def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """A layer whose wall time is its host time."""
+    """Yield a layer whose wall time is its host time."""
     sizes = {"hidden": 1024, "inner": 4096, "heads": 16, "groups": 16, "sequence": 128}
     if quick:
         sizes = {"hidden": 128, "inner": 256, "heads": 2, "groups": 2, "sequence": 32}
@@ -253,11 +254,11 @@ def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 def _layer_variant(
     family: str, of: Families, work: float, recipes: tuple[str, ...], quick: bool
 ) -> Iterator[Case]:
-    """The training passes of a layer in another mode of execution, with `work` times its operations.
+    """Yield the training passes of a layer in another mode of execution, with `work` times its operations.
 
-    layer_graphed      a small layer as a CUDA graph: the remaining host time
-    layer_recomputed   under te.checkpoint, which saves only the input and repeats the forward pass
-    layer_observed     in a step that te.observe reads, including the reading of the report
+    * layer_graphed: a small layer as a CUDA graph, which shows the remaining host time.
+    * layer_recomputed: under te.checkpoint, which saves only the input and repeats the forward pass.
+    * layer_observed: in a step that te.observe reads, including the reading of the report.
     """
     for case in of(recipes, quick):
         if case.backward:
@@ -293,7 +294,7 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Tokens to their experts and, with weights without a gradient, back; a pass moves a token and its rows once."""
+    """Yield permutations to experts and, with constant weights, back; each pass moves tokens and rows once."""
     tokens, hidden, experts, places = (256, 128, 8, 2) if quick else (16384, 4096, 64, 8)
     sizes = {"tokens": tokens, "hidden": hidden, "experts": experts, "places": places}
     name = f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}"
@@ -302,7 +303,7 @@ def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Rows of experts padded for a recipe and unpadded again; both passes read and write every row twice."""
+    """Yield padding of rows for a recipe and its inverse; both passes read and write every row twice."""
     groups, rows, width = (4, 300, 128) if quick else (64, 65601, 4096)
     if "bf16" in recipes:
         name = f"padding_fb/bf16/{groups}x{rows}x{width}"
@@ -311,7 +312,7 @@ def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _router(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 logits, weights, scores and the gradients of the first two; the map is written and read."""
+    """Yield routers: float32 logits, weights, scores and two gradients; the map is written and read."""
     tokens, experts, places = (256, 16, 2) if quick else (16384, 256, 8)
     for score in ("softmax", "sigmoid") if "bf16" in recipes else ():
         sizes = {"tokens": tokens, "experts": experts, "places": places, "score": score}
@@ -341,7 +342,7 @@ def _linear_cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Cas
 
 
 def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 gradients are read, parameters and two moments read and written; small tensors only take host time."""
+    """Yield Adam steps: float32 gradients are read, parameters and two moments read and written."""
     sizes = ((4, 1 << 12),) if quick else ((60, 1 << 24), (1000, 1 << 10))
     for count, size in sizes if "bf16" in recipes else ():
         yield Case(
@@ -367,7 +368,7 @@ def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 gradients are read, parameters and momentum read and written."""
+    """Yield SGD steps: float32 gradients are read, parameters and momentum read and written."""
     count, size = (4, 1 << 12) if quick else (60, 1 << 24)
     if "bf16" in recipes:
         name = f"sgd_step/bf16/{count}x{size}_fp32"
@@ -376,7 +377,7 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """One kernel of each family of common/kernels, which torch and JAX start from the same record."""
+    """Yield one kernel of each family of common/kernels, which torch and JAX start from the same record."""
     rows, width = (128, 256) if quick else (8192, 8192)
     for name, moved in KERNELS.items() if "bf16" in recipes else ():
         sizes = {"kernel": name, "rows": rows, "width": width}

@@ -74,7 +74,7 @@ def _figures(row: dict[str, Any]) -> dict[str, float]:
 
 
 def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
-    """The cases that both files have, in the order of the first: torch's with torch's and JAX's with JAX's.
+    """Return the cases of both files, in the order of the first: torch's with torch's and JAX's with JAX's.
 
     Where no provider is in both files, the one of the first with the one of the second.
     """
@@ -95,7 +95,7 @@ def geometric_mean(ratios: Iterable[float | None]) -> float | None:
 
 
 def print_comparison(console: Console, first: Path, second: Path) -> None:
-    """A table of the ratios, then their geometric mean by family; ValueError when no case is in both."""
+    """Print a table of the ratios and their geometric means by family; raise ValueError without common cases."""
     shared = pairs(read(first), read(second))
     if not shared:
         raise ValueError(f"{first} and {second} have no case in common; run the same families for both")

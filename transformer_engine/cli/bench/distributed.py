@@ -1,10 +1,10 @@
 """`te bench --distributed`: collectives and layers of several ranks against one device, in one run.
 
-one_ms      a step of one device without communication; every rank measures it, the mean
-eager_ms    a step of the ranks, in a loop of steps; that of the slowest rank
-compute_ms  the same with a process group whose collectives return at once
-exposed     part of a step in which a rank only communicates: from a trace of the GPU's kernels, otherwise
-            (eager_ms - compute_ms) / eager_ms
+* one_ms: a step of one device without communication, the mean over all ranks.
+* eager_ms: a step of the ranks, in a loop of steps, on the slowest rank.
+* compute_ms: the same with a process group whose collectives return at once.
+* exposed: fraction of a step in which a rank only communicates, from a trace of the GPU's kernels, or otherwise
+  (eager_ms - compute_ms) / eager_ms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Group = Any  # dist.ProcessGroup
 
 @dataclass(frozen=True)
 class RanksRow:
-    """The figures of a case; None if not applicable. See the module for their meaning."""
+    """The figures of a case; None if not applicable. The module's docstring defines them."""
 
     case: str
     family: str
@@ -70,9 +70,10 @@ class RanksRow:
 class Groups:
     """The process groups of a run.
 
-    world     the ranks, whose communication is measured
-    silent    the same ranks; collectives return at once without transferring data
-    control   the same ranks on gloo, which agree on repetitions and exchange figures
+    Attributes:
+        world: The ranks, whose communication is measured.
+        silent: The same ranks; collectives return at once without transferring data.
+        control: The same ranks on gloo, which agree on repetitions and exchange figures.
     """
 
     world: Group
@@ -81,7 +82,7 @@ class Groups:
 
     @classmethod
     def of_all_ranks(cls) -> Groups:
-        """Make the groups; every rank calls this once."""
+        """Create the groups; every rank calls this once."""
         # Importing this module registers torch's backend "fake".
         import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
@@ -185,7 +186,7 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
 
 
 def traced_exposure(step: Callable[[], object]) -> float | None:
-    """Return the part of a step in which the GPU runs kernels of NCCL only; None if the trace has no kernels."""
+    """Return the fraction of a step in which the GPU runs NCCL kernels only; None if the trace has no kernels."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(TRACED_STEPS):
@@ -201,7 +202,7 @@ def traced_exposure(step: Callable[[], object]) -> float | None:
 
 
 def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
-    """Return the part of the time in which only communication runs, or None without kernels.
+    """Return the fraction of the time in which only communication runs, or None without kernels.
 
     Args:
         kernels: Name, start and end of each kernel, on any stream. The names of NCCL's kernels contain "nccl".

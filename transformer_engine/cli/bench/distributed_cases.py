@@ -19,13 +19,14 @@ SMALL = {"hidden": 128, "inner": 256, "heads": 4, "groups": 4, "sequence": 64}
 
 @dataclass(frozen=True)
 class RanksCase:
-    """One line of the report.
+    """One row of the report.
 
-    name        family, recipe, sizes and number of ranks: the key of a comparison
-    recipe      one of RECIPES of `cases`
-    arguments   arguments of the builder of the family
-    work        work of all ranks together relative to one device: the number of ranks if each has its own tokens
-    moved       bytes that a rank sends in a collective; 0 for layers
+    Attributes:
+        name: Family, recipe, sizes and number of ranks: the key of a comparison.
+        recipe: One of RECIPES of `cases`.
+        arguments: Arguments of the builder of the family.
+        work: Work of all ranks together relative to one device: the number of ranks if each has its own tokens.
+        moved: Bytes that a rank sends in a collective; 0 for layers.
     """
 
     name: str
@@ -54,7 +55,7 @@ def ranks_cases(
 
 
 def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Collectives of bfloat16 buffers; the size is that of the buffer that holds the data of all ranks."""
+    """Yield collectives of bfloat16 buffers; the size is that of the buffer that holds the data of all ranks."""
     shares = {
         "all_gather": (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -75,7 +76,7 @@ def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[R
 
 
 def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Causal attention of one sequence whose tokens the ranks share."""
+    """Yield causal attention of one sequence whose tokens the ranks share."""
     heads, groups, width = (4, 4, 32) if quick else (32, 8, 128)
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):
@@ -97,7 +98,7 @@ def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[Ra
 
 
 def _layer(recipes: tuple[str, ...], quick: bool, ranks: int, family: str) -> Iterator[RanksCase]:
-    """One layer whose weights (tensor parallelism) or tokens (context parallelism) the ranks share."""
+    """Yield a layer whose weights (tensor parallelism) or tokens (context parallelism) the ranks share."""
     sizes, label = (SMALL, "h128_s64") if quick else (LLAMA_8B, "llama8b_s8192")
     schemes = SCHEMES if family == "layer_cp" else ("",)
     for recipe in recipes:
@@ -112,7 +113,7 @@ def _layer(recipes: tuple[str, ...], quick: bool, ranks: int, family: str) -> It
 
 
 def _sharded(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Layers with sharded parameters; each rank has its own tokens, so the ranks do more work than one device."""
+    """Yield layers with sharded parameters; each rank has its own tokens, so all ranks do more work than one device."""
     sizes, label = (SMALL, "h128_s64") if quick else (LLAMA_8B, "llama8b_s8192")
     layers = 2 if quick else 4
     for recipe in recipes:

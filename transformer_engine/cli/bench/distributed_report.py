@@ -33,14 +33,15 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class RanksRequest:
-    """What every rank measures.
+    """The settings of a measurement on every rank.
 
-    device     "cuda" or "cpu"
-    recipes    recipes of the layers
-    families   families of RANKS_FAMILIES; empty: all
-    only       parts of names of cases; empty: all
-    quick      small sizes and few repetitions
-    json       file of the figures, or None
+    Attributes:
+        device: "cuda" or "cpu".
+        recipes: Recipes of the layers.
+        families: Families of RANKS_FAMILIES; empty: all.
+        only: Parts of names of cases; empty: all.
+        quick: Small sizes and few repetitions.
+        json: File of the figures, or None.
     """
 
     device: str

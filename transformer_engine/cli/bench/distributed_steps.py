@@ -74,7 +74,7 @@ def _ranks(group: Any) -> int:
 
 
 def _share_sequence(module: Any, case: RanksCase, group: Any, device: torch.device) -> None:
-    """Let the ranks of a group share the sequence of a module."""
+    """Share the sequence of a module among the ranks of a group."""
     stream = torch.cuda.Stream() if device.type == "cuda" else None
     members = list(range(dist.get_world_size(group)))
     module.set_context_parallel_group(group, members, stream, case.arguments["scheme"])

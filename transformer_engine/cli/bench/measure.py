@@ -1,9 +1,9 @@
 """Measurement of one call: GPU, host and wall milliseconds, and the additional memory.
 
-gpu_ms    between two events around the call on the stream; the stream sleeps first, so that every launch is queued
-          before the first one runs, and the L2 cache holds other data
-cpu_ms    until the call returns to the host, with its work queued
-eager_ms  wall time of a call in a loop of calls, as in a training step; roughly the larger of the other two
+* gpu_ms: time between two events around the call on the stream. The stream sleeps first, so that every launch is queued
+  before the first one runs, and the L2 cache holds other data.
+* cpu_ms: time until the call returns to the host, with its work queued.
+* eager_ms: wall time of a call in a loop of calls, as in a training step; roughly the larger of the other two.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class Timing(NamedTuple):
 class Figures(NamedTuple):
     """The figures of a case.
 
-    peak_mib   additional memory of a call
-    compile_s  seconds until the first call is possible, for a compiled program
-    cached_s   the same with the program from the compiler's cache on disk
-    fp8_calls  products of FP8 operands that the program passes to cuBLASLt
+    Attributes:
+        timing: Times of a call.
+        peak_mib: Additional memory of a call.
+        compile_s: Seconds until the first call is possible, for a compiled program.
+        cached_s: The same with the program from the compiler's cache on disk.
+        fp8_calls: Products of FP8 operands that the program passes to cuBLASLt.
     """
 
     timing: Timing
@@ -120,7 +122,9 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
 def pause(other: torch.Tensor, host: float) -> None:
     """Make the GPU write `other`, which evicts the L2 cache, and sleep while a call is queued.
 
-    host   seconds that queueing takes
+    Args:
+        other: Tensor that is larger than the L2 cache.
+        host: Seconds that queueing takes.
     """
     other.zero_()
     torch.cuda._sleep(int(min(2.5 * host + 2e-4, 0.04) * CYCLES))

@@ -42,7 +42,7 @@ HEADINGS = (
 
 
 def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows by family, in the order of their first appearance."""
+    """Return the rows by family, in the order of their first appearance."""
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         grouped.setdefault(row.family, []).append(row)
@@ -84,7 +84,7 @@ def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
 
 
 def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
-    """The cells of a row by heading, empty where it has no figure."""
+    """Return the cells of a row by heading, empty for missing figures."""
     case = row.case.replace(f"/{row.recipe}/", "/")
     beside = plain[case] / row.eager_ms if case in plain and row.eager_ms else None
     cells = (
@@ -103,7 +103,7 @@ def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
 
 
 def _significant(value: float) -> str:
-    """Three digits, or all those before the point."""
+    """Format a number with three significant digits, or without decimals from 100 on."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -22,7 +22,7 @@ class Roofs:
     fp8: float | None
 
     def share(self, case: Case, milliseconds: float) -> float | None:
-        """The part of its roof that a case reaches in a time; None for one that is neither bytes nor products."""
+        """Return the fraction of its roof that a case reaches in a time; None for cases without bytes and products."""
         if case.moved:
             return case.moved / milliseconds * 1e3 / self.copy
         if case.operations:

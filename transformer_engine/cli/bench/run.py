@@ -1,4 +1,4 @@
-"""Rows of figures: every case by every provider that has it, the failures as sentences among them."""
+"""Rows of figures: every case by every provider that supports it, and the failures as sentences."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from .roofs import Roofs
 class Row:
     """The figures of a case by a provider; None if not applicable.
 
-    gpu_ms, cpu_ms, eager_ms   see `measure`
-    rate, unit   "TFLOP/s" of the products or "GB/s" of the bytes, over gpu_ms (eager_ms on a CPU)
-    roof         rate as a part of this machine's measured roof
-    peak_mib, compile_s, cached_s, fp8_calls   see `measure.Figures`
-    error        reason for missing figures
+    Attributes:
+        gpu_ms: See `measure`, as for cpu_ms and eager_ms.
+        rate: Rate over gpu_ms (eager_ms on a CPU).
+        unit: "TFLOP/s" of the products or "GB/s" of the bytes.
+        roof: Rate as a fraction of this machine's measured roof.
+        peak_mib: See `measure.Figures`, as for compile_s, cached_s and fp8_calls.
+        error: Reason for missing figures.
     """
 
     case: str
@@ -64,7 +66,7 @@ def run(
     effort: Effort = FULL,
     observe: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Row]:
-    """Measure the cases one by one; observe hears of each before it begins."""
+    """Measure the cases one by one; call `observe` with the name of each case before it begins."""
     available = [provider for provider in providers if provider.unavailable_reason(device) is None]
     for case in cases:
         for provider in available:
@@ -81,7 +83,7 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         if workload is None:
             return None
         figures = workload.measured(case.backward, device, effort)
-    except Exception as error:  # whatever a library or a compiler raises about a case is the case's result
+    except Exception as error:  # an exception of a library or compiler is the case's result
         sentence = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return Row(case.name, case.family, case.recipe, provider.name, error=sentence)
     finally:

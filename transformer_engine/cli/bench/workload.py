@@ -17,10 +17,11 @@ from .measure import Effort, Figures, measure, peak_mib
 class Workload:
     """The workload that a provider built for a case.
 
-    function   a module or a plain function
-    inputs     its arguments; the floating-point ones get gradients in a backward step
-    keywords   arguments without gradients
-    context    entered around each forward pass
+    Attributes:
+        function: A module or a plain function.
+        inputs: Its arguments; the floating-point ones get gradients in a backward step.
+        keywords: Arguments without gradients.
+        context: Context manager that is entered around each forward pass.
     """
 
     function: Callable[..., Any]
@@ -29,16 +30,16 @@ class Workload:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def compiled(self) -> Workload:
-        """The same with torch.compile around the function."""
+        """Return the workload with torch.compile around the function."""
         return replace(self, function=torch.compile(self.function))
 
     def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
-        """The figures of a forward, or of a forward and backward, pass."""
+        """Measure the forward pass, or with `backward` the forward and backward pass."""
         step = self.step(backward)
         return Figures(measure(step, device, effort), peak_mib(step, device))
 
     def step(self, backward: bool) -> Callable[[], None]:
-        """One forward pass without gradients, or one forward and backward pass that fills every .grad anew."""
+        """Return one forward pass without gradients, or one forward and backward pass that replaces every .grad."""
         if backward:
             inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)
             leaves = [x for x in inputs if x.requires_grad]
@@ -64,7 +65,7 @@ class Workload:
 
 
 def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
+    """Return tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
     a = case.arguments
     shape = (a["tokens"], a["experts"])
     chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices

@@ -90,7 +90,7 @@ def _content_error(state: Any) -> str | None:
 
 
 def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Why saved tensors are not those of a model; None when they are. Extra states may differ in size."""
+    """Return why saved tensors do not match a model, or None. Extra states may differ in size."""
     if set(saved) != set(own):
         return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
     for name, tensor in own.items():
@@ -102,7 +102,7 @@ def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
 
 
 def random_state() -> dict[str, Any]:
-    """The default generators' states, which stochastic rounding draws from."""
+    """Return the states of the default generators, from which stochastic rounding draws."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -57,7 +57,7 @@ def installed_recipes() -> dict[str, type[recipes.Recipe]]:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first tenth (at most 100 steps), then a cosine down to a tenth of the peak."""
+    """Return the rate: a linear warm-up (a tenth of the steps, at most 100), then a cosine to a tenth of the peak."""
     warmup = max(1, min(100, steps // 10))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -129,7 +129,7 @@ class RunConfig:
             raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
         for field in fields(self):
             value, kind = getattr(self, field.name), KINDS[str(field.type)]
-            if not isinstance(value, kind) or isinstance(value, bool):  # of a checkpoint, for example
+            if not isinstance(value, kind) or isinstance(value, bool):  # for example from a checkpoint
                 raise ValueError(
                     f"{field.name}={value!r} is a {type(value).__name__}; it must be {field.type}"
                 )
@@ -198,9 +198,10 @@ class RunConfig:
 class Execution:
     """Options of the execution, which do not change the losses; a continued run may use others.
 
-    graphs           capture the model's calls as CUDA graphs
-    offload_layers   number of layers whose activations are offloaded to host memory
-    observe          observe the tensors in every tenth step
+    Attributes:
+        graphs: Capture the model's calls as CUDA graphs.
+        offload_layers: Number of layers whose activations are offloaded to host memory.
+        observe: Observe the tensors in every tenth step.
     """
 
     graphs: bool = False

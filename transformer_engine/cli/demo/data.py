@@ -41,7 +41,7 @@ class Corpus:
     source: str
 
     def batch(self, seed: int, step: int, batch: int, sequence: int) -> Batch:
-        """inputs, targets [batch, sequence] int64: the same windows for every run and after every resume."""
+        """Return inputs, targets [batch, sequence] int64: the same windows for every run and after every resume."""
         # The raw 32-bit numbers of torch.Generator().manual_seed(..), which earlier runs drew from.
         generator = np.random.RandomState((seed * 1_000_003 + step) % 2**32)
         last = self.train.size - sequence - 1
@@ -49,14 +49,14 @@ class Corpus:
         return _windows(self.train, starts, sequence)
 
     def validation_batches(self, count: int, batch: int, sequence: int) -> list[Batch]:
-        """count batches at evenly spaced places of the validation text."""
+        """Return count batches at evenly spaced places of the validation text."""
         last = self.validation.size - sequence - 1
         starts = _spaced(last, count * batch).reshape(count, batch)
         return [_windows(self.validation, row, sequence) for row in starts]
 
 
 def _spaced(last: int, count: int) -> np.ndarray:
-    """count places from 0 to last: torch.linspace(0, last, count) with its float32 rounding, which decides places."""
+    """Return count places from 0 to last, rounded in float32 exactly as by torch.linspace(0, last, count)."""
     step = np.float64(np.float32(last) / np.float32(count - 1))
     index = np.arange(count)
     rising = (step * index).astype(np.float32)
@@ -70,7 +70,7 @@ def _windows(text: np.ndarray, starts: np.ndarray, sequence: int) -> Batch:
 
 
 def load_corpus(path: str | None, sequence: int) -> Corpus:
-    """The text of a file or a folder; None reads the source files of this Python's standard library."""
+    """Return the text of a file or a folder; None reads the source files of Python's standard library."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         pieces = _read([file for file in _files(root) if file.suffix == ".py"], root)
@@ -99,7 +99,7 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
 
 
 def _files(root: Path) -> list[Path]:
-    """Regular files below root in an order that mixes its folders and is the same on every machine."""
+    """Return regular files below root in an order that mixes its folders and is the same on every machine."""
     found = []
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts

@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
         return (y if loss is None else _AddAuxiliaryLoss.apply(y, loss)).view(x.shape)  # pyright: ignore
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The experts' weights [tokens, experts], the map of those chosen, and the loss that balances them."""
+        """Return the experts' weights [tokens, experts], the map of the chosen experts, and the load-balancing loss."""
         logits = self.router(tokens.float())
         probs, routing_map = fused_topk_with_score_function(
             logits, CHOSEN, False, None, None, None, "softmax", None

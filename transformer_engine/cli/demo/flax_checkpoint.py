@@ -103,7 +103,7 @@ def flattened(tree: Any) -> dict[str, Any]:
 
 
 def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
-    """The tree with the structure and dtypes of another one and the leaves of `flattened`."""
+    """Return the tree with the structure and dtypes of another one and the leaves of `flattened`."""
 
     def leaf(path: Any, own: Any) -> Any:
         return jax.numpy.asarray(leaves[jax.tree_util.keystr(path, simple=True, separator=".")], own.dtype)
@@ -112,7 +112,7 @@ def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
 
 
 def misfit(saved: Any, own: Mapping[str, Any]) -> str | None:
-    """Why saved leaves are not those of a run; None when they are."""
+    """Return why saved leaves do not match a run, or None."""
     if not isinstance(saved, Mapping):
         return "it has no such run"
     if set(saved) != set(own):

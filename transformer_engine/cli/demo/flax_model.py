@@ -39,7 +39,7 @@ class FlaxByteGPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Array, decode: bool = False) -> Array:
-        """tokens [batch, sequence]; decode keeps keys and values, and takes one token a call once they are made."""
+        """Return logits of tokens [batch, sequence]; `decode` caches keys and values, then reads one token per call."""
         config, dtype = self.config, jnp.dtype(self.config.precision)
         embedding = self.param("embedding", _NORMAL, (VOCABULARY, config.hidden), jnp.float32)
         hidden = embedding.astype(dtype)[tokens]
@@ -60,7 +60,7 @@ class FlaxByteGPT(nn.Module):
 
 
 def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
-    """The model's variables without boxes; residual branches shrink with depth, as in GPT-2.
+    """Return the model's variables without boxes; residual branches shrink with depth, as in GPT-2.
 
     The sum of 2 * layers branches then keeps its variance.
     """
@@ -77,7 +77,7 @@ def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
 
 
 def mean_loss(config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
-    """Mean cross-entropy in nats per byte, in float32; key: of stochastic rounding."""
+    """Return the mean cross-entropy in nats per byte, in float32; `key` is for stochastic rounding."""
     logits = FlaxByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
     return losses.mean()

@@ -17,12 +17,14 @@ from .experts import ExpertsLayer
 class ByteGPT(nn.Module):
     """Causal blocks with rotary positions, RMSNorm and SwiGLU.
 
-    The blocks' matrix products follow the recipe in force. The embedding, the last norm and the head stay in
-    the parameters' precision: with 256 outputs they are little work, and the most sensitive to rounding.
+    The blocks' matrix products use the active recipe. The embedding, the last norm and the head stay in the parameters'
+    precision: with 256 outputs they are little work, and the most sensitive to rounding.
 
-    offload_layers   number of blocks whose activations are offloaded to host memory
-    block_options    further arguments of TransformerLayer
-    context_ranks    number of ranks that share each sequence
+    Args:
+        config: Sizes of the model.
+        offload_layers: Number of blocks whose activations are offloaded to host memory.
+        block_options: Further arguments of TransformerLayer.
+        context_ranks: Number of ranks that share each sequence.
     """
 
     def __init__(self, config: RunConfig, offload_layers: int = 0, **block_options: Any):
@@ -43,11 +45,11 @@ class ByteGPT(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
-        """logits for tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
+        """Return logits of tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
         length = tokens.shape[1] * self.context_ranks if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
-        trains = torch.is_grad_enabled()  # else nothing is saved for a backward
+        trains = torch.is_grad_enabled()  # otherwise nothing is saved for a backward pass
         for layer in self.layers:
             with self.offloaded if trains else nullcontext():
                 hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
@@ -55,13 +57,13 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(hidden))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte, in float32."""
+        """Return the mean cross-entropy in nats per byte, in float32."""
         logits = self(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
-    """torch's name for the precision of a config."""
+    """Return torch's dtype for the precision of a config."""
     return getattr(torch, config.precision)
 
 

@@ -49,7 +49,7 @@ class MasterAdamW:
         return {"adam": self.adam.state_dict(), "masters": [master.detach() for master in self.masters]}
 
     def mismatch(self, state: dict[str, Any]) -> str | None:
-        """Why a state is not one of this optimizer; None when it is."""
+        """Return why a state does not match this optimizer, or None."""
         adam, masters = state.get("adam"), state.get("masters")
         if not isinstance(adam, dict) or not isinstance(masters, list):
             return "its optimizer has no adam and masters"
@@ -90,7 +90,7 @@ class FusedAdamW:
         return {"fused_adam": self.adam.state_dict()}
 
     def mismatch(self, state: dict[str, Any]) -> str | None:
-        """Why a state is not one of this optimizer; None when it is."""
+        """Return why a state does not match this optimizer, or None."""
         adam = state.get("fused_adam")
         if not isinstance(adam, dict):
             return "its optimizer has no fused_adam"
@@ -105,7 +105,7 @@ OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "
 
 
 def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:
-    """Why the state dict of an Adam is not one of this one's parameters and settings; None when it is."""
+    """Return why a state dict of Adam does not match the parameters and settings, or None."""
     own = adam.state_dict()["param_groups"]
     groups, moments = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not isinstance(moments, dict):

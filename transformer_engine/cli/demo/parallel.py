@@ -183,7 +183,7 @@ class ParallelRun:
         self.sharded = frozenset(sharded)
 
     def _share_sequences(self) -> None:
-        """Let the context-parallel ranks share each sequence."""
+        """Share each sequence among the context-parallel ranks."""
         group = self.ranks.context_group
         stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self.model.context_ranks = dist.get_world_size(group)

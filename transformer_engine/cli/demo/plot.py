@@ -15,7 +15,7 @@ RECIPE_COLOUR = "#c2410c"
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Mean over a window of about a thirtieth of the curve round each value.
+    """Average each value over a window of about a thirtieth of the curve around it.
 
     The window is truncated at the steep start, but not at the end, where a few steps' noise would look like a trend.
     """
@@ -70,7 +70,7 @@ def plot_losses(path: Path, config: RunConfig, history: list[Progress]) -> None:
 
 
 def _difference(panel, config: RunConfig, history: list[Progress]) -> None:
-    """100 * (recipe - high precision) / high precision, with the one-percent band."""
+    """Plot 100 * (recipe - high precision) / high precision, with the one-percent band."""
     name, base = config.runs
     ratio = [100 * (record.loss[name] / record.loss[base] - 1) for record in history]
     panel.axhspan(-1, 1, color="#16a34a", alpha=0.12, label="within 1 %")

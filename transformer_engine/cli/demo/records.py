@@ -28,7 +28,8 @@ class Progress:
 def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
     """Return the records of a metrics.jsonl up to last_step; a last line truncated by a crash is ignored.
 
-    Raises ValueError, with the file and the line, for any other damaged line.
+    Raises:
+        ValueError: Any other line is damaged; the message contains the file and the line.
     """
     if not path.is_file():
         return []

@@ -27,10 +27,13 @@ def generate(
     page_size: int | None = None,
     observe: Callable[[int], None] = lambda byte: None,
 ) -> bytes:
-    """The count bytes that follow prompt; computed in the parameters' precision, outside any recipe.
+    """Return the count bytes that follow prompt; computed in the parameters' precision, outside any recipe.
 
-    cached keeps the keys and values of earlier bytes, in pages of page_size bytes if that is given; without it
-    the whole text is computed again for every byte, to the same end. observe is called with every byte drawn.
+    Args:
+        cached: Cache the keys and values of earlier bytes. Otherwise the whole text is computed again for every byte,
+            with the same result.
+        page_size: Bytes per page of the cache; None: one contiguous range.
+        observe: Called with every byte.
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one byte")

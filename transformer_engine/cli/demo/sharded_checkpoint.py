@@ -1,9 +1,10 @@
 """Checkpoints of several ranks: one directory per step, written by torch.distributed.checkpoint.
 
-    checkpoints/step_00000004/
-        *.distcp, .metadata   parameters and moments, each rank its shards
-        rank_0.pt, ..         scaling states, random state and number of optimizer steps of each rank
-        run.pt                configuration, step, fingerprint of the text, layout of the ranks
+A directory such as checkpoints/step_00000004 contains:
+
+* *.distcp and .metadata: parameters and moments, the shards of each rank.
+* rank_0.pt, ..: scaling states, random state and number of optimizer steps of each rank.
+* run.pt: configuration, step, fingerprint of the text, layout of the ranks.
 
 The directory has the suffix ".partial" until every rank has written its files, and is then renamed. A process that is
 killed therefore leaves the last complete checkpoint, which `latest` finds.

@@ -90,7 +90,12 @@ class Trainer:
 
     If the execution observes, the first run is observed, to folder/observed.jsonl.
 
-    runs   the framework's runs, or those of several ranks
+    Args:
+        config: Settings of the run.
+        corpus: Text for training and evaluation.
+        folder: Folder of the results.
+        execution: Options of the execution.
+        runs: The framework's runs, or those of several ranks; by default those of `config.framework`.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ CLIENTS = (
 
 
 def pins(found: Distribution) -> str | None:
-    """The versions of the engine that a distribution requires, "" for any, None where it requires none."""
+    """Return the versions of the engine that a distribution requires: "" for any, None if it does not require it."""
     for line in found.requires:
         try:
             need = Requirement(line)
@@ -61,7 +61,7 @@ def takes(specifier: str, version: str) -> bool:
 
 
 def installed(environment: Installation) -> list[tuple[str, Distribution, Client | None]]:
-    """(name, distribution, row of CLIENTS) of everything that looks for the engine or requires it."""
+    """Return (name, distribution, row of CLIENTS) of all distributions that look for the engine or require it."""
     rows = {client.name: client for client in CLIENTS}
     return [
         (name, several[0], rows.get(name))

@@ -64,17 +64,21 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Installation:
-    """
-    python         (major, minor) of the interpreter
-    version        of the code that runs, and `folder`, where it lies
-    distributions  by normalized name; several where the metadata of several versions is there
-    copies         folder and version of other packages called transformer_engine on the path
-    extension      the file that `import transformer_engine_torch` would load, or None
-    failures       why the import of an installed module fails, and why torch.cuda and jax.devices raise
-    driver         version of NVIDIA's driver, None without one
-    jax_devices    platforms of JAX's devices
-    variables      error of an environment variable, or None
-    cache          why the folder of the cache cannot be written, None if it can
+    """The facts of an installation.
+
+    Attributes:
+        python: (major, minor) of the interpreter.
+        version: Version of the running code.
+        folder: Folder of the running code.
+        distributions: Distributions by normalized name; several if there is metadata of several versions.
+        copies: Folder and version of other packages called transformer_engine on the path.
+        extension: The file that `import transformer_engine_torch` would load, or None.
+        failures: Why the import of an installed module fails, and why torch.cuda and jax.devices raise.
+        driver: Version of NVIDIA's driver; None without a driver.
+        gpu: CUDA as torch reports it.
+        jax_devices: Platforms of JAX's devices.
+        variables: Error of an environment variable, or None.
+        cache: Why the cache folder is not writable, or None.
     """
 
     python: tuple[int, int] = (3, 12)
@@ -91,13 +95,13 @@ class Installation:
     cache: str | None = None
 
     def version_of(self, name: str) -> str | None:
-        """The version of a distribution that Python finds first, None where it is not installed."""
+        """Return the version of a distribution that Python finds first; None if it is not installed."""
         found = self.distributions.get(name, ())
         return found[0].version if found else None
 
 
 def gather() -> Installation:
-    """The environment of this process."""
+    """Read the environment of this process."""
     folder = Path(__file__).resolve().parents[2]
     distributions = _distributions()
     tried = [module for module in TRIED if _is_installed(module)]
@@ -150,7 +154,7 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
 
 
 def _query(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:
-    """Query the devices of a library; None if it is unusable, or raises, which is recorded as a failure."""
+    """Query the devices of a library; return None if it is unusable, or raises, which is recorded as a failure."""
     if not _is_installed(ours) or ours in failures:
         return None
     try:

@@ -274,8 +274,11 @@ def forward(
 
     Inputs: x, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which becomes max(amax, max|y|).
     Outputs: codes [M, width], codes_t [width, M] if columnwise, scale float32 [1], None; without an element for codes,
-    only the last: y [M, width]. `measures`: the first output is amax instead. `zero_is_one`: read a multiplier of 0 as
-    1.
+    only the last: y [M, width].
+
+    Args:
+        measures: The first output is amax instead.
+        zero_is_one: Read a multiplier of 0 as 1.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
     tiling, grid = _tiling(shape, tile)

@@ -41,9 +41,12 @@ def extent(lengths, starts, masked, size, sequence):
 
 @triton.jit
 def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Return (tile, sequence) of a program; a program without work gets a tile behind all rows. size: longest sequence.
+    """Return (tile, sequence) of a program; a program without work gets a tile behind all rows.
 
-    SEQUENCES   sequences that share the programs of a head, tile after tile; 0: the grid's third axis is the sequence
+    Args:
+        size: Length of the longest sequence.
+        SEQUENCES: Number of sequences that share the programs of a head, tile after tile. 0: the grid's third axis is
+            the sequence.
     """
     if SEQUENCES == 0:
         return program, tl.program_id(2)
@@ -265,7 +268,7 @@ def attend(
     query = at(q, sequence, start_q, head, q_batch, q_token, q_head)
     kv_head, kv_sequence = head // group, sequence
     if PAGE:
-        kv_sequence = 0  # the stride is that of the pages
+        kv_sequence = 0  # the stride belongs to the pages
         pages += tl.cast(sequence, tl.int64) * pages_batch
     key = at(k, kv_sequence, start_kv, kv_head, k_batch, k_token, k_head)
     value = at(v, kv_sequence, start_kv, kv_head, v_batch, v_token, v_head)
@@ -353,8 +356,10 @@ def forward(
     """Return the launch of the forward pass.
 
     Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
-    pages. Outputs: out, lse if keeps_lse, and with max_logit float32 [b, h, tiles of the longest sequence]. packed: q
-    is packed, and tokens outside of all sequences are not visited.
+    pages. Outputs: out, lse if keeps_lse, and with max_logit float32 [b, h, tiles of the longest sequence].
+
+    Args:
+        packed: q is packed, and tokens outside of all sequences are not visited.
     """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)

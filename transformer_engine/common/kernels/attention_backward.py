@@ -340,8 +340,8 @@ def keys(
 ) -> Launch:
     """Return the launch (q, .., delta) -> dk, dv with strides (part, batch, token, head).
 
-    Each part sums an even share of a group's heads. Several parts are float32, and the caller sums them. packed: tokens
-    outside of all sequences are not visited.
+    Each part sums an even share of a group's heads. Several parts are float32, and the caller sums them. With `packed`,
+    tokens outside of all sequences are not visited.
     """
     block_rows, block_keys, warps, stages = keys_tile(problem)
     members = problem.heads // problem.groups // parts
@@ -357,7 +357,7 @@ def keys(
 def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
     """Return the launch (q, .., delta) -> dq with strides (batch, token, head).
 
-    packed: tokens outside of all sequences are not visited.
+    With `packed`, tokens outside of all sequences are not visited.
     """
     block_rows, block_keys, warps, stages = queries_tile(problem)
     scalars = (*problem.scalars, *problem.out, *dq)

@@ -202,7 +202,7 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
 def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool = False) -> Launch:
     """Return the launch (partial, level, sink | None, lengths_q, starts_q) -> out.
 
-    packed: tokens outside of all sequences are not visited.
+    With `packed`, tokens outside of all sequences are not visited.
     """
     block = triton.next_power_of_2(problem.size_v)
     group = problem.heads // problem.groups

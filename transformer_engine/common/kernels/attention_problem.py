@@ -12,12 +12,14 @@ from ..formats import ceil_div
 class AttentionProblem:
     """The sizes and settings of one attention; strides are (batch, token, head), or those of a broadcast [b, h, i, j].
 
-    window       (left, right), -1: unlimited
-    scales       of q k^T, of the bias
-    page_size    0: a sequence's keys are contiguous; otherwise k's batch stride is the stride of the pages
-    outer        strides of the slopes' batch and of the page table's batch
-    varied       a bias, slopes, a mask tensor or dropout: a tile needs more registers
-    tokens       maximum total number of queries and of keys in packed sequences; None: unknown
+    Attributes:
+        window: (left, right); -1: unlimited.
+        scales: Factors of q k^T and of the bias.
+        page_size: Tokens per page, where k's batch stride is the stride of the pages. 0: a sequence's keys are
+            contiguous.
+        outer: Strides of the slopes' batch and of the page table's batch.
+        varied: There is a bias, slopes, a mask tensor or dropout, so that a tile needs more registers.
+        tokens: Maximum total number of queries and of keys in packed sequences; None: unknown.
     """
 
     dtype: str
@@ -48,7 +50,7 @@ class AttentionProblem:
     @property
     def scalars(self) -> tuple[int | float, ...]:
         """The scalar arguments of every kernel, between its tensors and the strides of its outputs."""
-        logarithm = math.log2(math.e)  # logits are kept in units of log 2
+        logarithm = math.log2(math.e)  # logits are in units of log 2
         left, right = self.window
         return (
             self.seqlen_q, self.seqlen_kv, self.heads, self.heads // self.groups, left, right,

@@ -15,9 +15,12 @@ SOURCES = (*_TENSORS, *_BOUNDS, "masked_q", "masked_kv", "masked", "bias", "slop
 def decoding(problem: AttentionProblem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
     """Return the program (q, k, v, the four bounds, slopes, pages, sink, and out, which the caller allocates).
 
-    splits    ranges per sequence; 0: enough to fill the processors
-    follows   the second kernel may begin before the first one ends
-    packed    tokens outside of all sequences are not visited
+    Args:
+        problem: Sizes and settings.
+        processors: Number of multiprocessors.
+        splits: Ranges per sequence; 0: enough to fill the processors.
+        follows: The second kernel may begin before the first one ends.
+        packed: Tokens outside of all sequences are not visited.
     """
     given = (*_TENSORS, *_BOUNDS, "slopes", "pages", "sink")
     first, count = stretches(problem, processors, splits)

@@ -170,9 +170,11 @@ class Machine(NamedTuple):
 class FusedPlan(NamedTuple):
     """Launch settings of a kernel.
 
-    resident   programs per multiprocessor that share the tiles; 0: one program per tile
-    stages     tiles whose loads are in flight at once; only whole tiles can be loaded ahead
-    band       rows of tiles that are visited together
+    Attributes:
+        warps: Warps per program.
+        resident: Programs per multiprocessor that share the tiles; 0: one program per tile.
+        stages: Tiles whose loads are in flight at once; only whole tiles can be loaded ahead.
+        band: Rows of tiles that are visited together.
     """
 
     warps: int

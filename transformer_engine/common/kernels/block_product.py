@@ -183,7 +183,8 @@ def product_kernel(
 ):
     """Compute out; scale_a [ceil(K / 128), M]; scale_b [ceil(N / 128), ceil(K / 128)], BY_ROW [ceil(K / 128), N].
 
-    BUFFERS   buffers of 64 rows of results per group of warps
+    Args:
+        BUFFERS: Number of buffers of 64 rows of results per group of warps.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINE: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -230,8 +231,12 @@ def product_kernel(
 def product(m: int, n: int, k: int, dtype: str, *, by_row: bool, processors: int) -> Launch:
     """Return the launch (a [m, k], b [n, k], scale_a [ceil(k/128), m], scale_b) -> out [m, n] in dtype.
 
-    scale_b is [ceil(n/128), ceil(k/128)], by_row [ceil(k/128), n]. n and k are multiples of 16, m of 4: the copy engine
-    requires rows of scales that begin at multiples of 16 bytes. `processors`: multiprocessors of the GPU.
+    scale_b is [ceil(n/128), ceil(k/128)], or [ceil(k/128), n] with by_row. n and k are multiples of 16, m of 4: the
+    copy engine requires rows of scales that begin at multiples of 16 bytes.
+
+    Args:
+        by_row: b has one scale per row and 128 columns.
+        processors: Number of multiprocessors of the GPU.
     """
     tiles = ceil_div(m, TILE_ROWS) * ceil_div(n, BLOCK.value)
     return Launch(

@@ -22,11 +22,12 @@ _ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
 class OneScale(NamedTuple):
     """The cast of a kernel's own result, with one scale for the matrix and rowwise codes.
 
-    columnwise   also store the transpose of the codes
-    given        the scale is given, and the kernel computes the codes itself; otherwise it computes the maximum, and a
-                 cast with power_of_two and epsilon follows
-    records      with a given scale: a given amax becomes max(amax, maximum of the result)
-    zero_is_one  read a given scale of 0 as 1
+    Attributes:
+        columnwise: Also store the transpose of the codes.
+        given: The scale is given, and the kernel computes the codes itself. Otherwise it computes the maximum, and a
+            cast with power_of_two and epsilon follows.
+        records: With a given scale, a given amax becomes max(amax, maximum of the result).
+        zero_is_one: Read a given scale of 0 as 1.
     """
 
     element: Element
@@ -63,7 +64,7 @@ def absolute_maximum_kernel(
 ):
     """Compute amax = max(amax, max|x|) for x [SIZE], NaN if x has one; every program reads BLOCK elements.
 
-    OVERLAPS: a cast of the same x follows, which may start early and reads the end of x first.
+    With OVERLAPS, a cast of the same x follows, which may start early and reads the end of x first.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -205,7 +206,7 @@ def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
     """Return the launch (x contiguous, with `size` elements) -> amax float32 [1].
 
-    overlaps: the next launch is `cast(follows=True)` of the same x.
+    With `overlaps`, the next launch is `cast(follows=True)` of the same x.
     """
     block, warps = (16384, 16) if size > 1 << 22 else (2048, 4)
     programs = ceil_div(size, block)
@@ -244,9 +245,14 @@ def cast(
 ) -> Launch:
     """Return the launch (x [M, K] contiguous, multiplier [1] | None, amax float32 [1]) -> codes, codes_t, scale [1].
 
-    A multiplier of None is computed from amax. records: amax becomes max(amax, max|x|). measures: the first output is
-    amax = max|x|. follows: the previous launch is `absolute_maximum(overlaps=True)` of x; this launch reads x before
-    that one ends, then waits for amax. zero_is_one: read a given multiplier of 0 as 1.
+    A multiplier of None is computed from amax.
+
+    Args:
+        records: amax becomes max(amax, max|x|).
+        measures: The first output is amax = max|x|.
+        follows: The previous launch is `absolute_maximum(overlaps=True)` of x. This launch reads x before that one
+            ends, then waits for amax.
+        zero_is_one: Read a given multiplier of 0 as 1.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -292,14 +298,16 @@ def one_scale(
     epsilon: float = 0.0,
     zero_is_one: bool = False,
 ) -> Program:
-    """Return the launch (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
+    """Return the program (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
 
-    amax       how the maximum is used, and the inputs after x:
-    RECORDED   (.., multiplier, amax): amax becomes max(amax, max|x|)
-    MEASURED   (.., multiplier): amax = max|x|, computed by the same kernel
-    GIVEN      (.., multiplier | None, amax): a multiplier of None is computed from amax
-    SCALES     (..): a first pass computes max|x|, from which the scale is computed; the passes may overlap
-    zero_is_one: read a given multiplier of 0 as 1
+    The value of `amax` determines the use of the maximum, and the inputs after x:
+
+    * RECORDED (.., multiplier, amax): amax becomes max(amax, max|x|).
+    * MEASURED (.., multiplier): amax = max|x|, computed by the same kernel.
+    * GIVEN (.., multiplier | None, amax): a multiplier of None is computed from amax.
+    * SCALES (..): a first pass computes max|x|, from which the scale is computed; the passes may overlap.
+
+    With zero_is_one, a given multiplier of 0 is read as 1.
     """
     plain = (shape, element, rowwise, columnwise)
     scaling = {"power_of_two": power_of_two, "epsilon": epsilon, "zero_is_one": zero_is_one}

@@ -33,7 +33,7 @@ def column_sums_kernel(
 ):
     """Compute workspace [strips, N] of strips of BLOCK_M * TILES rows; a given amax becomes max(amax, max|x|).
 
-    OVERLAPS: a cast of the same x follows, which may start early and reads the end of x first.
+    With OVERLAPS, a cast of the same x follows, which may start early and reads the end of x first.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -67,7 +67,7 @@ def column_sums(
 ) -> Launch:
     """Return the launch (x [M, N] with this row stride) -> amax float32 [1] if measures, float32 sums [strips, N].
 
-    overlaps: the next launch is `cast.cast(follows=True)` of the same x.
+    With `overlaps`, the next launch is `cast.cast(follows=True)` of the same x.
     """
     rows, columns = shape
     block_m, block_n = _TILE

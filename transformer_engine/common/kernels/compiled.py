@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # alignment of pointers and numbers by which Triton specializes
 
 
 class Scalar(NamedTuple):
-    """A number that the kernel takes at run time, and the name of its type in Triton."""
+    """A number that the kernel receives at run time, and the name of its type in Triton."""
 
     value: int | float
     kind: str
@@ -32,10 +32,11 @@ class Scalar(NamedTuple):
 class Compiled(NamedTuple):
     """A kernel's PTX, and the arguments of its launch.
 
-    warps      per program, including warps with a specialized role
-    scratch    bytes of memory per program, passed as a pointer behind the scalars
-    pointers   indices of the inputs, then outputs, that are passed, in the order of the kernel's arguments
-    scalars    the numbers after the pointers, without compile-time constants
+    Attributes:
+        warps: Warps per program, including warps with a specialized role.
+        scratch: Bytes of memory per program, passed as a pointer behind the scalars.
+        pointers: Indices of the inputs, then outputs, that are passed, in the order of the kernel's arguments.
+        scalars: The numbers after the pointers, without compile-time constants.
     """
 
     name: str
@@ -51,8 +52,9 @@ class Compiled(NamedTuple):
 class KernelKey(NamedTuple):
     """The cache key of a compiled kernel.
 
-    dtypes   of the inputs, then the outputs; None: absent
-    kinds    types of scalars and constants: 1 and 1.0 are equal, but different arguments
+    Attributes:
+        dtypes: Dtypes of the inputs, then the outputs; None: absent.
+        kinds: Types of scalars and constants: 1 and 1.0 are equal, but different arguments.
     """
 
     kernel: Any

@@ -3,11 +3,11 @@
 x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` classes, whose other
 columns may be on other ranks. Four launches:
 
-    statistics   x -> partials [strips, rows, 4]: for each strip of columns max, sum(exp(x - max)), x[target], and
-                 its share of the mean of x over all classes
-    losses       partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows
-    gradient     x, max, sum -> dx, optionally in place of x
-    rescale      x *= factor; reads nothing if the factor is 1
+* statistics: x -> partials [strips, rows, 4]: for each strip of columns max, sum(exp(x - max)), x[target], and
+  its share of the mean of x over all classes.
+* losses: partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows.
+* gradient: x, max, sum -> dx, optionally in place of x.
+* rescale: x *= factor; reads nothing if the factor is 1.
 
 Label smoothing s replaces one_hot(target) by (1 - s) one_hot(target) + s / total. A row whose target is `ignored` has
 loss 0 and gradient 0.

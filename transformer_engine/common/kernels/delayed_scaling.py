@@ -73,7 +73,14 @@ def advance(
 ) -> Launch:
     """Return the launch (table int64 [states, 3]) that updates histories and scales in place.
 
-    columns   the largest n of the states
+    Args:
+        states: Number of states.
+        length: Number of steps in a history.
+        columns: The largest n of the states.
+        takes_maximum: Compute the scale from the maximum of the history instead of the latest amax.
+        keeps_idle: Columns whose latest amax is 0 keep scale and history.
+        fp8_max: Largest finite value of the FP8 type.
+        margin: Exponent of the divisor 2^margin of the scale.
     """
     rows = triton.next_power_of_2(length)
     block = min(triton.next_power_of_2(columns), max(LIMIT // rows, 1))

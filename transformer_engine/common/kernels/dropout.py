@@ -35,7 +35,7 @@ def _kept(seed, byte, THRESHOLD):
 
 @triton.jit
 def _pair(word, THRESHOLD):
-    """Return two bits of the mask; the lower half of the word makes the lower bit."""
+    """Return two bits of the mask; the lower half of the word determines the lower bit."""
     low = ((word & 0xFFFF).to(tl.int32) >= THRESHOLD).to(tl.int32)
     high = ((word >> 16).to(tl.int32) >= THRESHOLD).to(tl.int32)
     return low | (high << 1)
@@ -108,9 +108,10 @@ def forward(
 ) -> Launch:
     """Return the launch (x, bias [width] | None, residual | None, seed int64 [1]) -> mask uint8 [ceil(size / 8)], y.
 
-    drops       whether elements are dropped; otherwise, seed and mask are absent
-    threshold   p * 2^16, rounded
-    factor      multiplier of the kept elements
+    Args:
+        drops: Whether elements are dropped; otherwise, seed and mask are absent.
+        threshold: p * 2^16, rounded.
+        factor: Multiplier of the kept elements.
     """
     outputs = (Output((ceil_div(size, 8),), "uint8") if drops else None, Output((size,), dtype))
     grid = (ceil_div(size, _BLOCK), 1, 1)

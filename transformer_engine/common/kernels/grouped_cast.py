@@ -52,8 +52,9 @@ def place_of(
     The place is: group, its matrix, its rows, first row and tile column of the program's tile, then the group's first
     row, first tile, and number of tiles.
 
-    HEIGHT   rows of the program's tile, part of the 128 rows of a tile of the layout
-    REST     there is one tile more than the layout's, see `group_or_none`; M is the total number of rows
+    Args:
+        HEIGHT: Rows of the program's tile, part of the 128 rows of a tile of the layout.
+        REST: There is one tile more than the layout's, see `group_or_none`; M is the total number of rows.
     """
     if BY_ROWS:
         part = program // TILES_K
@@ -146,8 +147,8 @@ def cast_kernel(
     """Quantize with one multiplier per group; the first entry of each row of scale [GROUPS, SLOT] is written.
 
     A given multiplier is at OFFSET + group * STRIDE, and amax at the same offset records max|x|. Otherwise, the
-    multiplier is computed from amax[group]. REST: rows after the last group, up to M, get codes with a multiplier of 1
-    and do not contribute to a maximum.
+    multiplier is computed from amax[group]. With REST, rows after the last group, up to M, get codes with a multiplier
+    of 1 and do not contribute to a maximum.
     """
     program = tl.program_id(0)
     if program < GROUPS:
@@ -260,8 +261,8 @@ def store_transposed(
 ):
     """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for matrices of one size.
 
-    EVEN   no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the rows,
-           because they are rounded up; a mask would split the stores into single words.
+    With EVEN, no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the
+    rows, because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
         depth = tiles * WIDTH
@@ -299,10 +300,12 @@ def cast(
 
     x is [total, K] or one of the matrices [M, K] with even M. codes is present if rowwise, codes_t if columnwise.
 
-    records          the multiplier is given, and amax becomes max(amax, max|x|); otherwise it is computed from amax
-    stride, offset   the given multiplier and amax of group e are at offset + e * stride
-    zero_is_one      read a given multiplier of 0 as 1
-    rest             also quantize the rows after the last group, with a multiplier of 1
+    Args:
+        stride: The given multiplier and amax of group e are at offset + e * stride.
+        offset: See stride.
+        records: The multiplier is given, and amax becomes max(amax, max|x|); otherwise it is computed from amax.
+        zero_is_one: Read a given multiplier of 0 as 1.
+        rest: Also quantize the rows after the last group, with a multiplier of 1.
     """
     assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
     block_m, block_k, warps = _CAST_TILE

@@ -71,9 +71,10 @@ def rows_kernel(
 ):
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
 
-    scale_a   per tensor [GROUPS, SLOT]; per block, group after group, [ceil(K / 128), rows]
-    scale_b   per tensor [GROUPS, SLOT]; per block [GROUPS, ceil(N / 128), ceil(K / 128)]
-    CLEARS    rows after the last group, up to TOTAL, become zero; otherwise they are not written
+    Args:
+        scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [ceil(K / 128), rows].
+        scale_b: Per tensor [GROUPS, SLOT]; per block [GROUPS, ceil(N / 128), ceil(K / 128)].
+        CLEARS: Rows after the last group, up to TOTAL, become zero; otherwise they are not written.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
     if CLEARS:
@@ -154,7 +155,9 @@ def columns_kernel(
 ):
     """Compute out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
 
-    scale_a, scale_b   per tensor [GROUPS, SLOT]; per block, group after group, [tiles, N] and [tiles, K]
+    Args:
+        scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [tiles, N].
+        scale_b: Per tensor [GROUPS, SLOT]; per block, group after group, [tiles, K].
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -244,8 +247,11 @@ def product_of_rows(
 ) -> Launch:
     """Return the launch (a [total, depth], b, table | None, scale_a, scale_b, bias | None, layout) -> out.
 
-    out is [total, width]. by_address: b is one of the matrices of the table. bias is [groups, width]. clears: rows
-    after the last group become zero; otherwise they are not written.
+    out is [total, width], and bias is [groups, width].
+
+    Args:
+        by_address: b is one of the matrices of the table.
+        clears: Rows after the last group become zero; otherwise they are not written.
     """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)
@@ -286,8 +292,9 @@ def product_of_columns(
 ) -> Launch:
     """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
-    by_address   the table's matrices are written; out is one of them, for its dtype
-    accumulates  add to the present values of out
+    Args:
+        by_address: The table's matrices are written; out is one of them, for its dtype.
+        accumulates: Add to the values of out.
     """
     block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)

@@ -102,12 +102,18 @@ def append(
 ) -> Launch:
     """Return the launch (new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) that writes the caches.
 
-    longest     maximum number of new tokens per sequence
-    sizes       features of a key's and a value's head
-    strides     of new_k's, then new_v's sequence, token and head axes, in elements; a packed tensor's first is 0
-    capacity    maximum number of tokens per sequence; later tokens are not written
-    pages       number of pages; tokens of other pages are not written
-    page_size   tokens per page; table_stride: elements between two rows of the page table; unused without pages
+    Args:
+        batch: Number of sequences.
+        longest: Maximum number of new tokens per sequence.
+        heads: Number of heads.
+        sizes: Features of a key's and a value's head.
+        strides: Strides of new_k's, then new_v's sequence, token and head axes, in elements; a packed tensor's first
+            stride is 0.
+        packed: The new tokens are packed.
+        capacity: Maximum number of tokens per sequence; later tokens are not written.
+        page_size: Tokens per page; unused without pages.
+        pages: Number of pages; tokens of other pages are not written.
+        table_stride: Elements between two rows of the page table; unused without pages.
     """
     blocks = [min(triton.next_power_of_2(heads * size), 2048) for size in sizes]
     tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))

@@ -57,10 +57,11 @@ def missing() -> str | None:
 class Output:
     """A tensor that a launch allocates and the kernel writes; its pointer follows those of the inputs.
 
-    shape        None: unknown to the record; the caller allocates the tensor
-    dtype        torch's name of the dtype; None: the dtype of the caller's tensor
-    transposed   callers get its .t()
-    begins       value of the elements when the kernel starts; None: any
+    Attributes:
+        shape: None: unknown to the record; the caller allocates the tensor.
+        dtype: torch's name of the dtype; None: the dtype of the caller's tensor.
+        transposed: Callers get its .t().
+        begins: Initial value of the elements when the kernel starts; None: any.
     """
 
     shape: tuple[int, ...] | None
@@ -72,8 +73,9 @@ class Output:
 class AddressTable(NamedTuple):
     """An input of addresses, int64 [entries] or [entries, columns]; the caller keeps their tensors alive.
 
-    place     index of the input
-    columns   READ or WRITTEN, the kernel's access to the tensor at an address; NUMBER: not an address
+    Attributes:
+        place: Index of the input.
+        columns: READ or WRITTEN, the kernel's access to the tensor at an address; NUMBER: not an address.
     """
 
     place: int
@@ -90,19 +92,22 @@ class Launch:
     The record names every tensor that the kernel writes, so that any framework can start it: a tensor that torch writes
     in place is, in JAX, an operand that is aliased to a result.
 
-    outputs     tensors that each call allocates, in the order of the kernel's arguments; None: not requested
-    scalars     run-time arguments; part of the record, because Triton specializes on their values
-    constants   compile-time arguments
-    registers   per thread at launch, which specialized warps then redistribute; None: the compiler's choice
-    dependent   may start before the previous launch has ended (programmatic dependent launch); the kernel waits before
-                it reads the results of that launch
-    fuses       a product and a following sum may become one fused multiply-add, which rounds once
-    in_place    indices of inputs that are also written, if present; they are passed once
-    tables      inputs with the addresses of further tensors
-    handles     starters of the compiled kernel, by the properties that the record does not fix
-    makers      allocators of the outputs, by device; filled by a framework
+    Attributes:
+        outputs: Tensors that each call allocates, in the order of the kernel's arguments; None: not requested.
+        scalars: Run-time arguments; part of the record, because Triton specializes on their values.
+        constants: Compile-time arguments.
+        registers: Registers per thread at launch, which specialized warps then redistribute; None: the compiler's
+            choice.
+        dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
+            before it reads the results of that launch.
+        fuses: A product and a following sum may become one fused multiply-add, which rounds once.
+        in_place: Indices of inputs that are also written, if present; they are passed once.
+        tables: Inputs with the addresses of further tensors.
+        handles: Starters of the compiled kernel, by the properties that the record does not fix.
+        makers: Allocators of the outputs, by device; filled by a framework.
 
-    Raises ValueError for a grid that CUDA cannot start; see LARGEST_GRID.
+    Raises:
+        ValueError: CUDA cannot start the grid; see LARGEST_GRID.
     """
 
     kernel: Any

@@ -5,10 +5,10 @@ reads only its own row. If every address and size is a multiple of 16 (aligned),
 Numbers that change between steps (rates) are in a float32 tensor instead of the launch, so that a launch is compiled
 once and a captured graph reads the current values.
 
-    scale     y = x * factor, and a flag if an x is not finite
-    squares   partials [chunks] = sum((x * factor)^2)
-    adam      p, m, v after one step of Adam; see `_adam`
-    sgd       p and its momentum after one step of gradient descent
+* scale: y = x * factor, and a flag if an x is not finite.
+* squares: partials [chunks] = sum((x * factor)^2).
+* adam: p, m, v after one step of Adam; see `_adam`.
+* sgd: p and its momentum after one step of gradient descent.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _adam(
 ):
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
-    rates  lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, multiplier of the gradient
+    Args:
+        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, multiplier of the gradient.
     """
     count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
     v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
@@ -219,7 +220,8 @@ def _sgd(
 ):
     """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, otherwise m).
 
-    rates  decay, momentum, 1 - dampening, lr, scale
+    Args:
+        rates: decay, momentum, 1 - dampening, lr, scale.
     """
     count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
     copy_ptr = p_ptr
@@ -274,8 +276,12 @@ def squares(chunks: int, kind: str, aligned: bool) -> Launch:
 def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launch:
     """Return the launch (table, rates float32 [10], flag int32 [1] | None) that writes parameters and states.
 
-    kinds   dtypes of gradients, parameters, first and second moments, and masters, if present; masters of "int16" are
-            the lower halves of float32 numbers whose upper halves are the parameters
+    Args:
+        chunks: Number of rows of the table.
+        kinds: Dtypes of gradients, parameters, first and second moments, and masters, if present. Masters of "int16"
+            are the lower halves of float32 numbers whose upper halves are the parameters.
+        how: Settings of the step.
+        aligned: Every address and size is a multiple of 16.
     """
     lists = len(kinds)
     if lists == 4:
@@ -290,7 +296,11 @@ def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launc
 def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:
     """Return the launch (table, rates float32 [5], flag int32 [1]) that writes parameters, momenta and copies.
 
-    kinds   dtypes of gradients, parameters, momenta, and copies of the parameters, if present
+    Args:
+        chunks: Number of rows of the table.
+        kinds: Dtypes of gradients, parameters, momenta, and copies of the parameters, if present.
+        how: Settings of the step.
+        aligned: Every address and size is a multiple of 16.
     """
     lists = len(kinds)
     if lists == 3:

@@ -511,10 +511,12 @@ def forward(
     max(amax, max|y|). Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] if centered, rstdev
     [rows].
 
-    element   codes with one given multiplier; scale is float32 [1], and there is no y
-    blocks    codes in 1 x 128 blocks along the rows; multiplier is None, scale is [blocks, rows]
-    measures  the first output is amax = max|y| instead
-    zero_is_one  read a given multiplier of 0 as 1
+    Args:
+        x: Sizes and settings.
+        element: Codes with one given multiplier; scale is float32 [1], and there is no y.
+        blocks: Codes in 1 x 128 blocks along the rows; multiplier is None, scale is [blocks, rows].
+        measures: The first output is amax = max|y| instead.
+        zero_is_one: Read a given multiplier of 0 as 1.
     """
     rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
     fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
@@ -565,8 +567,9 @@ def backward(
 
     dx is [rows, width]; dbeta is present if centered. `strides` are those of dy, x and add (0 without it).
 
-    column_bytes   bytes of one element each of dy, x and add: the size of a pipeline stage per column
-    shared_memory  bytes available to one program
+    Args:
+        column_bytes: Bytes of one element each of dy, x and add: the size of a pipeline stage per column.
+        shared_memory: Bytes available to one program.
     """
     kinds = 2 if centered else 1
     dx = Output((rows, width), dtype)

@@ -89,9 +89,10 @@ def _store_direction(
 ):
     """Store codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
 
-    bits [ROWS, COLUMNS / 16]: maxima of the blocks; four: the blocks that map their maximum to 4, None: all map it to
-    6;
-    amax: result of `_maxima`.
+    Args:
+        bits: Maxima of the blocks [ROWS, COLUMNS / 16].
+        four: The blocks that map their maximum to 4; None: all map it to 6.
+        amax: Result of `_maxima`.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
     encode_scale = encode_scale_of(amax, RANGE)
@@ -171,10 +172,11 @@ def block_kernel(
 ):
     """Quantize both directions of a TILE x TILE tile.
 
-    SQUARE     16 x 16 elements share a scale; the columnwise direction uses the rowwise random numbers
-    PER_ROW    the rowwise direction has one maximum per row, amax [M]; the columnwise one has one, amax_t [1]
-    RANGE      6 times the largest block scale
-    ERROR      error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6
+    Args:
+        SQUARE: 16 x 16 elements share a scale; the columnwise direction uses the rowwise random numbers.
+        PER_ROW: The rowwise direction has one maximum per row, amax [M]; the columnwise direction has one, amax_t [1].
+        RANGE: 6 times the largest block scale.
+        ERROR: Error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6.
     """
     GROUPS: tl.constexpr = TILE // GROUP
     values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
@@ -244,11 +246,13 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
 class Options:
     """Kernel options of a QuantizeSpec, without its directions.
 
-    square           16 x 16 elements share a scale
-    hadamard         transform the columnwise direction first, with signs if random_sign
-    per_row          the rowwise direction has one second-level scale per row
-    largest_scale    of a block: 448 or 256
-    four_over_six    error by which a block's maximum maps to 4 or to 6; empty: always to 6
+    Attributes:
+        square: 16 x 16 elements share a scale.
+        hadamard: Transform the columnwise direction first.
+        random_sign: Apply signs in the transform.
+        per_row: The rowwise direction has one second-level scale per row.
+        largest_scale: Largest scale of a block: 448 or 256.
+        four_over_six: Error by which a block's maximum maps to 4 or to 6; empty: always to 6.
     """
 
     square: bool = False

@@ -1,9 +1,11 @@
 """y[row of (t, j)] = x[t], and x[t] = sum over j of w[t, j] * y[row of (t, j)]: tokens [T, H] to experts and back.
 
 Token t has routes j, one for each expert that processes it. Each route has a row of y and a column of probabilities.
-    by mask    map int32 [T, 2 E + 1]: a token's rows, the highest first; from E on their experts; at 2 E their number.
-               A route's column is its expert; pad_offsets int64 [E] shift an expert's rows
-    by index   map int32 [J, T]: the row of token t's route j, -1 if it is dropped. A route's column is j
+
+* By mask: map int32 [T, 2 E + 1] with a token's rows, the highest first, at 0, their experts at E, and their number at
+  2 E. A route's column is its expert; pad_offsets int64 [E] shift an expert's rows.
+* By index: map int32 [J, T] with the row of token t's route j, -1 if it is dropped. A route's column is j.
+
 Rows beyond those of y are dropped too. Values that are only moved can have any dtype.
 """
 
@@ -131,7 +133,7 @@ def send_weighted_kernel(
 ):  # fmt: skip
     """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: gradients of collect.
 
-    Without y, the weights need no gradient. WHOLE: a row is one BLOCK.
+    Without y, the weights need no gradient. With WHOLE, a row is one BLOCK.
     """
     token = tl.program_id(0)
     lane = tl.arange(0, COLUMNS)
@@ -175,8 +177,14 @@ def send(
 ) -> Program:
     """Return the program (x [T, H], map, pad_offsets | None, probs [T, columns] | None) -> y, row_probs [rows].
 
-    probs       dtype of the probabilities; None: no probabilities
-    every_row   every row of y receives a token; otherwise rows without a token become zero
+    Args:
+        shape: (T, H).
+        rows: Number of rows of y.
+        columns: Number of columns.
+        by_mask: The layout of the map.
+        dtype: Dtype of x and y.
+        probs: Dtype of the probabilities; None: no probabilities.
+        every_row: Every row of y receives a token; otherwise rows without a token become zero.
     """
     tokens, hidden = shape
     block, warps = _tile(hidden)

@@ -29,13 +29,16 @@ def step(launch: Launch, inputs: tuple[str | None, ...], names: tuple[str, ...])
 class Program:
     """Steps that are launched in order.
 
-    inputs    buffers that the caller passes
-    results   buffers that are returned; all others are scratch. The launch that allocates a buffer declares its shape,
-              dtype and initial value
-    into      buffers that the caller allocates, because their extents are known there, and passes after the inputs
-    kept      prepared executions, by device; filled by a framework
+    Attributes:
+        inputs: Buffers that the caller passes.
+        steps: The launches, with the names of their buffers.
+        results: Buffers that are returned; all others are scratch. The launch that allocates a buffer declares its
+            shape, dtype and initial value.
+        into: Buffers that the caller allocates, because it knows their shapes, and passes after the inputs.
+        kept: Prepared executions, by device; filled by a framework.
 
-    Raises ValueError for a step that reads a buffer before it is written, or that writes a buffer without a name.
+    Raises:
+        ValueError: A step reads a buffer before it is written, or writes a buffer without a name.
     """
 
     inputs: tuple[str, ...]

@@ -28,7 +28,7 @@ def as_float(bits):
 def given_multiplier(multiplier, ZERO_IS_ONE: tl.constexpr):
     """Return the multiplier [1] that the caller passes.
 
-    ZERO_IS_ONE: read 0 as 1. In JAX, 0 is the gradient of a state that the previous step did not read.
+    With ZERO_IS_ONE, 0 is read as 1. In JAX, 0 is the gradient of a state that the previous step did not read.
     """
     factor = tl.load(multiplier)
     if ZERO_IS_ONE:

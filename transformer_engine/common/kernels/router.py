@@ -121,9 +121,10 @@ def choose_kernel(
 ):
     """Compute probs, the map of the chosen experts, and the scores for the gradient.
 
-    WHOLE   probs of all experts, which sum to 1, for a loss; otherwise of the chosen ones
-    KEPT    number of groups with candidates, by the sum of their GROUP_PLACES largest; 0: all
-    WIDTH   bytes of a map of bits, padded
+    Args:
+        WHOLE: Return probs of all experts, which sum to 1, for a loss; otherwise of the chosen experts.
+        KEPT: Number of groups with candidates, by the sum of their GROUP_PLACES largest scores; 0: all groups.
+        WIDTH: Bytes of a map of bits, padded.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.arange(0, GROUPS)[None, :]
@@ -289,11 +290,12 @@ def choose(
 ) -> Launch:
     """Return the launch (logits [T, E], bias [E] | None, indices [T, k] | None) -> probs, map, scores.
 
-    kind     a number of SCORES
-    groups   (number of groups, number of groups with candidates); None: all experts are candidates
-    map      a number of MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none, where indices are written
-    keeps    save float32 [T, E] for the gradient: the scores, for softmax after the choice its result (-inf for
-             others), for sqrt(softplus) the logits
+    Args:
+        kind: A number of SCORES.
+        groups: (number of groups, number of groups with candidates); None: all experts are candidates.
+        map: A number of MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none if indices are written.
+        keeps: Save float32 [T, E] for the gradient: the scores; for a softmax after the choice, its result (-inf for
+            others); for sqrt(softplus), the logits.
     """
     count, kept = groups or (1, 0)
     places = experts // count

@@ -24,11 +24,13 @@ _EXPONENT_BLOCKS, _TWO_LEVELS = tl.constexpr(EXPONENT_BLOCKS), tl.constexpr(TWO_
 class Codes(NamedTuple):
     """The layout and scaling of a matrix's codes.
 
-    scaling    one of the five constants above
-    packed     two codes of four bits per byte, the low one first
-    block      rows and columns that share a scale
-    greatest   magnitude of the largest code;  beyond  values above this multiple of it count as saturated
-    strides    of codes and of scales
+    Attributes:
+        scaling: One of the five constants above.
+        packed: Two codes of four bits per byte, the low one first.
+        block: Rows and columns that share a scale.
+        greatest: Magnitude of the largest code.
+        beyond: Values above this multiple of `greatest` count as saturated.
+        strides: Strides of codes and of scales.
     """
 
     scaling: int = NO_CODES
@@ -138,8 +140,10 @@ def _of_strip(
 ):
     """Return the six statistics of BLOCK_M * TILES rows from first_row on.
 
-    WHOLE    every tile that begins inside of the matrix ends inside: nothing is masked
-    GUARDED  values can be infinite or NaN; otherwise such values count like any other, and the signal is not finite
+    Args:
+        WHOLE: Every tile that begins inside of the matrix ends inside, so that nothing is masked.
+        GUARDED: Values can be infinite or NaN; otherwise such values count like any other, and the signal is not
+            finite.
     """
     greatest = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
     underflow = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)

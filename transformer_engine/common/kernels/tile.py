@@ -60,7 +60,7 @@ def store_pairs_transposed(
 ):
     """Store FP8 codes [rows / 2, columns, 2] (last axis: rows 2 half and 2 half + 1) in codes_t [K, M].
 
-    PAIRS: M is even, so that a word is stored as two adjacent bytes; an odd M needs two stores of single bytes.
+    With PAIRS, M is even, so that a word is stored as two adjacent bytes; an odd M needs two stores of single bytes.
     """
     low, high = tl.split(codes)
     words = tl.trans(

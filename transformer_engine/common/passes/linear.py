@@ -381,7 +381,7 @@ def over_groups(pass_: Pass, layers: Collection[str]) -> Pass:
     one launch for all groups or a loop over them.
 
     Args:
-        pass_: The pass, after rules have been applied: rules know the operations of a single layer only.
+        pass_: The pass, after rules have been applied: rules support the operations of a single layer only.
         layers: Names of the linear layers that have a weight per group.
     """
     steps = [

@@ -41,7 +41,7 @@ class Rule:
 
 
 def _codes_from_producer(producer: Step, reader: Step) -> Step | None:
-    """A norm, an activation or its gradient whose only reader is a cast makes the codes itself."""
+    """Let a norm, an activation or its gradient whose only reader is a cast compute the codes itself."""
     settings: Any = producer.settings
     if reader.op != "cast" or producer.op not in ("norm", "activation", "activation_backward"):
         return None
@@ -56,7 +56,7 @@ def _codes_from_producer(producer: Step, reader: Step) -> Step | None:
 
 
 def _codes_and_sums_from_producer(producer: Step, reader: Step) -> Step | None:
-    """The gradient of an activation whose only reader makes its codes and column sums makes both itself."""
+    """Let an activation's gradient whose only reader computes its codes and column sums compute both itself."""
     settings, read = producer.settings, reader.settings
     if producer.op != "activation_backward" or reader.op != "column_sum":
         return None
@@ -69,7 +69,7 @@ def _codes_and_sums_from_producer(producer: Step, reader: Step) -> Step | None:
 
 
 def _codes_with_sums(first: Step, second: Step) -> Step | None:
-    """Column sums of a matrix and its codes are made in one step."""
+    """Compute column sums of a matrix and its codes in one step."""
     sums, cast = (first, second) if first.op == "column_sum" else (second, first)
     if sums.op != "column_sum" or cast.op != "cast" or not isinstance(sums.settings, ColumnSum):
         return None
@@ -80,7 +80,7 @@ def _codes_with_sums(first: Step, second: Step) -> Step | None:
 
 
 def _bias_in_product(producer: Step, reader: Step) -> Step | None:
-    """A product whose only reader adds a bias adds it in its epilogue."""
+    """Let a product whose only reader adds a bias add it in its epilogue."""
     if producer.op != "product" or reader.op != "add_bias" or len(producer.inputs) > 2:
         return None
     if reader.inputs[0] != producer.results[0] or producer.settings.cast or producer.settings.activation:  # pyright: ignore
@@ -89,7 +89,7 @@ def _bias_in_product(producer: Step, reader: Step) -> Step | None:
 
 
 def _is_product_before_gelu(producer: Step, reader: Step, op: str) -> bool:
-    """Are these an unfused product, and GELU or its gradient (`op`) in high precision?"""
+    """Return whether these are an unfused product, and GELU or its gradient (`op`) in high precision."""
     settings, read = producer.settings, reader.settings
     if producer.op != "product" or not isinstance(settings, Product) or settings.activation or settings.cast:
         return False
@@ -97,7 +97,7 @@ def _is_product_before_gelu(producer: Step, reader: Step, op: str) -> bool:
 
 
 def _activation_in_product(producer: Step, reader: Step) -> Step | None:
-    """A product that GELU reads computes GELU in its epilogue, and keeps its own result for other readers."""
+    """Let a product that GELU reads compute GELU in its epilogue, and keep its own result for other readers."""
     settings = producer.settings
     if not _is_product_before_gelu(producer, reader, "activation") or not isinstance(settings, Product):
         return None
@@ -106,7 +106,7 @@ def _activation_in_product(producer: Step, reader: Step) -> Step | None:
 
 
 def _activation_gradient_in_product(producer: Step, reader: Step) -> Step | None:
-    """The input gradient that only GELU's gradient reads is multiplied with GELU's derivative in the epilogue."""
+    """Multiply an input gradient that only GELU's gradient reads by GELU's derivative in the epilogue."""
     settings = producer.settings
     if not _is_product_before_gelu(producer, reader, "activation_backward") or len(producer.inputs) > 2:
         return None
@@ -117,7 +117,7 @@ def _activation_gradient_in_product(producer: Step, reader: Step) -> Step | None
 
 
 def _quantized_product(producer: Step, reader: Step) -> Step | None:
-    """A product whose only reader quantizes it makes the codes itself."""
+    """Let a product whose only reader quantizes it compute the codes itself."""
     settings = producer.settings
     if producer.op != "product" or reader.op != "quantize" or not isinstance(settings, Product):
         return None
@@ -133,7 +133,7 @@ def _quantized_product(producer: Step, reader: Step) -> Step | None:
 
 
 def _accumulated_product(producer: Step, reader: Step) -> Step | None:
-    """A product that is added to a total in place accumulates into it."""
+    """Let a product that is added to a total in place accumulate into it."""
     if producer.op != "product" or reader.op != "accumulate" or reader.inputs[1] != producer.results[0]:
         return None
     if len(producer.inputs) > 2 or producer.settings.cast or producer.settings.activation:  # pyright: ignore
@@ -144,7 +144,7 @@ def _accumulated_product(producer: Step, reader: Step) -> Step | None:
 
 
 def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
-    """An add after the input gradient of a norm (a residual connection) becomes the addend of the gradient."""
+    """Let the gradient of a norm add a following addend, such as that of a residual connection."""
     if producer.op != "norm_backward" or reader.op != "add" or len(producer.inputs) > 5:
         return None
     other = reader.inputs[1] if reader.inputs[0] == producer.results[0] else reader.inputs[0]
@@ -181,7 +181,7 @@ def fuse(pass_: Pass, allowed: Allowed, rules: Sequence[Rule] = RULES) -> Pass:
 
     Args:
         pass_: The pass.
-        allowed: allowed(rule name, producer, reader) is True where the merge is wanted.
+        allowed: allowed(rule name, producer, reader) is True if the merge is enabled.
         rules: The rules, in order of preference.
 
     Returns:
@@ -246,7 +246,7 @@ def without_identity_casts(pass_: Pass, is_identity: Callable[[CastSettings], bo
 
     Args:
         pass_: The pass.
-        is_identity: Does the quantizer of a cast leave values unchanged?
+        is_identity: Whether the quantizer of a cast leaves values unchanged.
 
     Returns:
         The pass without such casts. Where a removed result is returned or saved, the matrix itself is.

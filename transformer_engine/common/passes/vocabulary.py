@@ -12,7 +12,7 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `dense` | x | values with a contiguous axis, dequantized if quantized | None |
 | `convert` | x | x in the dtype of a layer | `Layer` |
 | `product` | a, b, bias, activation input, out | y, activation input | `Product` |
-| `weight_gradient` | dy, x | dw, or what stands for it | `Product` |
+| `weight_gradient` | dy, x | dw, or a placeholder | `Product` |
 | `add_bias` | y, bias | y + bias | None |
 | `inspect` | y | y, or a replacement of the same shape | `Inspection` |
 | `add` | a, b | a + b | None |

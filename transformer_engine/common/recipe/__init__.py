@@ -84,10 +84,10 @@ class Recipe:
                 setattr(self, name, value)
 
     def _check(self) -> None:
-        """TypeError or ValueError for fields that do not go together."""
+        """Raise TypeError or ValueError for fields that contradict each other."""
 
     def _derived(self) -> dict[str, QParams]:
-        """The fields that follow from the switches, as these have them."""
+        """Return the fields that follow from the switches."""
         return {}
 
     def __repr__(self) -> str:

@@ -101,7 +101,7 @@ _construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 
 
 def recipe_class(cls: RecipeClass) -> RecipeClass:
-    """Class decorator of recipes: registers instances and drops keywords of other versions with a warning."""
+    """Decorate a recipe class: register instances, and drop keywords of other versions with a warning."""
     strict = cls.__init__
     known = frozenset(f.name for f in fields(cls) if f.init)
 

@@ -125,7 +125,7 @@ class TEDefaultFeatures:
         return False, None
 
     def modify_tensor(self, config: dict[str, Any], layer_name: str, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: `modify_tensor_enabled` of a feature is True, but the feature makes no tensor."""
+        """Raise NotImplementedError: `modify_tensor_enabled` of a feature is True, but it returns no tensor."""
         raise NotImplementedError(
             f"no feature makes {kwargs.get('tensor_name')} of layer {layer_name}; define modify_tensor with "
             "modify_tensor_enabled"
@@ -184,7 +184,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
     def handle_multi_feature_output(
         self, api_name: str, multi_feature_outputs: list[Any], features_to_invoke: Any, **kwargs: Any
     ) -> Any:
-        """Return the common answer of several features: whether any is enabled, and the earliest next step."""
+        """Return the combined result of several features: whether any is enabled, and the earliest next step."""
         if api_name not in _ENABLED:
             return None
         answers = [
@@ -207,7 +207,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             raise _located(error, owner, layer_name, kwargs) from error
 
     def step(self) -> None:
-        """Write the statistics of the step that ends, and ask features for the plans of the step that begins."""
+        """Write the statistics of the step that ends, and request the plans of the next step from the features."""
         STATS_BUFFERS.log_stats()
         SESSION.step()
 

@@ -76,7 +76,7 @@ def features() -> Any:
 
 
 def planned(location: Location, quantized: dict[str, bool], iteration: int) -> tuple[TensorPlan, int | None]:
-    """Ask features for the plan of a tensor.
+    """Request the plan of a tensor from the features.
 
     Args:
         location: The tensor.
@@ -142,7 +142,7 @@ class DebugQuantizedTensor(NamedTuple):
 
 
 class DebugQuantizer(Observing):
-    """Quantizes a tensor of a layer as the features of the session want it; see the module's docstring.
+    """Quantizes a tensor of a layer as the features of the session specify; see the module's docstring.
 
     Args:
         layer_name: Name of the layer.
@@ -150,7 +150,7 @@ class DebugQuantizer(Observing):
         parent_quantizer: Quantizer of the layer's recipe; None if the recipe does not quantize the tensor.
         tp_group: Tensor-parallel group of the layer.
         tp_size: Number of ranks of the group.
-        plan: The plan of a step; None asks the features for that of the present step.
+        plan: The plan of a step; None requests that of the present step from the features.
     """
 
     reads_quantized = True
@@ -230,7 +230,7 @@ class DebugQuantizer(Observing):
     def quantize(
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return both directions of a tensor, as far as the usages ask for them; `out` and `dtype` have no effect."""
+        """Return both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
             made = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
         return DebugQuantizedTensor(*made, self, self.layer_name, self.tensor_name)
@@ -287,7 +287,7 @@ class DebugQuantizer(Observing):
         return made[0], made[1]
 
     def _standard(self, given: Tensor, values: Tensor, rowwise: bool, columnwise: bool) -> Any:
-        """Return the tensor as the layer's own quantizer makes it."""
+        """Return the tensor as quantized by the layer's own quantizer."""
         if not (rowwise or columnwise) or self.quantizer.is_identity:
             return values
         if given is not values:  # quantized before
@@ -334,7 +334,7 @@ class DebugQuantizer(Observing):
         return contracted(made, axis, self.quantizer)
 
     def _is_repeated(self) -> bool:
-        """Is a tensor of a forward pass computed again, by a backward pass?"""
+        """Return whether a tensor of a forward pass is computed again by a backward pass."""
         return self.tensor_name in _OF_FORWARD and in_backward_pass()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
@@ -344,7 +344,7 @@ class DebugQuantizer(Observing):
         return self._around(self.quantizer.reducing_over(group))
 
     def shard_granularity(self, columnwise: bool) -> int | None:
-        """None: values are gathered, because the directions of a tensor may have different formats."""
+        """Return None: values are gathered, because the directions of a tensor may have different formats."""
         return None
 
     def _around(self, quantizer: Quantizer) -> DebugQuantizer:
@@ -356,7 +356,7 @@ class DebugQuantizer(Observing):
         return id(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model does not belong to the session: it gets the layer's own quantizer."""
+        """Pickle the layer's own quantizer instead, because a copy of a model does not belong to the session."""
         return _same, (self.quantizer,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:

@@ -2,7 +2,7 @@
 
 The session registers an observer with the numerics of each module. The observer of a step returns the recipe with debug
 quantizers where features are enabled, and the recipe itself elsewhere, so that a layer without a feature keeps its
-compiled passes. Plans change between steps only, and a layer without a feature in later steps is not asked again.
+compiled passes. Plans change between steps only, and a layer without a feature in later steps is not queried again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LayerDebugger:
         return [f"{name}.{product}" for product in module.product_names] or [name]
 
     def observe(self, observer: Observer | None) -> None:
-        """Have the module compute by an observer from its next call on; None: by its own recipe.
+        """Make the module compute by an observer from its next call on; None: by its own recipe.
 
         Raises:
             RuntimeError: `te.observe` observes the module.
@@ -83,11 +83,11 @@ class LayerDebugger:
         self.observer = observer
 
     def renew(self, iteration: int) -> None:
-        """Ask features for the plans of a step, if they may differ from those of the step before."""
+        """Request the plans of a step from the features, if they may differ from those of the previous step."""
         module = self.module()
         if module is None or (self.plans is not None and (self.next is None or iteration < self.next)):
             return
-        self.next = iteration  # asked again if a feature raises
+        self.next = iteration  # queried again if a feature raises
         made = [_product_plan(name, iteration) for name in self.names(module)]
         plans, following = tuple([plan for plan, _ in made]), earliest([step for _, step in made])
         if any(plan is not None for plan in plans) and module.wgrad_store is not None:
@@ -128,7 +128,7 @@ class _Observer:
 
 
 class _Pending:
-    """The observer of a module before its first call in a session: asks for the plans of all modules."""
+    """The observer of a module before its first call in a session: requests the plans of all modules."""
 
     def __init__(self, layer: LayerDebugger):
         self.layer = layer
@@ -166,7 +166,7 @@ def _debugged(
 
 
 def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | None]:
-    """Ask features for the plan of a product; None if no feature is enabled. Returns the next step to ask, too."""
+    """Return the plan of a product by the features (None if none is enabled), and the next step to query."""
     api, nexts = features(), []
     quantized: dict[str, bool] = {}
     for gemm in ("fprop", "dgrad", "wgrad"):
@@ -220,7 +220,7 @@ class _Session:
             numerics.on_creation.append(self.attach)
 
     def attach(self, module: Any) -> None:
-        """Have a module ask for its plans in its next call."""
+        """Make a module request its plans in its next call."""
         if not isinstance(module, ProductsModule):
             return
         with self._lock:
@@ -228,7 +228,7 @@ class _Session:
                 self._layers[module] = LayerDebugger(module)
 
     def step(self) -> None:
-        """Ask for the plans of the present step."""
+        """Request the plans of the present step."""
         with self._lock:
             if (
                 not TEDebugState.initialize()

@@ -176,17 +176,18 @@ def _over_devices(
     extents: tuple[int, int, int],
 ) -> Array:
     """Compute attention with tokens sharded over plan.axis, by parts if they support the call."""
-    # Parts compute whole rows where every query attends to all keys, or to those up to its own position.
-    causal = request.mask.is_causal() and request.queries == request.keys
-    plain = causal or (not request.mask.is_causal() and request.window is None)
+    # Parts compute whole rows where every query attends to all keys, to those up to its own position, or to a window.
+    causal = request.mask.is_causal()
+    left, right = (-1 if side >= request.keys - 1 else side for side in request.window or (-1, -1))
+    window = None if left < 0 and (causal or right < 0) else (left, 0 if causal else right)
+    plain = request.queries == request.keys or not (causal or window)
     plain = plain and request.rows == "whole" and not request.layout.is_thd()
     # A derivative rule inside our shard_map cannot make gradients vary over the axes of an outer one.
     inside = varies_over((call.query, call.key, call.value))
     if plain and call.bias is None and call.dropped is None and not inside:
         whole = request._replace(
-            mask=AttnMaskType.CAUSAL_MASK if request.mask.is_causal() else AttnMaskType.NO_MASK,
-            softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
-            window=None if request.window is None or request.window[0] < 0 else (request.window[0], 0),
+            mask=AttnMaskType.CAUSAL_MASK if causal else AttnMaskType.NO_MASK,
+            softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0, window=window,
         )  # fmt: skip
         return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
     if plan.ring:

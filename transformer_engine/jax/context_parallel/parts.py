@@ -8,8 +8,9 @@ of chunk x chunk. The later queries attend to the earlier keys of that device. I
 the earlier queries; otherwise the later queries attend to its later keys too. All devices therefore run one program
 with equal work, and select tokens at run time instead of branches. No scores of [s, s] are computed.
 
-With a causal mask and a window, every chunk attends to itself and to the chunks before it that the window reaches. The
-keys at distance 1, 2, .. move to it; more distant keys are not moved.
+With a window, every chunk attends to itself and to the chunks before and after it that the window reaches. A causal
+mask limits the window to the tokens before a query. The keys at distance 1, 2, .. move to the chunk; more distant keys
+are not moved.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Block(NamedTuple):
 
     Attributes:
         counts: Whether they do, bool [1 or b]; None on every device. Otherwise the block is computed and discarded.
-        left: Query i attends to the keys from i - left on only; None to all keys.
+        window: Query i attends to the keys from i - window[0] to i + window[1]; -1 is no limit, None is all keys.
     """
 
     first: Array | int
@@ -45,7 +46,7 @@ class _Block(NamedTuple):
     key: Array | int
     keys: int
     counts: Array | None = None
-    left: int | None = None
+    window: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,28 +66,27 @@ class _Problem:
         """Return the attention of local queries to local keys, or of a block to another device's keys."""
         request = self.request._replace(queries=queries, keys=keys)
         if block is not None:
-            window = None if block.left is None else (block.left, -1)
             request = request._replace(
-                mask=AttnMaskType.NO_MASK, window=window, queries=block.queries, keys=block.keys
+                mask=AttnMaskType.NO_MASK, window=block.window, queries=block.queries, keys=block.keys
             )
         return attention_parts(request, self.scale)
 
     def blocks(self, rows: int, queries: int, keys: int, rank: Array, step: int) -> tuple[_Block, ...]:
         """Return the blocks of queries of device `rank` that attend to keys of device rank - step, other than its own.
 
-        With a window, the keys are those of the chunks `step` before each chunk.
+        With a window, the keys are those of the chunks `step` before each chunk, or -step after it.
 
         Args:
             rows: Rows of the batch, with one row per chunk.
             queries: Queries per row.
             keys: Keys per row.
             rank: Index of the device.
-            step: Distance, from 1 on.
+            step: Distance, from 1 on; negative for later chunks.
         """
-        if not self.request.mask.is_causal():
-            return (_Block(0, queries, 0, keys),)
         if self.request.window is not None:
             return (self._within_window(rows, keys, rank, step),)
+        if not self.request.mask.is_causal():
+            return (_Block(0, queries, 0, keys),)
         before = (rank >= step)[None]
         if not self.plan.balanced:
             # The last device computes every block, and the others would only wait for it.
@@ -99,13 +99,21 @@ class _Problem:
 
     def _within_window(self, rows: int, tokens: int, rank: Array, step: int) -> _Block:
         assert self.request.window is not None
-        left = self.request.window[0] - step * tokens  # query i attends to the keys from i - left on
+        side = self.request.window[0 if step > 0 else 1]
         chunk = jnp.stack((rank, 2 * self.plan.devices - 1 - rank)[: self.chunks])
-        counts = jnp.tile(chunk >= step, rows // self.chunks)
-        if left < 0:
-            # The last queries attend to no key of this range, and no query attends to the first keys.
-            return _Block(0, tokens + left, -left, tokens + left, counts, 0)
-        return _Block(0, tokens, 0, tokens, counts, left if left < tokens - 1 else None)
+        other = chunk - step
+        counts = jnp.tile((other >= 0) & (other < self.chunks * self.plan.devices), rows // self.chunks)
+        # Query i attends to the keys from i - limit on in an earlier chunk, and up to i + limit in a later one.
+        limit = side - abs(step) * tokens
+        if side < 0 or limit >= tokens - 1:
+            return _Block(0, tokens, 0, tokens, counts)
+        if limit >= 0:
+            return _Block(0, tokens, 0, tokens, counts, (limit, -1) if step > 0 else (-1, limit))
+        # No query attends to the keys at the far end, and the queries at the other end attend to no key.
+        shift, size = -limit, tokens + limit
+        if step > 0:
+            return _Block(0, size, shift, size, counts, (0, -1))
+        return _Block(shift, size, 0, size, counts, (-1, 0))
 
 
 def attention_in_parts(
@@ -116,7 +124,8 @@ def attention_in_parts(
 
     Args:
         plan: Mesh axis, strategy and order of the tokens.
-        request: Request of the whole attention, with a causal mask or none; a window requires a causal mask.
+        request: Request of the whole attention, with a causal mask or none. A window requires as many keys as queries,
+            and is (left, 0) with a causal mask; -1 is no limit.
         query: [b, q, h, d].
         key: [b, k, g, d].
         value: [b, k, g, dv].
@@ -245,10 +254,10 @@ def _visited(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, P
     """Yield (step, keys and values) of all other devices, or of the chunks that a window reaches."""
     plan = problem.plan
     if (window := problem.request.window) is not None:
-        tokens = own[0].shape[1]
-        # The chunks before its own that a query can attend to.
-        reach = min(problem.chunks * plan.devices - 1, (window[0] + tokens - 1) // tokens)
-        for step in range(1, reach + 1):
+        tokens, most = own[0].shape[1], problem.chunks * plan.devices - 1
+        # The chunks before and after its own that a query can attend to.
+        before, after = (most if side < 0 else min(most, (side + tokens - 1) // tokens) for side in window)
+        for step in (*range(1, before + 1), *range(-1, -after - 1, -1)):
             yield step, _moved(problem, own, step)
         return
     if plan.ring:

@@ -92,7 +92,7 @@ def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
     dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), tuple(getattr(leaf, "shape", ()))
     if dtype != jnp.float32:
         raise TypeError(
-            f"{name} is {dtype}; states are float32 whatever parameters are, leave them out of casts"
+            f"{name} is {dtype}; states are float32 for every dtype of parameters, exclude them when you cast"
         )
     if len(shape) != len(extents) or any(
         n == 0 if m is None else n != m for n, m in zip(shape, extents, strict=True)

@@ -92,7 +92,7 @@ class DenseGeneral(TransformerEngineBase):
 
 
 def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
-    """TypeError or ValueError unless dropout can draw once along these axes, being those of an array of ndim axes."""
+    """Raise TypeError or ValueError unless these are axes of an array of ndim axes along which dropout is shared."""
     integers(name, axes)
     outside = [d for d in axes if not -ndim <= d < ndim]
     if outside:

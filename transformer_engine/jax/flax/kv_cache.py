@@ -16,8 +16,9 @@ from ..checks import is_known
 class KeyValueCache:
     """The variables `cached_key`, `cached_value` and `cache_index` of a module's collection "cache".
 
-    filled   whether they existed before this call; the call that creates them sets their length and does not use them
-    axis     of tokens: 1, or 0 if the sequence is the first axis
+    Attributes:
+        filled: Whether they existed before this call. The call that creates them sets their length without using them.
+        axis: Axis of the tokens: 1, or 0 if the sequence is the first axis.
     """
 
     key: Any

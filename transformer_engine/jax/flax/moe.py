@@ -121,7 +121,7 @@ class _MoEBlock(TransformerEngineBase):
 
 
 def _by_expert(init: Initializer) -> Initializer:
-    """Draws [E, in, out] expert by expert."""
+    """Draw [E, in, out] expert by expert."""
 
     def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         keys = jax.random.split(key, shape[0])

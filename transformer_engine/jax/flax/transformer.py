@@ -153,8 +153,16 @@ class TransformerLayer(nn.Module):
 
         The output has the width of the inputs; hidden_size // num_attention_heads is the width of a head.
 
-        decode              self-attention keeps keys and values in the collection "cache", see MultiHeadAttention
-        max_decode_length   the tokens that the cache is made for, which relative biases depend on
+        Args:
+            inputs: Inputs [b, s, h].
+            encoded: Output of an encoder [b, k, h], for a decoder.
+            attention_mask: Mask of the self-attention.
+            encoder_decoder_mask: Mask of the attention to `encoded`.
+            deterministic: Disable dropout.
+            decode: Self-attention stores keys and values in the collection "cache", see `MultiHeadAttention`.
+            max_decode_length: Number of tokens for which the cache was created; relative biases depend on it.
+            score_mod_tensors: Tensors for `score_mod`.
+            score_mod_bprop_tensors: Tensors for `score_mod_bprop`.
         """
         switch("deterministic", deterministic)
         switch("decode", decode)
@@ -287,7 +295,7 @@ class TransformerLayer(nn.Module):
         )  # fmt: skip
 
     def _token_axes(self, sequence: str, hidden: str) -> tuple[str, str, str] | None:
-        """Names of axes under sequence parallelism; None without it, where XLA decides."""
+        """Return the names of axes under sequence parallelism; otherwise None, and XLA chooses."""
         if not self.enable_sequence_parallel:
             return None
         return token_axes(self.transpose_batch_sequence, sequence, hidden)

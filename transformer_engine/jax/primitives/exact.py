@@ -9,6 +9,7 @@ n and d below are mantissas in [2^23, 2^24): a value is n * 2^(e - 23).
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -93,6 +94,8 @@ def multiply(first: Array, second: Array | float) -> Array:
     return float_of(jnp.where((a > INFINITY) | (b > INFINITY) | infinite_nothing, NAN, result))
 
 
+# Compiled as one program also in eager mode, where it would take seconds operation by operation.
+@jax.jit
 def scaled(values: Array, scale: Array) -> Array:
     """Return values * scale, correct for subnormal scales too; a subnormal product may still become zero."""
     tiny = bits_of(scale) < bits_of_constant(2.0**-100)
@@ -115,7 +118,8 @@ def _normalized(bits: Array) -> tuple[Array, Array]:
 def _rounded(q: Array, exponent: Array, inexact: Array) -> Array:
     """Return the float32 bits of q * 2^(exponent - 26), ties to even; q uint32 in [2^25, 2^27).
 
-    inexact: whether nonzero bits follow the last bit of q.
+    Args:
+        inexact: Whether nonzero bits follow the last bit of q.
     """
     small = q < (1 << 26)
     q = jnp.where(small, q << 1, q)

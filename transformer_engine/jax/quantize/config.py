@@ -80,6 +80,11 @@ def autocast(
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
     reject_keywords("autocast", others, {"fp8_recipe": "recipe"})
+    if isinstance(enabled, Recipe):
+        raise TypeError(
+            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
+            "keyword, recipe=..."
+        )
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
     chosen = None
@@ -267,13 +272,20 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        # Delayed and current scaling have one format, so tensor scaling requires the same mode.
+        # Delayed and current scaling have the same dtypes, so tensor scaling requires the same mode. Variants of a
+        # block format that the defaults of the recipe do not use have the dtypes of the format.
         if scaling_mode in modes or (
-            not scaling_mode.is_tensor_scaling() and scaling_mode.format in {mode.format for mode in modes}
+            scaling_mode.is_block_scaling()
+            and any(mode.is_block_scaling() and _dtypes(mode) == _dtypes(scaling_mode) for mode in modes)
         ):
             reason = recipes.unsupported_reason(family, gpu_id)
             return reason is None, reason or ""
     raise AssertionError(f"no recipe has the scaling mode {scaling_mode}")
+
+
+def _dtypes(scaling_mode: ScalingMode) -> tuple[Any, ...]:
+    """Return the dtypes of a scaling mode's codes, and that of its scales."""
+    return (*scaling_mode.get_compatible_q_dtypes(), scaling_mode.get_scale_dtype())
 
 
 def get_supported_scaling_modes() -> list[ScalingMode]:

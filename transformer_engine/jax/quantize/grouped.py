@@ -253,7 +253,8 @@ def groups_advanced_together(
 ) -> tuple[GroupedQuantizer | None, ...]:
     """Return the quantizers of the next step; states of equal shape and options advance in one operation.
 
-    over: manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
+    Args:
+        over: Manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
     """
     states = [None if quantizer is None else quantizer.quantizer for quantizer in quantizers]
     following = advanced_together(states, _of_devices(states, amaxes, over) if over else amaxes)

@@ -15,11 +15,13 @@ from ..primitives.quantize.hadamard import GROUP, SIGNS
 def apply_rht(x: Array, inverse: bool = False) -> Array:
     """Return y [..., 16 n] = (x * signs) @ H / 4 in groups of 16, or the inverse, in x's dtype.
 
-    Raises TypeError unless x is an array of values, and ValueError unless its last axis consists of groups of 16.
-
     Args:
         x: Values [.., 16 n].
         inverse: Whether to apply the inverse.
+
+    Raises:
+        TypeError: x is not an array of values.
+        ValueError: The last axis of x does not consist of groups of 16.
     """
     check_values("x", x)
     switch("inverse", inverse)

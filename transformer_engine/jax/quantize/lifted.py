@@ -62,7 +62,7 @@ class _Box(nn.meta.AxisMetadata[Array]):
         return self
 
     def next_copy(self) -> Array:
-        """The leaf of the next copy; a scale and its history are flattened together, and so belong to one copy."""
+        """Return the leaf of the next copy; a scale and its history are flattened together, and belong to one copy."""
         self._flattened += 1
         return getattr(self._copies[self._flattened - 1], self._name)
 
@@ -76,7 +76,7 @@ jax.tree_util.register_pytree_node(_Box, lambda box: ((box.next_copy(),), None),
 
 @contextmanager
 def merged_over_lifted_calls() -> Iterator[None]:
-    """Within this block, every lifted call of a model reads its own copy of the state."""
+    """Merge the states of lifted calls: within this block, each lifted call reads its own copy of the state."""
     with nn.intercept_methods(_box_states):
         yield
 

@@ -105,7 +105,8 @@ def one_and_rest(quantizer_set: State) -> tuple[State, State]:
 def _copies(n: int, certain: bool) -> Any:
     """Return state -> n copies, whose cotangents merge; an unused copy costs nothing.
 
-    certain: whether every copy whose cotangent is not a symbolic zero was used; otherwise its values decide.
+    Args:
+        certain: Whether every copy whose cotangent is not a symbolic zero was used; otherwise its values decide.
     """
 
     @jax.custom_vjp

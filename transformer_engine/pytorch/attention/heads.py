@@ -13,7 +13,12 @@ from ..functions.split_heads import parts_of, split_heads
 class Heads:
     """The heads of one tensor-parallel rank, and their order in a fused weight.
 
-    interleaved   group by group (the group's queries, its key, its value); otherwise all queries, all keys, all values
+    Attributes:
+        queries: Number of query heads.
+        groups: Number of key and value heads.
+        size: Features per head.
+        interleaved: Whether the features are ordered by group (the group's queries, its key, its value). Otherwise all
+            queries come first, then all keys, then all values.
     """
 
     queries: int

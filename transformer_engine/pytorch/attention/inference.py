@@ -28,16 +28,25 @@ from .kv_cache import KVCacheManager, NonPagedKVCacheManager, lasting_zeros, who
 from .kv_cache_paged import PagedKVCacheManager
 
 FORMATS = ("sbhd", "bshd", "thd")
-# Managers whose results are known in advance.
+# Managers whose results are known before their step.
 _OURS = (NonPagedKVCacheManager, PagedKVCacheManager)
 
 
 class CachedKeysValues(NamedTuple):
-    """All keys and values of a step's sequences, to which an attention attends.
+    """Keys and values of all tokens of a step's sequences, as inputs of attention.
 
-    key, value       bshd [b, s, h, d]; with a page_table int32 [b, pages], [pages, page_size, h, d]
-    cu_seqlens_*     int32 [b + 1], of the new tokens (q) and of all tokens (kv);  lengths_* int32 [b] the same
-    max_seqlen_*     bounds of the lengths: of this step (q), and of the cache (kv)
+    Attributes:
+        key: bshd [b, s, h, d]; with a page_table, pages [pages, page_size, h, d].
+        value: As key.
+        cu_seqlens_q: int32 [b + 1], cumulative lengths of the new tokens.
+        cu_seqlens_kv: int32 [b + 1], cumulative lengths of all tokens.
+        max_seqlen_kv: Upper bound of the lengths in the cache.
+        qkv_format: Layout of the keys and values.
+        page_table: int32 [b, pages], or None.
+        page_size: Tokens per page.
+        lengths_q: int32 [b], lengths of the new tokens.
+        lengths_kv: int32 [b], lengths of all tokens.
+        max_seqlen_q: Upper bound of the new tokens of a sequence.
     """
 
     key: Tensor
@@ -104,7 +113,7 @@ class StepLimits(NamedTuple):
 
 
 class Foreseen(NamedTuple):
-    """The future results of a cache for a step, their description, limits, the layer's cache, and the page table."""
+    """Results of a future step: keys and values, their description, limits, the layer's cache, and the page table."""
 
     upcoming: CachedKeysValues
     described: Any
@@ -262,7 +271,16 @@ class InferenceParams:
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> CachedKeysValues:
         """Append a layer's new keys and values, and return all of them with the lengths that mask them.
 
-        The cache has no gradient. Raises ValueError, before writing, if the tensors do not fit the step.
+        The cache has no gradient.
+
+        Args:
+            layer_number: Number of the layer.
+            new_k: Keys of the new tokens.
+            new_v: Values of the new tokens.
+            qkv_format: Layout of the new tokens.
+
+        Raises:
+            ValueError: The tensors do not fit the step. Nothing has been written.
         """
         tensor("new_k", new_k)
         tensor("new_v", new_v)
@@ -272,7 +290,7 @@ class InferenceParams:
 
     @property
     def foresees(self) -> bool:
-        """Whether `upcoming` knows the results of a step; those of a custom manager are unknown."""
+        """Whether `upcoming` can describe the results of a step; those of a custom manager are unknown."""
         return type(self.cache_manager) in _OURS
 
     def limits(self, qkv_format: str) -> StepLimits:
@@ -287,7 +305,7 @@ class InferenceParams:
     def upcoming(self, layer_number: int) -> CachedKeysValues | None:
         """Return the result of `step` without writing anything, for checks before a call has effects.
 
-        None if only a custom manager knows the result, or if the layer has no memory yet.
+        None if a custom manager computes the result, or if the layer has no memory yet.
         """
         manager = self.cache_manager
         if not self.foresees or layer_number not in manager.cache:

@@ -1,7 +1,7 @@
 """Caches of keys and values of earlier tokens: one contiguous range per sequence, or pages.
 
-A manager keeps the sequences and their lengths on the host. `pre_step` writes the changes of a step on the device (rows
-that move, page tables). `step` only launches kernels on tensors with fixed addresses, so that a CUDA graph can
+A manager stores the sequences and their lengths on the host. `pre_step` writes the changes of a step to the device
+(rows that move, page tables). `step` only launches kernels on tensors with fixed addresses, so that a CUDA graph can
 contain it.
 """
 
@@ -44,7 +44,8 @@ class KVCacheManager(ABC):
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
         """Return the sequences {id: tokens including new ones} of a step {id: new tokens}; others are removed.
 
-        Raises ValueError, before anything changes, if there is not enough memory for the sequences.
+        Raises:
+            ValueError: There is not enough memory for the sequences. Nothing has changed.
         """
 
     @abstractmethod
@@ -59,7 +60,13 @@ class KVCacheManager(ABC):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append the new tokens, and return (keys, values, page table) of the step's sequences.
 
-        cu_new_seqlens, cu_cached_seqlens  int32 [b + 1]: cumulative new tokens, and cumulative tokens including them
+        Args:
+            layer_number: Number of the layer.
+            new_k: Keys of the new tokens.
+            new_v: Values of the new tokens.
+            cu_new_seqlens: int32 [b + 1], cumulative new tokens.
+            cu_cached_seqlens: int32 [b + 1], cumulative tokens including the new ones.
+            qkv_format: Layout of the new tokens.
         """
 
     def reset(self) -> None:
@@ -92,7 +99,12 @@ def whole_step(
 ) -> dict[Any, int]:
     """Return step_dict with plain integers; raise ValueError unless sequences, new tokens and totals are within limits.
 
-    most, longest   maximum number of new tokens per sequence (max_ctx_len), and of its tokens afterwards
+    Args:
+        step_dict: {sequence id: new tokens}.
+        known: {sequence id: cached tokens}.
+        max_batch: Maximum number of sequences.
+        most: Maximum number of new tokens per sequence (max_ctx_len).
+        longest: Maximum number of tokens per sequence, including the new ones.
     """
     if not isinstance(step_dict, Mapping):
         raise ValueError(
@@ -135,7 +147,7 @@ def check_layer(cache: Mapping[int, object], layer_number: int) -> None:
 
 
 def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
-    """Raise ValueError unless the lengths are those of as many sequences as pre_step announced."""
+    """Raise ValueError unless the number of lengths is the number of sequences that pre_step announced."""
     batch = cu_new_seqlens.shape[0] - 1
     if batch != len(known):
         raise ValueError(

@@ -69,8 +69,9 @@ def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> N
 class MultiheadAttentionConfig(Config):
     """The settings of a layer under the names of its constructor.
 
-    heads          of one tensor-parallel rank
-    returns_norm   the layer has a norm and returns its output
+    Attributes:
+        heads: Heads of one tensor-parallel rank.
+        returns_norm: The layer has a norm and returns its output.
     """
 
     attention_type: str = "self"

@@ -19,7 +19,11 @@ Pair = tuple[Tensor | None, Tensor | None]
 class Rotation(NamedTuple):
     """The rotary embedding of one call: angles of queries and keys, start positions, and bounds of thd sequences.
 
-    spec   with `clamps` if the caller has checked that the tables cover all tokens except padding
+    Attributes:
+        angles: Angles of queries, of keys.
+        spec: Settings, with `clamps` if the caller has checked that the tables cover all tokens except padding.
+        before: Position of each sequence's first token; None: 0.
+        bounds: cu_seqlens of queries, of keys.
     """
 
     angles: tuple[Tensor, Tensor]
@@ -62,8 +66,13 @@ def rotation_of(
 ) -> Rotation:
     """Return the rotation of a call, whose positions continue those of the cached tokens.
 
-    shares_lengths   by default, keys have the queries' lengths
-    bounds           cu_seqlens of queries, of keys;  padded  starts of the sequences if there are tokens between them
+    Args:
+        rotary_pos_emb: Angles, or (angles of queries, angles of keys).
+        spec: Settings of the rotation.
+        shares_lengths: By default, keys have the queries' lengths.
+        cache: The cache of earlier tokens, or None.
+        bounds: cu_seqlens of queries, of keys.
+        padded: Starts of the sequences of queries, of keys, if there are tokens between them.
     """
     angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
     before = None

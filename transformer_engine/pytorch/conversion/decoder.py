@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of targets [b, s], in nats a token, in float32."""
+        """Return the mean cross-entropy of targets [b, s], in nats per token, in float32."""
         return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

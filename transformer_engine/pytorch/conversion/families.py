@@ -46,12 +46,14 @@ class TensorNames(NamedTuple):
 class CheckpointFamily:
     """One family of checkpoints.
 
-    model_type   `model_type` of its config.json
-    settings     converts its config.json to a DecoderConfig; ValueError for settings that TransformerLayer lacks
-    rows         every tensor, by name
-    head         their name of an output head that may be tied to the embedding
-    prefix       common prefix of their names, which some files omit
-    derived      names of tensors that follow from the settings and are not read
+    Attributes:
+        model_type: `model_type` of its config.json.
+        settings: Converts its config.json to a DecoderConfig; raises ValueError for settings that TransformerLayer
+            lacks.
+        rows: Every tensor, by name.
+        head: Their name of an output head that may be tied to the embedding.
+        prefix: Common prefix of their names, which some files omit.
+        derived: Names of tensors that follow from the settings and are not read.
     """
 
     model_type: str

@@ -1,8 +1,8 @@
 """model = load_model(folder), save_model(model, folder), convert(source, folder): checkpoints in both formats.
 
-A folder in their format has a config.json with a model_type of `families`; one in ours a transformer_engine.json. Both
-hold weights in safetensors files, which pass through memory one tensor at a time. Names and shapes are checked before
-anything is written.
+A folder in their format has a config.json with a model_type of `families`; a folder in our format has a
+transformer_engine.json. Both hold weights in safetensors files, which are processed one tensor at a time. Names and
+shapes are checked before anything is written.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ SHARD_BYTES = 5_000_000_000
 class Checkpoint:
     """A folder whose tensor names and shapes match its settings.
 
-    ours        whether the folder is in our format
-    settings    their config.json, from which everything follows
-    names       {name in the tables: name in the files} of the tensors to read
+    Attributes:
+        folder: The folder.
+        ours: Whether the folder is in our format.
+        settings: Their config.json, from which all other settings follow.
+        config: Settings of the model.
+        correspondence: Our tensors and their tensors.
+        shards: The files.
+        names: {name in the tables: name in the files} of the tensors to read.
     """
 
     folder: Path
@@ -51,7 +56,7 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
-        """Open the checkpoint in a folder of either format; ValueError if it is incomplete or not a checkpoint."""
+        """Open the checkpoint in a folder of either format; raise ValueError if it is incomplete or absent."""
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; give one that holds a checkpoint")
         ours = (folder / OURS).is_file()

@@ -207,7 +207,7 @@ def _check(backend: NVTE_Fused_Attn_Backend) -> None:
 
 
 def _check_heads(q: Any, k: Any, v: Any) -> None:
-    """Before the head size is read of them: these are tensors, plain or quantized."""
+    """Raise an error unless these are tensors, plain or quantized, before their head sizes are read."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "get_usages"):
             floating(name, x)
@@ -217,7 +217,7 @@ def _check_heads(q: Any, k: Any, v: Any) -> None:
 def _enums(
     qkv_layout: str, attn_bias_type: str, attn_mask_type: str, softmax_type: str
 ) -> tuple[Any, Any, Any, Any]:
-    """The names of a call as the extension's enumerations, in the order of its arguments."""
+    """Return the names of a call as the extension's enumerations, in the order of its arguments."""
     return (
         _one(QKVLayout, "qkv_layout", qkv_layout.lower() if isinstance(qkv_layout, str) else qkv_layout),
         _one(AttnBiasType, "attn_bias_type", attn_bias_type),

@@ -88,7 +88,7 @@ def transport_device(group: dist_group_type | None, device: torch.device) -> tor
 
 
 def check_step(group: dist_group_type, settings: Mapping[str, object], device: torch.device) -> None:
-    """Compare settings over the ranks of a group; every rank has to call it (see `checks_step`).
+    """Compare settings over the ranks of a group; every rank must call it (see `checks_step`).
 
     Args:
         group: Process group.

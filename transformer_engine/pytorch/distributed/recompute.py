@@ -1,10 +1,11 @@
 """y = function(x) without saved intermediate tensors: the backward pass runs the function a second time.
 
 `activation_recompute_forward` marks the two runs, so that the second repeats the first bit for bit although
-delayed scaling updates scales in between. When `is_fp8_activation_recompute_enabled()`, a module whose recipe has state
+delayed scaling updates scales in between. While `is_fp8_activation_recompute_enabled()`, a module whose recipe has
+state does the following:
 
-    in the first run    gives copies of its scales to the autograd node of the checkpoint, and records amaxes as usual
-    in the second run   (`in_fp8_activation_recompute_phase()`) quantizes with those scales and records no amaxes
+* In the first run, it records amaxes as usual and copies its scales to the autograd node of the checkpoint.
+* In the second run (`in_fp8_activation_recompute_phase()`), it quantizes with those scales and records no amaxes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def in_fp8_activation_recompute_phase() -> bool:
 class activation_recompute_forward(running):
     """Mark the block as one of the two runs of a recomputed function.
 
-    With two blocks marked by hand, each second run of a module gets the scales of its oldest first run without a second
-    run.
+    If a caller marks both blocks itself, each second run of a module gets the scales of its oldest first run without a
+    second run.
 
     Args:
         activation_recompute: The block belongs to a recomputed function.
@@ -70,7 +71,7 @@ def get_activation_recompute_contexts() -> tuple[AbstractContextManager, Abstrac
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
-    """Return whether the network holds a module of this package; True for a callable that is not a module.
+    """Return whether the network contains a module of this package; True for a callable that is not a module.
 
     Args:
         network: A module, or another callable.
@@ -201,7 +202,8 @@ class _JoinedContexts(AbstractContextManager):
 class _SecondRun(AbstractContextManager):
     """The context of the second run: random states and autocast of the first run, and the phase.
 
-    states   scales that modules used in the first run; the autograd node that holds this object owns them
+    Args:
+        states: Scales that modules used in the first run; the autograd node that holds this object owns them.
     """
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None):

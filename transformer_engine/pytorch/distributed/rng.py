@@ -124,7 +124,7 @@ def _default_cuda_generator() -> torch.Generator:
 
 
 def _current() -> RngState:
-    """The default generator's state: on CUDA shared, so that later draws advance it; on the CPU a copy."""
+    """Return the state of the default generator: shared on CUDA, so that later draws advance it; a copy on the CPU."""
     return _default_cuda_generator().graphsafe_get_state() if has_cuda() else torch.get_rng_state()
 
 

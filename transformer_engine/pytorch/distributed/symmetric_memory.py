@@ -110,7 +110,15 @@ def get_symmetric_memory_tensor(
         device: The GPU.
         group: Process group whose ranks can read the vector.
         tag: Distinguishes vectors that are used at the same time.
+
+    Raises:
+        ValueError: The device is not a GPU.
     """
+    if torch.device(device).type != "cuda":
+        raise ValueError(
+            f"device={str(device)!r}: symmetric memory exists on GPUs; give a CUDA device, or call "
+            "symmetric_all_reduce, which uses the process group on a CPU"
+        )
     return _buffer(numel, dtype, device, group, tag).values
 
 

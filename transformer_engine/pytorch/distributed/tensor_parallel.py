@@ -1,8 +1,9 @@
 """Communication of a linear layer y = x @ w.T with its tensor-parallel group before and after a product.
 
-    mode        w on a rank   enter_forward(x)   leave_forward(y)    enter_backward(dy)   leave_backward(dx)
-    column      [N / n, K]    (all-gather)       -                   -                    sum (reduce-scatter)
-    row         [N, K / n]    -                  sum (reduce-scat.)  (all-gather)         -
+| mode | w on a rank | enter_forward(x) | leave_forward(y) | enter_backward(dy) | leave_backward(dx) |
+| --- | --- | --- | --- | --- | --- |
+| column | [N / n, K] | (all-gather) | - | - | sum (reduce-scatter) |
+| row | [N, K / n] | - | sum (reduce-scatter) | (all-gather) | - |
 
 With sequence parallelism (arXiv:2205.05198) the activations outside are split along the first dimension, and
 the operations in parentheses apply: gathers are added and each sum over ranks becomes a reduce-scatter.
@@ -65,21 +66,21 @@ class TensorParallel:
         return self.mode == "row" and self.symmetric is not None and self.size > 1 and not self.sequence
 
     def enter_forward(self, x: Tensor) -> Tensor:
-        """x as this rank's product reads it: gathered along the sequence for a column-parallel layer."""
+        """Return x for this rank's product: gathered along the sequence for a column-parallel layer."""
         return self._gathered(x) if self.mode == "column" and self.sequence else x
 
     def leave_forward(self, y: Tensor) -> Tensor:
-        """y summed over the ranks of a row-parallel layer; y may be overwritten."""
+        """Return y summed over the ranks of a row-parallel layer; y may be overwritten."""
         if self.sums_symmetrically:
             return symmetric_all_reduce(y, self.checked_group(), all_reduce_type=self.symmetric)[0]
         return self._summed(y) if self.mode == "row" else y
 
     def enter_backward(self, dy: Tensor) -> Tensor:
-        """dy as this rank's products read it: gathered along the sequence for a row-parallel layer."""
+        """Return dy for this rank's products: gathered along the sequence for a row-parallel layer."""
         return self._gathered(dy) if self.mode == "row" and self.sequence else dy
 
     def leave_backward(self, dx: Tensor) -> Tensor:
-        """dx summed over the ranks of a column-parallel layer; dx may be overwritten."""
+        """Return dx summed over the ranks of a column-parallel layer; dx may be overwritten."""
         return self._summed(dx) if self.mode == "column" else dx
 
     def _gathered(self, tensor: Tensor) -> Tensor:

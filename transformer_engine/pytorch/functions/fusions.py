@@ -14,12 +14,12 @@ from .linear_spec import LinearSpec, gathers_values, gradient_cast, input_cast, 
 
 IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 
-# Why the layer that reads a matrix has to quantize it itself.
+# Reasons why the layer that reads a matrix must quantize it itself.
 RETURNED = "a matrix that is returned too"
 KEPT = "an input that is kept for the backward pass"
 OTHER_BACKWARD = "a backward pass in another precision"
 GATHERED = "a matrix that is gathered from other ranks"
-TRACED = "a compiler that looks on, which has to see writes to the scaling state"
+TRACED = "tracing by a compiler, which must see writes to the scaling state"
 UNUSED = "a gradient that is not passed on"
 _FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED})
 
@@ -32,7 +32,7 @@ class Fusion(NamedTuple):
         activation: Name of the activation; None for a norm.
         codes: Format that the product's quantizer requests of a kernel; None if it requests none.
         one_scale: One scale is computed from the whole matrix.
-        sums: Its column sums are wanted too, and row blocks alone are quantized faster afterwards.
+        sums: Its column sums are requested too, and row blocks alone are quantized faster afterwards.
         quantized: The product before the activation is quantized.
         reduced: The product before the activation is this rank's part of a sum.
     """
@@ -47,7 +47,11 @@ class Fusion(NamedTuple):
 
 
 def _unsupported_codes(fusion: Fusion) -> str | None:
-    return None if fusion.codes is not None else "the product's quantizer asks no kernel for codes"
+    return (
+        None
+        if fusion.codes is not None
+        else "the quantizer of the product asks no kernel for codes: it quantizes a tensor that is in memory"
+    )
 
 
 def _unsupported_gradient_codes(fusion: Fusion) -> str | None:
@@ -57,13 +61,17 @@ def _unsupported_gradient_codes(fusion: Fusion) -> str | None:
     if fusion.one_scale and ACTIVATIONS[fusion.activation].gated:
         # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a gated unit
         # that is the peak of the whole layer, and separate steps free dy in between.
-        return "dy would be in memory until the one scale is known, at the peak of the layer"
-    return "blocks of rows beside their sums are faster after it" if fusion.sums else None
+        return (
+            "the scale of the tensor needs all of dy first, which would be in memory at the peak of the layer"
+        )
+    return (
+        "a separate cast to blocks of rows, together with the column sums, is faster" if fusion.sums else None
+    )
 
 
 def _unsupported_product(fusion: Fusion) -> str | None:
     if fusion.activation != "gelu":
-        return f"{fusion.activation} is no part of a product; gelu is"
+        return f"no matrix product computes {fusion.activation} in its epilogue, only gelu"
     if fusion.reduced:
         return "the product is only this rank's part of a sum"
     if fusion.codes is not None:

@@ -175,7 +175,7 @@ def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Any]:
 
 
 def _trained(env: Environment, s: Layer, codes: list[Any]) -> tuple[list[Any]]:
-    """The input codes of groups whose weights get a gradient, and None for the others."""
+    """Return the input codes of groups whose weights get a gradient, and None for the others."""
     groups = env.linears[s.layer].groups  # pyright: ignore[reportAttributeAccessIssue]
     pairs = zip(codes, groups, strict=True)
     return ([part if group.needs_grad_weight else None for part, group in pairs],)
@@ -212,7 +212,7 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
 
 
 def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any]:
-    """One gradient per group, or that of the stack."""
+    """Compute one gradient per group, or that of the stack."""
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     dtype = env.dtypes[s.layer][0]
     if call.layout is not None:
@@ -233,7 +233,7 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
 
 
 def _inspect(env: Environment, s: Inspection, y: Tensor) -> tuple[Tensor]:
-    """Each group's rows by the inspector of the group."""
+    """Pass each group's rows to the inspector of the group."""
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     parts = []
     for part, group in zip(call.rows_of(y), call.groups, strict=True):
@@ -276,7 +276,7 @@ def _stacked_weight_gradients(
 
 
 def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any]:
-    """The gradient of each group's bias, or that of the stack."""
+    """Compute the gradient of each group's bias, or that of the stack."""
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     dtype = env.dtypes[s.layer][1]
     if call.layout is not None:

@@ -123,7 +123,7 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
 
 
 def gradients_of_key(key: str) -> tuple[bool, ...]:
-    """Return `GroupedKernel.present` of a key, which a compiler knows as a constant."""
+    """Return `GroupedKernel.present` of a key, which a compiler treats as a constant."""
     return tuple([there == "1" for there in key.rpartition(":")[2]])
 
 

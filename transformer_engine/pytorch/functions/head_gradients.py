@@ -34,12 +34,12 @@ class RowFacts(NamedTuple):
     labels: Labels
 
     def part(self, rows: slice) -> RowFacts:
-        """Those of some of the rows."""
+        """Return the facts of some of the rows."""
         factor = self.factor if self.factor.shape[0] == 1 else self.factor[rows]
         return self._replace(targets=self.targets[rows], statistics=self.statistics[rows], factor=factor)
 
     def gradient(self, logits: Tensor, first: int = 0, in_place: bool = False) -> Tensor:
-        """The gradient of the logits [M, n] of ids from `first` on."""
+        """Compute the gradient of the logits [M, n] of ids from `first` on."""
         labels = self.labels._replace(first=first)
         return cross_entropy_gradient(logits, self.targets, self.statistics, self.factor, labels, in_place)
 
@@ -56,7 +56,7 @@ class HeadGradients:
     def wanted(
         cls, wants: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> HeadGradients:
-        """Room for those that are wanted; the bias' begins with zeros of float32, the others with anything."""
+        """Allocate the wanted gradients; that of the bias begins with float32 zeros, the others are uninitialized."""
         of_hidden, of_weight, of_bias, *_ = wants
         return cls(
             torch.empty_like(hidden) if of_hidden else None,
@@ -65,11 +65,11 @@ class HeadGradients:
         )
 
     def of(self, rows: slice) -> HeadGradients:
-        """Those that some of the rows have a part in."""
+        """Return the gradients to which some of the rows contribute."""
         return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
 
     def take_rows(self, rows: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """The part of some rows, of_logits [m, V]: the first rows begin the sums, later ones are added."""
+        """Add the contribution of some rows, of_logits [m, V]; the first rows begin the sums."""
         if self.hidden is not None:
             gemm(plain(of_logits), plain(weight.t()), Epilogue(hidden.dtype, out=self.hidden[rows]))
         if self.weight is not None:
@@ -79,7 +79,7 @@ class HeadGradients:
             self.bias += column_sums(of_logits, torch.float32)
 
     def take_ids(self, ids: slice, of_logits: Tensor, hidden: Tensor, begin: bool) -> None:
-        """The part of some ids for weight and bias, of_logits [m, n]: it begins the sums or is added."""
+        """Add the contribution of some ids to weight and bias, of_logits [m, n], or begin their sums."""
         if self.weight is not None:
             summed = Epilogue(self.weight.dtype, out=self.weight[ids], accumulate=not begin)
             gemm(plain(of_logits.t()), plain(hidden.t()), summed)
@@ -87,6 +87,6 @@ class HeadGradients:
             self.bias[ids] += column_sums(of_logits, torch.float32)
 
     def results(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """In the dtypes of the inputs."""
+        """Return the gradients in the dtypes of the inputs."""
         of_bias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
         return self.hidden, self.weight, of_bias

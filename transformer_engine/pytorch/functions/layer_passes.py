@@ -106,7 +106,7 @@ def layer_passes(
     Args:
         kind: "linear", "grouped", "norm_linear" or "norm_mlp".
         linears: Facts of each linear layer.
-        allowed: Merges that are wanted, by `fusion`.
+        allowed: Enabled merges, by `fusion`.
         norm: Fields of `NormFacts` of a layer with a norm.
         activation: Name of the activation of a layer with one.
     """

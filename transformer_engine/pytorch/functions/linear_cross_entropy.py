@@ -1,13 +1,14 @@
-"""loss = mean(cross_entropy(hidden [M, K] @ weight [V, K].T + bias [V], target [M])), never holding [M, V] logits.
+"""loss = mean(cross_entropy(hidden [M, K] @ weight [V, K].T + bias [V], target [M])), without storing [M, V] logits.
 
-Rows go through in chunks: logits of a chunk, its losses, their gradient in place of the logits, and from it the chunk's
-part of every gradient, all in the forward pass. The backward multiplies by the gradient of the loss, one number, in
-place and only where it is not 1. A loss a row has M numbers to multiply by, unknown beforehand: its logits are made
-again in the backward.
+The forward pass processes the rows in chunks. For each chunk it computes the logits, the losses, the gradient of the
+logits in place, and the chunk's part of every gradient. The backward pass multiplies these gradients in place by the
+gradient of the loss, one number, unless that is 1. Losses per row have M such numbers, which are unknown in the
+forward pass; the backward pass then recomputes the logits.
 
-The weight's gradient is one tensor of its dtype, which products are added to, and each addition rounds it once more.
-The first K rows begin it (`logits_by_ids`). Of 8192 rows and 4096 features eleven chunks are left to add; where it is
-to be precise, their logits are made twice, and all of them are added at once.
+The weight's gradient is one tensor of the weight's dtype. Each product that accumulates into it rounds it once more.
+The first K rows are computed by blocks of ids, with one rounding (`logits_by_ids`). With 8192 rows and 4096 features,
+eleven chunks remain to be accumulated. With `precise`, the logits of the remaining rows are computed twice, and each
+group of rows is accumulated at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .cross_entropy import CrossEntropy, counted, is_needed_again, row_losses
 from .head_gradients import HeadGradients, RowFacts, whole_tiles
 from .logits_by_ids import LogitsByIds
 
-_SHARE = 21  # memory for this part of the logits, 4.8 %
+_SHARE = 21  # 1/21 of the logits (4.8 %) are in memory at once
 
 
 def linear_cross_entropy(
@@ -38,14 +39,24 @@ def linear_cross_entropy(
     mean: bool,
     precise: bool = False,
 ) -> Tensor:
-    """float32 [] or, without mean, [M]; hidden, weight and bias of one dtype, targets int64 [M]."""
+    """Return the loss in float32: the mean [], or without `mean` the losses of the rows [M].
+
+    Args:
+        hidden: Features [M, K].
+        weight: Weight [V, K], of the dtype of hidden.
+        bias: Bias [V] of the same dtype, or None.
+        targets: Class indices int64 [M].
+        labels: Ignored label, smoothing and numbers of classes.
+        mean: Return the mean over the rows whose label is not ignored.
+        precise: Round the weight's gradient less often, at the cost of computing most logits twice.
+    """
     if mean:
         return _Mean.apply(hidden, weight, bias, targets, labels, precise)  # pyright: ignore[reportReturnType]
     return _Rows.apply(hidden, weight, bias, targets, labels)  # pyright: ignore[reportReturnType]
 
 
 def chunk_rows(rows: int) -> int:
-    """How many rows go through together."""
+    """Return the number of rows per chunk."""
     return whole_tiles(rows // _SHARE)
 
 
@@ -109,7 +120,7 @@ class _Rows(Function):
         facts = RowFacts(targets, statistics, grad_loss.to(torch.float32).contiguous(), ctx.labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
         done = 0
-        # Chunks are fewer operations for a compiler, which writes down each.
+        # Chunks need fewer operations, each of which a compiler traces.
         for rows, logits in _by_ids(
             gradients, hidden, weight, bias, False, not torch.compiler.is_compiling()
         ):
@@ -124,11 +135,17 @@ class _Rows(Function):
 def _by_ids(
     gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, lend: bool, rest: bool
 ) -> Iterator[tuple[slice, LogitsByIds]]:
-    """The first rows, in groups that add to the weight's gradient once each; the others are processed in chunks.
+    """Yield the first rows, in groups that accumulate into the weight's gradient once each.
 
-    lend   the memory of that gradient holds the logits of those rows that it can
-    rest   no row is left
-    Where no gradient of a weight is wanted there is nothing to add to, and nothing is gained.
+    The caller processes the remaining rows in chunks. Without a gradient of the weight, nothing is yielded.
+
+    Args:
+        gradients: Gradients to be computed.
+        hidden: Features [M, K].
+        weight: Weight [V, K].
+        bias: Bias [V], or None.
+        lend: Store the logits of as many rows as possible in the memory of the weight's gradient.
+        rest: Also yield the rows after these, so that no row remains.
     """
     if gradients.weight is None:
         return
@@ -148,7 +165,7 @@ def _by_ids(
 def _chunks(
     start: int, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits [m, V] in hidden's dtype), chunk after chunk from a row on, in one buffer."""
+    """Yield (rows, their logits [m, V] in hidden's dtype), chunk by chunk from row `start` on, in one buffer."""
     total = hidden.shape[0]
     if start == total:
         return

@@ -12,14 +12,23 @@ from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import LinearSpec
 
 
-def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operands:
+def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool, sharded: bool = False) -> Operands:
     """Return x as the products read it; a quantized input is used without another quantization.
 
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
     multiplied, are not, or the reverse.
+
+    Args:
+        x: Values or a quantized tensor.
+        quantizer: Quantizer of values.
+        columnwise: The column direction is read too.
+        sharded: The codes are gathered from shards. A shard that lacks a direction is quantized again.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
-        if not columnwise or storage_of(x).column_signs == quantizer.column_signs:  # pyright: ignore[reportArgumentType]
+        usages = x.get_usages()
+        lacks = sharded and not (usages["rowwise"] and (usages["columnwise"] or not columnwise))
+        agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
+        if agrees and not (lacks and not x.transposable):
             return _operands_of(x, columnwise)
         x = plain_matrix(x)
     return quantizer.operands(x, True, columnwise)

@@ -76,7 +76,7 @@ class LinearSpec(LayerSpec):
         input, weight, grad_output: Quantizers of the operands.
         accumulation: Which products promote partial sums to float32.
         parallel: The tensor-parallel group.
-        weight_gradient: Where the gradient of the weight goes.
+        weight_gradient: Destination of the gradient of the weight.
         output, grad_input: Quantizers of the results; None to leave them in `dtype`.
         cached_weight: The weight as quantized for an earlier microbatch, or None.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
@@ -151,7 +151,7 @@ def changed(spec: Spec, **fields: Any) -> Spec:
 
 
 def gathering(
-    spec: LinearSpec, shard: int, is_quantized: bool = False, histories_agree: bool = False
+    spec: LinearSpec, shard: int, quantized_as: type | None = None, histories_agree: bool = False
 ) -> LinearSpec:
     """Return the spec of a layer whose input or output gradient is gathered as codes where the format allows it.
 
@@ -161,12 +161,16 @@ def gathering(
     Args:
         spec: The spec.
         shard: Number of rows of the sharded matrix on this rank.
-        is_quantized: The input is a quantized tensor, whose codes are gathered unchanged.
+        quantized_as: Class of the input if it is quantized. Each pass gathers the direction of its codes that it reads,
+            if they can be joined; otherwise, and if values are saved, both passes gather the quantized tensor.
         histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
     """
     parallel = spec.parallel
     if parallel.gathers_input:
-        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or is_quantized)
+        whole = quantized_as is not None and (
+            spec.backward != "quantized" or spec.keep_input or not spec.input.joins_shards_of(quantized_as)
+        )
+        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or whole)
         return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))
     if parallel.gathers_gradient and not spec.needs_grad_bias:
         way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
@@ -202,21 +206,21 @@ def _of_shards(
 
 
 def gathers_values(spec: LinearSpec) -> bool:
-    """Is the input gathered before it is quantized?"""
+    """Return whether the input is gathered before it is quantized."""
     return spec.parallel.gathers_input and spec.gather_input not in (CODES, ROW_CODES)
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
-    """How the kernel that makes a layer's input may quantize it on the way; None where the layer has to."""
+    """Return the cast with which the producer of a layer's input may quantize it; None if the layer must do it."""
     if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):
         return None
     if spec.traced:
-        return None  # writes to the scaling state have to be seen by the compiler
+        return None  # the compiler must trace writes to the scaling state
     return spec.input.cast(True, spec.needs_grad_weight)
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
-    """The same for the kernel that makes the gradient of a layer's output."""
+    """Return the same for the producer of the gradient of a layer's output."""
     if (
         spec.plain
         or not spec.needs_grad_input
@@ -230,5 +234,5 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 
 
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
-    """Is a product only this rank's part of a sum: the forward's of "row", the input gradient's of "column"?"""
+    """Return whether a product is a partial sum over ranks: "row" in the forward pass, "column" in the backward."""
     return parallel.mode == mode and parallel.size > 1

@@ -1,16 +1,17 @@
-"""Logits [m, V] of some rows in blocks of ids, made for the sums over the rows and once more for the gradients.
+"""Logits [m, V] of a group of rows in blocks of ids, computed for the sums over each row and again for the gradients.
 
-A block is [m, n]. After all blocks the sum over each row is complete. Then d, the gradient of block after block,
-gives
+A block is [m, n]. After all blocks, the sum over each row is complete. Then d, the gradient of the logits of a block,
+contributes to the gradients (the first sum is in float32):
 
-    grad_hidden [m, K] += d @ weight[block]    summed in float32
+    grad_hidden [m, K] += d @ weight[block]
     grad_weight[block] [n, K] += d.T @ hidden
 
-so that the weight's gradient is written, or added to, once for all of these rows. A chunk of rows, whose logits are
-made once, reads and writes all of it: 1 GB each for [128256, 4096] in bfloat16, and rounds it once more.
+The weight's gradient is therefore written, or accumulated into, once for all of these rows. A chunk of rows, whose
+logits are computed once, instead reads and writes the whole gradient (1 GB each for [128256, 4096] in bfloat16) and
+rounds it once more.
 
-The first m <= K rows need not have their logits made twice. No earlier sum exists that they would be added to, and its
-memory [V, K], which waits, holds them: a block takes the beginning of its n rows there, until its d.T @ hidden does.
+The logits of the first m <= K rows need not be computed twice. No earlier sum exists, so the unused memory [V, K] of
+the weight's gradient stores them: a block occupies the beginning of its n rows there, until d.T @ hidden replaces it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ from .head_gradients import HeadGradients, RowFacts, whole_tiles
 class LogitsByIds:
     """Logits of hidden [m, K] in blocks of `width` ids.
 
-    memory  of one block, whose place the next one takes, or
-    lent    that of the weight's gradient, which holds all blocks
-    rows    how many have their sums over the ids kept at a time, all unless the memory is lent
-    sums    memory for those in float32, also lent, by the gradient of hidden; None: newly allocated
+    Attributes:
+        hidden: Features [m, K].
+        weight: Weight [V, K].
+        bias: Bias [V], or None.
+        memory: Memory of one block, which the next block reuses, or of all blocks if `lent`.
+        lent: Whether `memory` is the weight's gradient.
+        width: Number of ids per block.
+        rows: Number of rows whose sums over the ids are in memory at once; all rows, unless the memory is lent.
+        sums: Memory of these sums in float32, lent by the gradient of hidden; None: newly allocated.
     """
 
     hidden: Tensor
@@ -50,10 +56,10 @@ class LogitsByIds:
     def in_gradients(
         cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: HeadGradients
     ) -> LogitsByIds:
-        """The logits of the first rows, in about as much memory as `room` logits in addition to the gradients."""
+        """Return the logits of the first rows, with memory for about `room` logits in addition to the gradients."""
         assert gradients.weight is not None
         (count, features), of_hidden = hidden.shape, gradients.hidden
-        wide = 4 // hidden.itemsize  # logits in the memory of a sum in float32
+        wide = 4 // hidden.itemsize  # number of logits in the memory of one float32 sum
         if of_hidden is not None and count * wide <= of_hidden.shape[0]:
             sums = of_hidden.view(-1)[: count * wide * features].view(torch.float32).view(count, features)
             width = whole_tiles(room // count)
@@ -66,7 +72,7 @@ class LogitsByIds:
     def in_turn(
         cls, room: int, among: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Iterator[tuple[slice, LogitsByIds]]:
-        """(rows, their logits) for groups among the rows, each of which takes about as much memory as `room` logits."""
+        """Yield (rows, their logits) for groups of the rows; each needs memory for about `room` logits."""
         if among.start == among.stop:
             return
         features = hidden.shape[1]
@@ -78,7 +84,7 @@ class LogitsByIds:
             yield rows, cls(hidden[rows], weight, bias, memory, False, width, rows.stop - start)
 
     def losses(self, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-        """(loss [m], statistics [m, 2])"""
+        """Return (loss [m], statistics [m, 2])."""
         partials = [
             cross_entropy_statistics(self._make(ids, logits), targets, labels._replace(first=ids.start))
             for ids, logits in self._blocks()
@@ -86,7 +92,13 @@ class LogitsByIds:
         return cross_entropy_losses(torch.cat(partials), targets, labels)
 
     def spend(self, facts: RowFacts, gradients: HeadGradients, begin: bool) -> None:
-        """What these rows begin of the gradients, or add to them; gradients.weight is the memory where it is lent."""
+        """Compute the gradients of these rows.
+
+        Args:
+            facts: Targets, statistics and factors of the rows.
+            gradients: Destination. `gradients.weight` may be the memory of the logits.
+            begin: Write the gradients of weight and bias instead of accumulating into them.
+        """
         count = self.hidden.shape[0]
         at_once = gradients.hidden is not None and self.rows == count
         if gradients.hidden is not None:
@@ -100,7 +112,7 @@ class LogitsByIds:
     def _sum_over_ids(
         self, rows: slice, facts: RowFacts, gradients: HeadGradients, whole: bool, begin: bool
     ) -> None:
-        """Compute the gradient of hidden[rows]; whole: these are all rows, and this is the last read of each block."""
+        """Compute the gradient of hidden[rows]; with `whole`, these are all rows and blocks are read no more."""
         assert gradients.hidden is not None
         total = self.sums
         if total is None:
@@ -111,12 +123,12 @@ class LogitsByIds:
             gemm(plain(of_logits), plain(self.weight[ids].t()), summed)
             if whole:
                 gradients.take_ids(ids, of_logits, self.hidden, begin)
-            del of_logits  # before the next block's is made
+            del of_logits  # frees the memory before the next block is computed
         # Sums that share the memory of the gradient are converted into new memory first.
         gradients.hidden[rows] = total if self.sums is None else total.to(gradients.hidden.dtype)
 
     def _gradient(self, ids: slice, logits: Tensor, facts: RowFacts) -> Tensor:
-        """Return the gradient of the logits: in new memory if they are kept, else in place of recomputed logits."""
+        """Return the gradient of the logits, in new memory if they are kept, otherwise in place."""
         if not self.lent:
             self._make(ids, logits)
         return facts.gradient(logits, ids.start, in_place=not self.lent)
@@ -126,7 +138,7 @@ class LogitsByIds:
         return gemm(plain(self.hidden), plain(self.weight[ids]), Epilogue(logits.dtype, bias, logits))
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(ids, memory of their logits [m, n]), block after block."""
+        """Yield (ids, memory of their logits [m, n]), block by block."""
         count, flat = self.hidden.shape[0], self.memory.view(-1)
         total, features = self.weight.shape
         for start in range(0, total, self.width):
@@ -137,5 +149,5 @@ class LogitsByIds:
 
 
 def _rows_per_sum(room: int, hidden: Tensor) -> int:
-    """Rows whose sums take seven tenths of the room: of 8192 rows, 4096 features and 128256 ids, half."""
+    """Return the number of rows whose sums use 70% of the room: half of 8192 rows with 4096 features and 128256 ids."""
     return whole_tiles(7 * room // (10 * hidden.shape[1] * (4 // hidden.itemsize)))

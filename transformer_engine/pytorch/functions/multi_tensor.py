@@ -1,8 +1,8 @@
 """multi_tensor_*(chunk_size, noop_flag, tensor_lists, ..): one operation on all tensors of lists, checked, in place.
 
-tensor_lists holds parallel lists: the tensors of one list have one dtype, and the i-th of all lists one number of
-elements; all are contiguous and on the device of noop_flag, int32 [1]. chunk_size is taken for the callers' sake: how
-tensors are split is a choice of the kernels. Empty lists need no work.
+tensor_lists holds parallel lists. The tensors of one list have one dtype. The i-th tensors of all lists have equal
+numbers of elements; all are contiguous and on the device of noop_flag, int32 [1]. chunk_size is accepted for
+compatibility without effect, because the kernels determine how tensors are split. Empty lists need no work.
 """
 
 from __future__ import annotations
@@ -239,13 +239,13 @@ def device_rates(
     weight_decay: float,
     inv_scale: Tensor | None,
 ) -> Tensor:
-    """The ten numbers of `adam_step`, made on the device of lr from numbers that lie there."""
+    """Return the ten numbers of `adam_step`, computed on the device of lr from values on that device."""
     for name, value in (("lr", lr), ("step", step)):
         tensor(name, value)
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
     rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
     for place in range(1, 7):
-        rates[place].fill_(host[place])  # an assignment would copy it from the host, which no graph captures
+        rates[place].fill_(host[place])  # an assignment copies from the host; graphs cannot capture it
     rates[0] = lr.reshape(())
     steps = step.reshape(()).to(torch.float64)
     for place, beta in ((7, betas[0]), (8, betas[1])):
@@ -266,12 +266,12 @@ def check_sgd_rates(
 
 
 def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
-    """`checked` of [gradients, parameters(, momenta)]: the checks of a step before its first momenta are made."""
+    """Return `checked` of [gradients, parameters(, momenta)]: the checks of a step before momenta are created."""
     return checked(noop_flag, tensor_lists, _VALUES, _VALUES, optional=_VALUES)
 
 
 def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:
-    """`checked` of the lists of a step of Adam; only bfloat16 parameters have remainders."""
+    """Return `checked` of the lists of a step of Adam; only bfloat16 parameters have remainders."""
     last = (*_VALUES, torch.int16)
     there = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
     if there and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:
@@ -287,9 +287,16 @@ def checked(
     *kinds: tuple[torch.dtype, ...],
     optional: tuple[torch.dtype, ...] | None = None,
 ) -> bool:
-    """Is there work? ValueError or TypeError unless the lists are parallel, of these dtypes, on the flag's device.
+    """Check parallel lists; return whether there is work.
 
-    optional   the dtypes of one more list, which may be left out
+    Args:
+        noop_flag: int32 [1].
+        tensor_lists: The lists.
+        kinds: Accepted dtypes of each list.
+        optional: Accepted dtypes of one more list, which may be omitted.
+
+    Raises:
+        TypeError, ValueError: The lists are not parallel, have other dtypes, or are not on the flag's device.
     """
     tensor("noop_flag", noop_flag)
     if noop_flag.dtype != torch.int32 or noop_flag.numel() != 1:
@@ -385,7 +392,7 @@ def _norms(
 
 
 def _spread(targets: Sequence[Tensor], values: Tensor) -> None:
-    """Write a vector into tensors, one behind the other."""
+    """Write consecutive elements of a vector into the tensors."""
     parts = values.split([target.numel() for target in targets])
     shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
     torch._foreach_copy_(list(targets), shaped)

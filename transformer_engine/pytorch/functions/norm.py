@@ -12,9 +12,9 @@ from .normalization import Norm, NormStatistics
 
 
 def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tensor:
-    """y, shaped like x, each of its vectors along gamma's dimensions normalized by itself.
+    """Return y, shaped like x, in which each vector along gamma's dimensions is normalized separately.
 
-    x may have no rows and any strides; beta is None for a norm without one.
+    x may have no rows and any strides; beta is None for a norm without beta.
     """
     if torch.is_grad_enabled():
         return _Normalize.apply(x, gamma, beta, norm)  # pyright: ignore[reportReturnType]

@@ -55,7 +55,7 @@ class Norm:
         return y, NormStatistics(None, rstdev)
 
     def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
-        """y without beta, in torch operations that autograd differentiates as often as wanted."""
+        """Return y without beta, in torch operations that autograd differentiates any number of times."""
         if self.kind == "LayerNorm":
             return reference.layernorm_forward(x, gamma, None, self.eps, self.zero_centered)[0]
         return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]

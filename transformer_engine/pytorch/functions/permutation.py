@@ -82,7 +82,7 @@ def _sent(
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Codes and scales as a dtype that kernels move: float32 scales are unchanged."""
+    """Return codes and scales in a dtype that kernels can move; float32 scales are unchanged."""
     return x.contiguous() if x.dtype is torch.float32 else x.contiguous().view(torch.uint8)
 
 
@@ -95,7 +95,7 @@ def _plain(name: str, gradient: Tensor) -> Tensor:
 
 
 def _save_routes(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
-    """Save the tensors and the routes, whose numbers the map's shape tells the backward.
+    """Save the tensors and the routes, whose numbers the backward pass reads from the map's shape.
 
     A size that no step of a forward reads gets lost if a compiler stores it with tensors (torch 2.13, dynamic shapes).
     """
@@ -171,12 +171,12 @@ class _Merge(Function):
 
 
 def pad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """[sum of padded, K]: group i has padded[i] rows, its own and then zeros."""
+    """Return [sum of padded, K]: group i has padded[i] rows, its own and then zeros."""
     return permute(x, _routes(x, rows, padded), sum(padded))[0]
 
 
 def unpad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """[sum of rows, K] of x [sum of padded, K]: the first rows[i] of each group; the gradient of the rest is zero."""
+    """Return the first rows[i] rows of each group of x [sum of padded, K]; the other rows have gradient zero."""
     return unpermute(x, _routes(x, rows, padded))
 
 

@@ -1,4 +1,4 @@
-"""weight [N, K], bias [N] of their pieces along N: without a copy while the pieces lie one behind another."""
+"""weight [N, K], bias [N] from their pieces along N, without a copy if the pieces are adjacent in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
 def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The pieces of each as one tensor, differentiable in every piece; None without biases.
+    """Return the pieces of each parameter as one tensor, differentiable in every piece; None without biases.
 
-    One node for both, whose backward hands out slices of the gradients.
+    One autograd node serves both; its backward pass returns slices of the gradients.
     """
     if torch.compiler.is_compiling() or any(type(piece) not in _NATIVE for piece in (*weights, *biases)):
         return torch.cat(list(weights)), torch.cat(list(biases)) if biases else None
@@ -27,7 +27,7 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces below each other: one view of them all, where they are neighbours in one storage."""
+    """Concatenate the pieces along rows: as a view if they are adjacent in one storage."""
     first = pieces[0]
     storage = first.untyped_storage()._cdata
     neighbours = all(piece.is_contiguous() for piece in pieces) and all(

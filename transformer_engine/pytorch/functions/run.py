@@ -25,10 +25,14 @@ from .steps import OPERATIONS
 
 
 class _Slots(NamedTuple):
-    """One step over a list of buffers: places of inputs and results, and the places that are freed after it.
+    """One step over a list of buffers.
 
-    `arriving` are the inputs of the pass that the step is the first to read, `saved` the places of results that the
-    pass saves; `made` pairs places of the results with positions in the tuple that the operation returns.
+    Attributes:
+        inputs: Places of the inputs.
+        made: Pairs of a result's place and its position in the tuple that the operation returns.
+        freed: Places that are freed after the step.
+        arriving: Inputs of the pass that this step is the first to read.
+        saved: Places of results that the pass saves.
     """
 
     op: str
@@ -143,7 +147,7 @@ def _scheduled(pass_: Pass) -> Schedule:
 
 
 def _is_weight(pass_: Pass, name: str) -> bool:
-    """Is a buffer a weight, or made of a weight alone?"""
+    """Return whether a buffer is a weight, or computed from a weight alone."""
     maker = pass_.maker(name)
     if maker is None:
         return name.endswith("weight")
@@ -189,7 +193,7 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
             values[place] = None
         for place, position in made:
             values[place] = results[position]
-        del results  # or they would live until the next step has run
+        del results  # otherwise they would exist until the end of the next step
     return list(results_of(values)), list(saved_of(values))
 
 

@@ -11,7 +11,7 @@ from ..runtime.double_backward import once_differentiable
 
 
 def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
-    """x [M, ...] of all ranks of the group in rank order; the gradients of all ranks are summed."""
+    """Gather x [M, ...] from all ranks of the group in rank order; the gradients of all ranks are summed."""
     return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
 
 

@@ -1,6 +1,7 @@
 """Views of a projection whose gradients are joined by one node of the graph: by heads, or along any dimension.
 
-split_heads: q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]. SplitAlongDim: x_0 .. x_n of x.
+`split_heads` splits x [.., (h + 2 g) d] into q [.., h, d], k [.., g, d] and v [.., g, d]; `SplitAlongDim` splits x
+into x_0 .. x_n.
 """
 
 from __future__ import annotations
@@ -19,9 +20,17 @@ from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 def split_heads(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a projection, as views of it where the order allows; of a Float8Tensor, its codes in three tensors.
+    """Return q, k and v of a projection, as views where the layout allows it.
 
-    interleaved   group by group (the group's queries, its key, its value), else all queries, all keys, all values
+    The parts of a Float8Tensor are three tensors of its codes.
+
+    Args:
+        x: Projection [.., (queries + 2 groups) size].
+        queries: Number of query heads.
+        groups: Number of key and value heads.
+        size: Features per head.
+        interleaved: Whether the features are ordered by group (the group's queries, its key, its value). Otherwise all
+            queries come first, then all keys, then all values.
     """
     if (
         type(x) is Tensor
@@ -35,8 +44,8 @@ def split_heads(
 def parts_of(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same views, of which autograd sees nothing but views."""
-    axis = -2 if interleaved else -3  # that of a group's heads
+    """Return the same parts as plain views, without a joint node for their gradients."""
+    axis = -2 if interleaved else -3  # axis of the heads within a group
     each, leading = queries // groups, x.shape[:-1]
     parts = x.reshape(*leading, *((groups, each + 2) if interleaved else (each + 2, groups)), size)
     if each == 1:
@@ -46,7 +55,7 @@ def parts_of(
 
 
 def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
-    """dx [.., (h + 2 g) d] of the gradients of the three."""
+    """Return dx [.., (h + 2 g) d] from the gradients of q, k and v."""
     axis = -2 if interleaved else -3
     groups, size = dk.shape[-2:]
     each = dq.shape[-2] // groups
@@ -62,7 +71,7 @@ class _SplitHeads(torch.autograd.Function):
         if isinstance(x, Float8Tensor):
             if x._data is None:
                 raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
-            # Dense, as kernels of FP8 attention read them; a copy moves one byte a value.
+            # Contiguous, as kernels of FP8 attention require; a copy moves one byte per value.
             codes = (part.contiguous() for part in parts_of(x._data, queries, groups, size, interleaved))
             return tuple(
                 Float8Tensor.from_storage(Float8TensorStorage(part, x._scale_inv, **x.constants()))
@@ -79,9 +88,9 @@ _apply = applier(_SplitHeads)
 
 
 class SplitAlongDim(torch.autograd.Function):
-    """apply(x, dim, size or sizes, squeeze=False) -> the parts, without the dimension where it is squeezed.
+    """apply(x, dim, size or sizes, squeeze=False): split a tensor along a dimension, which is removed with `squeeze`.
 
-    Gradients are joined without a copy where they are adjacent in memory.
+    Gradients are joined without a copy if they are adjacent in memory.
     """
 
     @staticmethod
@@ -100,7 +109,7 @@ class SplitAlongDim(torch.autograd.Function):
 
 
 def _adjacent(parts: list[Tensor], dim: int) -> Tensor | None:
-    """The tensor whose consecutive parts along a dimension these are, if they are views into one memory."""
+    """Return the tensor that is split into these parts if they are consecutive views of one memory; otherwise None."""
     first = parts[0]
     if type(first) is not Tensor or torch.compiler.is_compiling():
         return None

@@ -64,7 +64,7 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
         return weight_operands(x, spec, s.columnwise)
     matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
     if s.tensor == "input" and (s.rowwise or isinstance(x, QuantizedTensorStorage)):
-        return input_operands(matrix, spec.input, s.columnwise)
+        return input_operands(matrix, spec.input, s.columnwise, spec.parallel.gathers_input)
     quantizer = spec.input if s.tensor == "input" else spec.grad_output
     return quantizer.operands(matrix, s.rowwise, s.columnwise)
 
@@ -86,7 +86,7 @@ def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
 
 
 def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
-    """Values with one contiguous axis. A gradient of a sum has none; each of its readers would copy it."""
+    """Return values with a contiguous axis. The gradient of a sum has none, and each reader would copy it."""
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     if x.is_contiguous():

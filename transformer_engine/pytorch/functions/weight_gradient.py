@@ -1,4 +1,4 @@
-"""dw [N, K] = dy.T [N, M] @ x [M, K]: returned, accumulated into weight.main_grad, or put off until asked for."""
+"""dw [N, K] = dy.T [N, M] @ x [M, K]: returned, accumulated into weight.main_grad, or delayed until `pop`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from ...common.memory import Memory
+from ..distributed_weight import is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
-_OUTSIDE = -1  # autograd's number of no backward pass
+_OUTSIDE = -1  # autograd's number outside of backward passes
 
 
 class _Pass:
-    """A backward pass, and whether it ran to its end."""
+    """A backward pass, and whether it is complete."""
 
     __slots__ = ("is_complete", "number")
 
@@ -29,7 +30,7 @@ class _Pass:
 
     @staticmethod
     def running() -> _Pass:
-        """Return the pass that this thread runs; a backward function that is called by hand is complete at once."""
+        """Return the pass that this thread runs; outside of autograd, a pass that is complete at once."""
         number = torch._C._current_graph_task_id()
         if number == _OUTSIDE or torch.compiler.is_compiling():
             return _Pass(_OUTSIDE, True)
@@ -42,7 +43,7 @@ class _Pass:
 
 
 class WeightGradStore:
-    """Queue of weight gradients that a backward pass leaves to `backward_dw()`.
+    """Queue of weight gradients that a backward pass delays until `backward_dw()`.
 
     Autograd does not report a pass that raises; it only omits the pass's callbacks. The gradients of such a pass are
     dropped, with a warning: `backward_dw()` would otherwise return them in place of those of the next pass.
@@ -59,11 +60,11 @@ class WeightGradStore:
             )
         self.enabled = delay_wgrad_compute
         self.context: deque[tuple[Sequence[Any], Callable[..., Any]]] = deque()
-        self._passes: deque[_Pass] = deque()  # of each entry of context, the pass that queued it
+        self._passes: deque[_Pass] = deque()  # the pass that queued each entry of `context`
         self._last = _Pass(_OUTSIDE, True)
 
     def delay_wgrad_compute(self) -> bool:
-        """Are weight gradients delayed?"""
+        """Whether weight gradients are delayed."""
         return self.enabled
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
@@ -97,7 +98,7 @@ class WeightGradStore:
         return func(*tensor_list), tensor_list
 
     def _drop_failed(self) -> None:
-        """Drop entries of failed passes from the head of the queue, so that each entry is looked at once."""
+        """Drop entries of failed passes from the head of the queue, so that each entry is examined once."""
         if torch._C._current_graph_task_id() != _OUTSIDE:
             return  # the entries of a pass that still runs are not complete either
         dropped = 0
@@ -141,13 +142,14 @@ class Inspector(Protocol):
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Where a weight's gradient goes.
+    """The destination of a weight's gradient.
 
-    parameters   which make up the weight along its rows: main_grad of the one receives it when fused, grad of each when
-                 it is delayed
-    fused        accumulate into main_grad instead of returning a gradient
-    overwrite    the first microbatch: main_grad is written, not added to
-    store        queue the product until `store.pop()`
+    Attributes:
+        parameters: Parameters that make up the weight along its rows. With `fused`, the single parameter's main_grad
+            receives the gradient; if the gradient is delayed, the .grad of each parameter does.
+        fused: Accumulate into main_grad instead of returning a gradient.
+        overwrite: Overwrite main_grad, in the first microbatch.
+        store: Queue the product until `store.pop()`.
     """
 
     parameters: tuple[Any, ...] = ()
@@ -157,7 +159,7 @@ class WeightGradient:
 
     @property
     def parameter(self) -> Any:
-        """The weight, where it is one parameter."""
+        """The weight, if it is a single parameter."""
         return self.parameters[0] if self.parameters else None
 
     def compute(
@@ -216,9 +218,11 @@ class WeightGradient:
         gemm(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
 
     def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
-        """What autograd gets in place of a gradient that went to main_grad: hooks of data-parallel wrappers, which
-        announce themselves by the attribute below, fire only on a tensor."""
-        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+        """Return a placeholder for a gradient that was accumulated into main_grad, or None.
+
+        Hooks of data-parallel wrappers fire only if autograd receives a tensor. These wrappers set the attribute below.
+        """
+        if not hasattr(self.parameter, "grad_added_to_main_grad") or is_distributed_weight(self.parameter):
             return None
         if not torch.compiler.is_compiling():
             self.parameter.grad_added_to_main_grad = True
@@ -236,6 +240,8 @@ def _add_to_grads(parameters: tuple[Any, ...], grad: Tensor) -> None:
 
 def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
     """Return the buffer of a fused weight gradient; raise AttributeError with the remedy if it is absent."""
+    if is_distributed_weight(parameter):
+        return parameter.grad_buffer()  # pyright: ignore
     if parameter is not None and hasattr(parameter, "__fsdp_param__"):
         return parameter.get_main_grad()  # pyright: ignore[reportAttributeAccessIssue]
     main_grad = getattr(parameter, "main_grad", None)
@@ -255,7 +261,7 @@ def _empty(key: Placeholder) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-# As large as the weights they stand for, so only those of the shapes that a model uses again and again are kept.
+# The placeholders are as large as the weights, so only recently used shapes are cached.
 _KEPT = 32
 _dummy_wgrads: Memory[Placeholder, Tensor] = Memory(_empty, _KEPT)
 
@@ -263,7 +269,7 @@ _dummy_wgrads: Memory[Placeholder, Tensor] = Memory(_empty, _KEPT)
 def dummy_gradient(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zero: bool = False
 ) -> Tensor:
-    """One shared tensor per shape, dtype and device, whose values are never read (zeros if requested)."""
+    """Return a shared tensor per shape, dtype and device, whose values are never read (zeros if requested)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
     dummy = _dummy_wgrads[shape, dtype, device]

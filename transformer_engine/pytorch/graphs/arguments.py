@@ -33,7 +33,7 @@ class RenamedOption(NamedTuple):
     earlier: Any
 
     def chosen(self) -> Any:
-        """Return the value that is set; ValueError if both are."""
+        """Return the value that is set; raise ValueError if both are."""
         if self.earlier is None:
             return self.value
         if self.value is not None:
@@ -48,8 +48,10 @@ class RenamedOption(NamedTuple):
 class SampleArguments:
     """The sample arguments of one callable; only keywords may have leaves that are not tensors.
 
-    names   names of the keywords
-    args    number of positional arguments
+    Attributes:
+        leaves: The flattened arguments.
+        names: Names of the keywords.
+        args: Number of positional arguments.
     """
 
     leaves: ArgumentLeaves
@@ -76,8 +78,16 @@ class GraphOptions:
 class CaptureRequest:
     """A validated call of make_graphed_callables.
 
-    callables   the callables; microbatches may share a module
-    which       the index of each sample's callable
+    Attributes:
+        callables: The callables; microbatches may share a module.
+        which: Index of the callable of each sample.
+        samples: The sample arguments.
+        steps: Order of the passes.
+        chunks: Assignment of the callables to model chunks, or None.
+        quantizations: Autocast state of each callable.
+        options: The other options.
+        hooks: capture_time_hooks of each callable.
+        single: Whether a single callable was given without a tuple.
     """
 
     callables: tuple[Any, ...]
@@ -139,7 +149,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
 def samples_of(
     sample_args: Any, sample_kwargs: Any, single: bool, count: int, kwargs_given: bool
 ) -> tuple[SampleArguments, ...]:
-    """Return the samples of `count` callables; TypeError for leaves that a graph cannot take."""
+    """Return the samples of `count` callables; raise TypeError for leaves that a graph does not support."""
     args = (sample_args,) if single else sample_args
     if (
         not isinstance(args, (tuple, list))

@@ -39,10 +39,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Situation(NamedTuple):
     """A call of a graphed module.
 
-    obstacle   why the call cannot be captured or replayed now, or None
-    is_kept    whether its signature has a graph
-    calls      eager calls of its signature so far; it is captured after `after` calls
-    kept       number of graphs of the module; `most` is the limit
+    Attributes:
+        obstacle: Why the call cannot be captured or replayed now, or None.
+        is_kept: Whether its signature has a graph.
+        calls: Number of eager calls of its signature so far.
+        after: Number of eager calls before the capture.
+        kept: Number of graphs of the module.
+        most: Maximum number of graphs.
     """
 
     obstacle: str | None
@@ -82,7 +85,8 @@ class _Entry:
 class AutomaticGraph:
     """The forward of a graphed module, or a graphed function.
 
-    call   the eager forward or function
+    Attributes:
+        call: The eager forward or function.
     """
 
     def __init__(self, call: Callable[..., Any], module: torch.nn.Module | None, after: int, signatures: int):
@@ -168,7 +172,7 @@ class AutomaticGraph:
     def _capture(
         self, entry: _Entry, leaves: ArgumentLeaves, state: AutocastState, first: bool | None
     ) -> RecordedBlock | None:
-        """Capture the graph of a signature; warns once and returns None if the capture fails."""
+        """Capture the graph of a signature; if the capture fails, warn once and return None."""
         recorder = build.graph_recorder()
         assert recorder is not None, "the table chooses a capture only with a GPU"
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves.tensors]
@@ -198,7 +202,7 @@ class AutomaticGraph:
         return sum([entry.graph is not None for entry in self._entries.values()])
 
     def reset(self) -> None:
-        """Free all graphs and forget all signatures."""
+        """Free all graphs and clear all signatures."""
         for entry in self._entries.values():
             if entry.graph is not None:
                 entry.graph.reset()

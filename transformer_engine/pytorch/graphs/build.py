@@ -23,12 +23,15 @@ from .static_block import StaticBlock
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """How graphs are recorded.
+    """Settings of a recording.
 
-    modules          modules whose state is restored afterwards
-    hooks            the observing hooks of each graph
-    reuses_buffers   whether later graphs may overwrite the outputs of earlier ones
-    around           the hooks before and after the warm-up
+    Attributes:
+        warm_ups: Number of warm-up runs.
+        steps: Order of the passes.
+        modules: Modules whose state is restored afterwards.
+        around: Hooks before and after the warm-up.
+        hooks: Observing hooks of each graph.
+        reuses_buffers: Whether later graphs may overwrite the outputs of earlier ones.
     """
 
     warm_ups: int
@@ -164,7 +167,7 @@ def _record(
     reuses_buffers: bool,
     separate: bool,
 ) -> None:
-    """Record a step; `separate`: delayed weight gradients have a step of their own."""
+    """Record a step. With `separate`, delayed weight gradients have their own step."""
     block = graph.block
     if kind is StepKind.FORWARD:
         graph.forward = _between_hooks(hooks, "forward", block, lambda: recorder.record(block.forward))

@@ -40,12 +40,12 @@ class ModelChunks:
     microbatches: int
 
     def callables(self, chunk: int, microbatch: int) -> range:
-        """The numbers of a chunk's callables for a microbatch, both from 0."""
+        """Return the numbers of a chunk's callables for a microbatch, both counted from 0."""
         start = sum(self.layers[:chunk]) * self.microbatches + microbatch * self.layers[chunk]
         return range(start, start + self.layers[chunk])
 
     def layer(self, callable: int) -> int:
-        """Which of all layers a callable runs."""
+        """Return the index of the layer that a callable runs."""
         first = 0
         for layers in self.layers:
             if callable < layers * self.microbatches:
@@ -56,7 +56,7 @@ class ModelChunks:
 
 
 def plain_steps(callables: int) -> list[ScheduledStep]:
-    """Forwards, then backwards in reverse."""
+    """Return the forward passes in order, then the backward passes in reverse."""
     forwards = [ScheduledStep(StepKind.FORWARD, i) for i in range(callables)]
     return forwards + [ScheduledStep(StepKind.BACKWARD, i) for i in reversed(range(callables))]
 

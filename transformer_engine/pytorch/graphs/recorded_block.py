@@ -28,9 +28,12 @@ class _Ticket:
 class RecordedBlock:
     """A block whose passes are recorded.
 
-    forward, backward, weight_gradients   the recordings; None for a pass that the block lacks
-    clones_gradients   copy gradients of parameters, so that later replays do not overwrite them
-    clones_outputs     also copy outputs and gradients of inputs
+    Attributes:
+        forward: Recording of the forward pass.
+        backward: Recording of the backward pass, or None.
+        weight_gradients: Recording of the delayed weight gradients, or None.
+        clones_gradients: Copy gradients of parameters, so that later replays do not overwrite them.
+        clones_outputs: Also copy outputs and gradients of inputs.
     """
 
     def __init__(self, block: StaticBlock, clones_gradients: bool = True, clones_outputs: bool = False):

@@ -75,8 +75,9 @@ class SameObject:
 class Standing(NamedTuple):
     """The state of a module at the moment of a call, or the reason that the call cannot be captured.
 
-    facts      settings of the layers, addresses of their parameters and buffers; parts of a signature
-    obstacle   the reason as a sentence, or None
+    Attributes:
+        facts: Settings of the layers, addresses of their parameters and buffers, as parts of a signature.
+        obstacle: The reason as a sentence, or None.
     """
 
     facts: tuple[Any, ...]
@@ -133,7 +134,7 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
         else (name, _fact(own[name], seen, depth))
         for name in names
     ]
-    # A weak reference equals that of the same layer only, and is hashed and compared faster than an SameObject.
+    # A weak reference equals only that of the same layer, and is hashed and compared faster than a SameObject.
     return weakref.ref(layer), type(layer), own["training"], config, frozenset(settings)
 
 

@@ -1,8 +1,8 @@
 """StaticBlock: a callable with static tensors, whose passes a recorder can record.
 
-    forward           outputs = callable(inputs), under the autocast that it is captured with
-    backward          gradients of inputs and parameters, of static gradients of the outputs
-    weight_gradients  the weight gradients that delay_wgrad_compute=True postpones
+* forward: outputs = callable(inputs), under the autocast of the capture.
+* backward: gradients of inputs and parameters, from static gradients of the outputs.
+* weight_gradients: the weight gradients that delay_wgrad_compute=True delays.
 
 The passes read and write the same tensors in every call. They have no effect that a replay lacks: the code that replays
 also updates the scales.
@@ -53,11 +53,14 @@ class Outputs:
 class StaticBlock:
     """A callable with static input tensors.
 
-    call         the function, or the forward of the module
-    module       the module; None for a function
-    inputs       static tensors at `positions` among the leaves of `structure` (args, kwargs); `constants` is the rest
-    quantization the autocast of the capture
-    caches       whether quantized weights are reused by the microbatches of a step
+    Attributes:
+        call: The function, or the forward of the module.
+        module: The module; None for a function.
+        structure: Structure of the arguments (args, kwargs).
+        inputs: Static tensors at `positions` among the leaves of `structure`.
+        constants: The other leaves.
+        quantization: Autocast state of the capture.
+        caches: Whether the microbatches of a step reuse quantized weights.
     """
 
     call: Callable[..., Any]
@@ -92,7 +95,7 @@ class StaticBlock:
 
     @property
     def delayed(self) -> list[TransformerEngineBaseModule | GroupedOperation]:
-        """The modules that postpone their weight gradients."""
+        """The modules that delay their weight gradients."""
         return [
             layer
             for layer in (() if self.module is None else self.module.modules())
@@ -109,7 +112,8 @@ class StaticBlock:
     def forward(self, first: bool | None = False) -> list[Tensor | None]:
         """Run the callable and return the leaves of its outputs.
 
-        first   with cached weights: whether this call quantizes them
+        Args:
+            first: With cached weights, whether this call quantizes them.
         """
         state = self.quantization
         args, kwargs = self.arguments()
@@ -165,7 +169,7 @@ class StaticBlock:
         return grads
 
     def weight_gradients(self) -> list[Tensor | None]:
-        """Return each parameter's postponed gradient; None if it was not postponed, or was added to main_grad."""
+        """Return each parameter's delayed gradient; None if it was not delayed, or was accumulated into main_grad."""
         before = [parameter.grad for parameter in self.parameters]
         hooks = [(layer, layer._wgrad_hooks) for layer in self.delayed]
         try:

@@ -37,11 +37,11 @@ class deterministic(ContextDecorator):
         _set(enabled)
 
     def _recreate_cm(self) -> deterministic:
-        """Used as a decorator: each call of the function sets the mode again."""
+        """Return a new context, so that each call of a decorated function sets the mode again."""
         return deterministic(self._enabled)
 
     def __enter__(self) -> deterministic:
-        """The first block restores the settings before the construction; later blocks those before the block."""
+        """Enter the block; the first one restores the settings before the construction, others those before it."""
         before = self._made_before or _settings()
         _set(self._enabled)
         self._before.append(before)

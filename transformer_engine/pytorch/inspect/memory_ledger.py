@@ -22,16 +22,17 @@ from torch.utils._pytree import tree_leaves
 from ...common.formats import ceil_div
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
-GRANULE = 512  # bytes that torch's CUDA allocator rounds a tensor up to
+GRANULE = 512  # bytes; torch's CUDA allocator rounds sizes up to a multiple
 
 
 class Ledger(TorchDispatchMode):
-    """Numbers storages in the order of their allocation.
+    """Dispatch mode that numbers storages in the order of their allocation.
 
-    scratch  returns the bytes of scratch memory of an operation of torch: scratch(operation, its arguments)
-    sizes    bytes of each storage, by number
-    places   result of `place()` at the allocation of each storage
-    events   (number, allocated or freed) in order
+    Attributes:
+        scratch: `scratch(operation, arguments)` returns the bytes of scratch memory of an operation of torch.
+        sizes: Bytes of each storage, by number.
+        places: Result of `place()` at the allocation of each storage.
+        events: (number, allocated or freed) in order.
     """
 
     def __init__(self, place: Callable[[], str], scratch: Callable[[Any, Any], int] = lambda *_: 0):
@@ -101,10 +102,10 @@ def _parts(tensor: Tensor | None) -> Iterable[Tensor]:
     return () if tensor is None else (tensor,)
 
 
-_THREADS = 512  # most threads of a block
-_RESIDENT = 2048  # most threads of a multiprocessor
+_THREADS = 512  # maximum number of threads of a block
+_RESIDENT = 2048  # maximum number of threads of a multiprocessor
 _WARP = 32
-_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that one thread adds up
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # number of values that one thread sums
 
 
 def scratch_of(operation: Any, arguments: Any, processors: int) -> int:

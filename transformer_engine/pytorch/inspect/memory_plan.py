@@ -34,11 +34,15 @@ WORKSPACE = 32 * MIB
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes of one module without its children: parameters, and what its forward leaves for the backward.
+    """Bytes of one module without its children: parameters, and tensors that its forward pass saves.
 
-    saved          activations, quantized or not, that its forward pass allocated; an activation that the next
-                   module saves as well is counted once, here
-    weight_copies  quantized copies of its parameters
+    Attributes:
+        name: Name of the module.
+        kind: Class of the module.
+        parameters: Its parameters.
+        saved: Activations, quantized or not, that its forward pass allocated. An activation that the next module saves
+            as well is counted once, here.
+        weight_copies: Quantized copies of its parameters.
     """
 
     name: str
@@ -50,18 +54,19 @@ class ModuleMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes; str() is a readable table.
+    """Predicted memory in bytes; str() is a readable table.
 
-    peak           the most that is allocated at once; the figures below are its parts at that moment
-    parameters     and buffers, and the state of the recipe
-    gradients      of parameters
-    weight_copies  weights as quantized for the products
-    activations    tensors between their save in the forward pass and their release in the backward pass
-    boundary       the model's input and output, and their gradients
-    transient      everything else: results and operands under way
-    workspace      workspaces of the libraries of products
-    saved          activations after the forward pass, all of them
-    modules        by module
+    Attributes:
+        peak: Maximum of the allocated memory. The figures below are its parts at that moment.
+        parameters: Parameters, buffers and the state of the recipe.
+        gradients: Gradients of parameters.
+        weight_copies: Weights as quantized for the products.
+        activations: Tensors between their save in the forward pass and their release in the backward pass.
+        boundary: The model's input and output, and their gradients.
+        transient: All other memory: results and operands of running operations.
+        workspace: Workspaces of the libraries of products.
+        saved: All activations after the forward pass.
+        modules: Figures per module.
     """
 
     peak: int
@@ -181,7 +186,7 @@ class _TrainingStep:
         given = [x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Tensor)]
         boundary = self.ledger.numbers(given)
         with planning(self._quantized), emulate(), self.ledger, self._watched():
-            self._forward_and_backward(boundary)  # makes the states of the recipe
+            self._forward_and_backward(boundary)  # creates the states of the recipe
             for tensor in (*state, *given):
                 tensor.grad = None
             before = self.ledger.live() - boundary
@@ -194,7 +199,7 @@ class _TrainingStep:
         return self._summary(live, before, gradients, boundary, saved)
 
     def _forward_and_backward(self, boundary: set[int]) -> int:
-        """Run both passes; returns the number of events between them and adds output and gradient to the boundary."""
+        """Run both passes, return the number of events between them, and add output and gradient to the boundary."""
         with autocast(enabled=self.recipe is not None, recipe=self.recipe):
             output = self.model(*self.arguments, **self.keywords)
         output = output[0] if isinstance(output, (tuple, list)) else output

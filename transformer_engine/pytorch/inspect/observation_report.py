@@ -21,14 +21,18 @@ COLUMNS = ("tensor", "format", "maximum", "underflow", "saturation", "SQNR", "no
 class TensorReport:
     """Statistics of one tensor of one module in one step, over all its matrices.
 
-    tensor       input, weight, output, grad_output or grad_input of a product; "forward": the output of the module,
-                 "backward": its gradient
-    format       format of the codes; None: high precision
-    maximum      max|x| of the finite values
-    underflow    share of the elements that are not 0 and became 0
-    saturation   share of the elements that lie half a step or more beyond the largest code, which they became
-    sqnr         10 log10(sum x^2 / sum (x - q)^2) in dB, inf without an error; None where nothing was quantized
-    nonfinite    number of elements that are NaN or infinite
+    Attributes:
+        module: Name of the module.
+        tensor: "input", "weight", "output", "grad_output" or "grad_input" of a product; "forward": the output of the
+            module, "backward": its gradient.
+        format: Format of the codes; None: high precision.
+        elements: Number of elements.
+        maximum: max|x| of the finite values.
+        underflow: Fraction of the elements that are not 0 and became 0.
+        saturation: Fraction of the elements that became the largest code although they are half a step or more beyond
+            it.
+        sqnr: 10 log10(sum x^2 / sum (x - q)^2) in dB; inf without an error; None if nothing was quantized.
+        nonfinite: Number of elements that are NaN or infinite.
     """
 
     module: str

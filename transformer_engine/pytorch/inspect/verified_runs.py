@@ -43,10 +43,11 @@ class RecordKey:
 class RunRecord:
     """Tensors of a run in float32, in the order in which they were computed.
 
-    forward     outputs of modules
-    backward    gradients of outputs and inputs of modules, in backward order
-    loss        loss of this rank
-    gradients   {name: gradient} of the parameters after the backward pass
+    Attributes:
+        forward: Outputs of modules.
+        backward: Gradients of outputs and inputs of modules, in backward order.
+        loss: Loss of this rank.
+        gradients: {name: gradient} of the parameters after the backward pass.
     """
 
     forward: dict[RecordKey, Tensor] = field(default_factory=dict)

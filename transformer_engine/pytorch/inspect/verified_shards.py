@@ -1,10 +1,10 @@
-"""Shards of parameters and activations: a rank's place in a mesh, and which part of a whole tensor that rank holds.
+"""Shards of parameters and activations: a rank's place in a mesh, and the part of a whole tensor on that rank.
 
-mesh dimension    names                                                  shards
-data              dp, ddp, fsdp, data, dp_replicate, dp_shard,           the batch
-                  replicate, shard
-context           cp, context                                            tokens: chunks r and 2 n - 1 - r of 2 n
-tensor            tp, tensor                                             parameters; tokens if sequence parallel
+| mesh dimension | names | shards |
+| --- | --- | --- |
+| data | dp, ddp, fsdp, data, dp_replicate, dp_shard, replicate, shard | the batch |
+| context | cp, context | tokens: chunks r and 2 n - 1 - r of 2 n |
+| tensor | tp, tensor | parameters; tokens if sequence parallel |
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ ROLES = {
 class RankPlace:
     """Coordinates of this rank, and the dimensions along which the ranks share activations.
 
-    data, context, tensor   (coordinate, size) of each kind of parallelism
-    data_groups, context_groups   process groups of those dimensions that have several ranks
-    tensor_group            process group of the tensor-parallel ranks
-    tokens_over_tensor      the model's inputs and outputs are sharded along the tokens over tensor-parallel ranks
-    sequence_dim, batch_dim   dimensions of the tokens and of the batch in activations
+    Attributes:
+        data: (coordinate, size) of data parallelism.
+        context: (coordinate, size) of context parallelism.
+        tensor: (coordinate, size) of tensor parallelism.
+        data_groups: Process groups of the data-parallel dimensions that have several ranks.
+        context_groups: Process groups of the context-parallel dimensions that have several ranks.
+        tensor_group: Process group of the tensor-parallel ranks.
+        tokens_over_tensor: The model's inputs and outputs are sharded along the tokens over tensor-parallel ranks.
+        sequence_dim: Dimension of the tokens in activations.
+        batch_dim: Dimension of the batch in activations.
     """
 
     data: tuple[int, int] = (0, 1)

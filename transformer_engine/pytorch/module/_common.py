@@ -1,4 +1,4 @@
-"""apply_normalization: y = norm(x) with its statistics, under the name by which fused layers' norms are replaced."""
+"""apply_normalization: the normalization of the fused layers, under the name that clients replace."""
 
 from __future__ import annotations
 
@@ -25,10 +25,22 @@ def apply_normalization(
     fwd_ln_sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, Tensor | None, Tensor]:
-    """(norm(inputmat [M, K]), mean [M] or None, 1 / deviation [M]), in ln_out where one is given.
+    """Normalize a matrix and return the result with the saved statistics.
 
-    output_quantizer    quantizes the result
-    fwd_ln_sm_margin    accepted; kernels here leave no multiprocessor to others
+    Args:
+        inputmat: Input [M, K].
+        ln_out: Buffer of the result, or None.
+        ln_weight: Weight [K].
+        ln_bias: Bias [K], or None.
+        eps: Added to the variance, or to the mean square of RMSNorm.
+        output_quantizer: Quantizer of the result, or None.
+        output_dtype: Dtype of a result that is not quantized.
+        normalization: "LayerNorm" or "RMSNorm".
+        fwd_ln_sm_margin: Accepted without effect; the kernels here reserve no multiprocessors.
+        zero_centered_gamma: The weight is stored minus one.
+
+    Returns:
+        (normalized input [M, K], mean [M] or None, reciprocal of the deviation [M]).
     """
     one_of("normalization", normalization, NORMALIZATIONS)
     y, statistics = Norm(normalization, eps, zero_centered_gamma).forward(inputmat, ln_weight, ln_bias)

@@ -1,4 +1,4 @@
-"""TransformerEngineBaseModule: what every layer with quantizers shares: parameters, recipe state, checkpoints."""
+"""TransformerEngineBaseModule: parameters, recipe state and checkpoints of every layer with quantizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .userbuffers import (  # noqa: F401
     is_ub_initialized,
 )
 
-# The accumulation flags of the original for delayed scaling, under the names that its users read.
+# Flags of delayed scaling for split accumulation, under the original's names.
 _2X_ACC_FPROP = False
 _2X_ACC_DGRAD = _2X_ACC_WGRAD = True
 
@@ -54,7 +54,7 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 
 @dataclass(frozen=True, eq=False)
 class ModuleConfig(Config):
-    """Settings of every layer with quantizers; `_kind`: the name of the layer in messages."""
+    """Settings of every layer with quantizers; `_kind` is the name of the layer in messages."""
 
     name: str | None = None
     tp_group: Any = None
@@ -68,28 +68,28 @@ class ModuleConfig(Config):
 
 
 def _forget_roles(module: Any, name: str, value: Any) -> None:
-    """Roles have the module's name in them."""
+    """Reset the roles of the quantizers, which contain the module's name."""
     if name == "name" and "numerics" in module.__dict__:
         module.numerics.forget()
 
 
 @configured(ModuleConfig, written=_forget_roles)
 class TransformerEngineBaseModule(ForwardInterface):
-    """A layer with quantizers.
-
-    num_products   how many linear products it has, hence how many quantizer slots
-    numerics       owns recipe, states, quantizers and weight copies; the original's names are views of it:
-                   fp8_meta     recipe, states and bookkeeping under the original's keys
-                   quantizers   {"scaling_fwd": [input, weight, output] * n,
-                                 "scaling_bwd": [grad_output, grad_input] * n}
+    """Base class of the layers with quantizers.
 
     A module of another library calls the methods of `ForwardInterface` around its forward pass.
+
+    Attributes:
+        num_products: Number of linear products, which determines the number of quantizer slots.
+        numerics: Owner of the recipe, states, quantizers and weight copies. The names of the original are views of it:
+            `fp8_meta` holds the recipe, states and bookkeeping under the original's keys, and `quantizers` is
+            {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}.
     """
 
     num_products = 1
-    products_grow = True  # may `prepare_forward` and a checkpoint ask for more products than there are?
-    earlier_extra_states: tuple[str, ...] = ()  # names of its extra state in releases before it had its own
-    activation_dtype: torch.dtype | None = None  # what `set_activation_dtype` found
+    products_grow = True  # whether `prepare_forward` and checkpoints may add products
+    earlier_extra_states: tuple[str, ...] = ()  # names of the extra state in earlier releases
+    activation_dtype: torch.dtype | None = None  # result of `set_activation_dtype`
     _config: ModuleConfig
     _config_class: type[ModuleConfig]
     name: str | None
@@ -124,12 +124,12 @@ class TransformerEngineBaseModule(ForwardInterface):
         self.tracing_key = new_tracing_key(self)
 
     def _configure(self, **settings: Any) -> None:
-        """Several settings at once, by the constructor."""
+        """Write several settings at once, for the constructor."""
         self._config = replace(self._config, **settings)
 
     @property
     def fp8_initialized(self) -> bool:
-        """Have there ever been quantizers? Set to False, it has the next call make them anew."""
+        """Whether quantizers were ever created. Setting it to False recreates them in the next call."""
         return self.numerics.initialized
 
     @fp8_initialized.setter
@@ -174,12 +174,18 @@ class TransformerEngineBaseModule(ForwardInterface):
         get_rng_state_tracker: Callable | None = None,
         fp8_meta_index: int | None = None,
     ) -> None:
-        """Register a parameter and remember how `reset_parameters` fills it: default N(0, 0.023).
+        """Register a parameter and the method with which `reset_parameters` fills it, by default N(0, 0.023).
 
-        fp8_meta_index   which of the forward quantizers holds it under quantized_model_init; None: it stays plain
+        Args:
+            name: Name of the attribute.
+            param: The parameter, or None.
+            init_fn: Method that fills a tensor in place, or a `ParameterInit`.
+            get_rng_state_tracker: Returns the tracker of the tensor-parallel random states.
+            fp8_meta_index: Slot of the forward quantizer that quantizes the parameter under quantized_model_init. With
+                None, the parameter stays in high precision.
         """
         super().register_parameter(name, param)
-        if isinstance(init_fn, ParameterInit):  # how the layers of this package say it
+        if isinstance(init_fn, ParameterInit):  # passed by the layers of this package
             self.param_init_meta[name] = init_fn
             return
         given = init_fn is not None or fp8_meta_index is not None
@@ -188,9 +194,10 @@ class TransformerEngineBaseModule(ForwardInterface):
             self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Fill every parameter by its init method, allocate those on the meta device, quantize those to be quantized.
+        """Fill every parameter by its init method; allocate parameters on the meta device; quantize where requested.
 
-        defer_init=True does nothing: the parameters keep their (meta) storage until a later call.
+        Args:
+            defer_init: Do nothing. The parameters keep their (meta) storage until a later call.
         """
         if defer_init:
             return
@@ -199,13 +206,13 @@ class TransformerEngineBaseModule(ForwardInterface):
             values = empty_like(param)
             init.fill(values)
             if isinstance(param, QuantizedTensor) and not param.is_meta:
-                # Optimizers and wrappers hold the parameter: it keeps its identity and takes new codes.
+                # Optimizers and wrappers hold the parameter, so it keeps its identity and receives new codes.
                 with torch.no_grad():
                     param.copy_(values)
                 if self.preserve_high_precision_init_val:
                     keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
             elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
-                # Both directions of the weight quantizer while gradients are recorded.
+                # The weight quantizer computes both directions while gradients are recorded.
                 recipe = self._model_init_recipe
                 assert recipe is not None
                 self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
@@ -229,7 +236,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         self._parameters[name] = new
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
-        """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
+        """Return the quantizers of this forward pass, one set per product; the identity if nothing is quantized."""
         if torch.compiler.is_compiling():
             active = of_traced_call(self, self.tracing_key, state)
         else:
@@ -242,10 +249,13 @@ class TransformerEngineBaseModule(ForwardInterface):
         return active.products
 
     def check_repetition(self, state: AutocastState) -> None:
-        """RuntimeError where another library's checkpoint runs the module again outside of its first run's autocast.
+        """Reject a second run by another library's checkpoint outside of the autocast of the first run.
 
-        Such a checkpoint runs its function without gradients first, and again in its backward, under whatever autocast
-        is there; torch.utils.checkpoint does with use_reentrant=True.
+        Reentrant checkpoints, such as torch.utils.checkpoint with use_reentrant=True, run the function without
+        gradients first, and again in the backward pass, under the autocast that is active at that time.
+
+        Raises:
+            RuntimeError: The two runs have different recipes, so the gradients would belong to another function.
         """
         before = self.numerics.state_without_gradients
         if not torch.is_grad_enabled() and not in_backward_pass():
@@ -264,10 +274,10 @@ class TransformerEngineBaseModule(ForwardInterface):
             )
 
     def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
-        """What this call's backward, if it will have one, updates under delayed scaling.
+        """Return the scale update of delayed scaling after this call's backward pass; None without a backward pass.
 
-        That is all scales, at the end of the pass. In a compiled graph it is the module's own: the backward of its
-        first call there comes last and does it.
+        In eager mode it updates all scales at the end of the backward pass. In a compiled graph it updates the module's
+        own scales, after the backward pass of the module's first call, which comes last.
         """
         active = self.numerics.active
         if not needs_grad or not state.enabled or active is None or not active.has_state:
@@ -282,11 +292,11 @@ class TransformerEngineBaseModule(ForwardInterface):
         self.tp_group_initialized = True
 
     def need_backward_dw(self) -> bool:
-        """Does this module put its weight gradients off until `backward_dw`?"""
+        """Return whether this module delays its weight gradients until `backward_dw`."""
         return self.wgrad_store is not None
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that one backward put off (delay_wgrad_compute=True), the oldest first."""
+        """Compute the weight gradients that one backward pass delayed (delay_wgrad_compute=True), the oldest first."""
         if self.wgrad_store is None:
             return
         # Products whose weight gets a gradient; the pieces of a split weight share a product.
@@ -306,7 +316,7 @@ class TransformerEngineBaseModule(ForwardInterface):
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
     ) -> None:
-        """Call the hook, without arguments, whenever `backward_dw` has finished a weight gradient."""
+        """Call the hook, without arguments, each time `backward_dw` has computed a weight gradient."""
         self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
@@ -314,19 +324,19 @@ class TransformerEngineBaseModule(ForwardInterface):
             hook()
 
     def get_extra_state(self) -> Tensor:
-        """Recipe and delayed-scaling state as a uint8 CPU tensor; empty if the module has no state."""
+        """Return recipe and delayed-scaling state as a uint8 CPU tensor; empty if the module has no state."""
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
         return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 
     def set_extra_state(self, state) -> None:
-        """Restore the state of `get_extra_state`; read through an allow-list, in place where tensors exist.
+        """Restore the state of `get_extra_state`, in place where tensors exist. It is read through an allow-list.
 
-        The state of another kind of recipe than quantized parameters were made with is dropped with a warning.
+        A state of another kind of recipe than that of the quantized parameters is dropped with a warning.
         """
         content = decode_extra_state(state)
         if content is None:
             return
-        # A layer whose products are given by its class has that many; others have as many as the state says.
+        # Some classes fix the number of products; in others it follows from the state.
         products, kept = self.num_products, content.get("extra_fp8_variables", {}).get("num_gemms")
         if self.products_grow and isinstance(kept, int):
             products = max(products, kept)
@@ -342,9 +352,9 @@ class TransformerEngineBaseModule(ForwardInterface):
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:
         loading.prepare(self, state_dict, prefix)
-        # Quantized parameters copy with their quantizer's scale, so the scale has to be there first.
+        # Quantized parameters are copied with their quantizer's scale, so the scale must be loaded first.
         if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:
             self.set_extra_state(state_dict[prefix + loading.EXTRA_STATE])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *args)
         loading.forgive_missing(missing_keys, prefix)
-        self._fp8_workspaces.clear()  # made of the weights that were here before
+        self._fp8_workspaces.clear()  # computed from the previous weights

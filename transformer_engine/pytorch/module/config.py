@@ -1,22 +1,24 @@
 """@configured(LinearConfig): the public settings of a module are fields of one frozen record, which a write replaces.
 
-    @dataclass(frozen=True, eq=False)
-    class NormConfig(Config):
-        eps: float = 1e-5
+```python
+@dataclass(frozen=True, eq=False)
+class NormConfig(Config):
+    eps: float = 1e-5
 
-    @configured(NormConfig)
-    class Norm(torch.nn.Module):
-        eps: float                                       # for type checkers; the property comes from the decorator
+@configured(NormConfig)
+class Norm(torch.nn.Module):
+    eps: float  # for type checkers; the decorator defines the property
 
-        def __init__(self, eps=1e-5):
-            super().__init__()
-            self._config = NormConfig(eps=eps)
+    def __init__(self, eps=1e-5):
+        super().__init__()
+        self._config = NormConfig(eps=eps)
 
-    norm.eps = 0.1                                       # norm._config is another record from here on
+norm.eps = 0.1  # replaces norm._config by a new record
+```
 
-Caches of calls have the record in their keys, by identity, so a write takes effect in the next call. Callers
-write settings before the module's constructor has run, and use other names, among them `config`: a write
-without a record begins one, and only the names of its fields are properties.
+Caches of calls contain the record in their keys, by identity. A write therefore takes effect in the next call.
+Subclasses may write settings before the module's constructor has run; such a write creates the record. Only the
+names of its fields are properties, so that a subclass can use other names, among them `config`.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """What the settings of one kind of module are; every field has a default. Two records are never equal."""
+    """Settings of one kind of module. Every field has a default. Two records are never equal."""
 
     def check(self) -> None:
-        """ValueError for settings that need one another, of which a made layer has been given one."""
+        """Raise ValueError if settings that need each other are incomplete in a constructed layer."""
 
     def __copy__(self) -> Config:
         return self
@@ -53,15 +55,18 @@ def configured(
     written: Callable[[Any, str, Any], object] | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> Callable[[type[M]], type[M]]:
-    """Class decorator that makes a property of every field of config whose name does not begin with an underscore.
+    """Return a class decorator that makes a property of every public field of a config.
 
-    The class gets the method `fast_setattr` too.
+    The class also gets the method `fast_setattr`. Fields whose names begin with an underscore get no property.
 
-    fixed         fields by which children and parameters of the module were made: another value is an AttributeError
-    handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children exist
-    written       called as written(module, field, value) after each write
-    rules         accepted values, in addition to `arguments.RULES`: a write that the constructor would reject is
-                  rejected with the same message, as is one that conflicts with the other fields (`Config.check`)
+    Args:
+        config: Class of the record.
+        fixed: Fields that determined the module's children and parameters. Assigning another value raises
+            AttributeError.
+        handed_down: {field: ("child.attribute", ..)} of attributes that receive the same value once the children exist.
+        written: Callback `written(module, field, value)` after each write.
+        rules: Accepted values, in addition to `arguments.RULES`. A write that the constructor would reject is rejected
+            with the same message, as is a write that conflicts with the other fields (`Config.check`).
     """
     if config.__hash__ is not object.__hash__:
         raise TypeError(
@@ -132,5 +137,5 @@ def _setting(
 
 
 def early(module: torch.nn.Module, name: str, default: Any = None) -> Any:
-    """What a subclass has set before it called the constructor."""
+    """Return an attribute that a subclass set before it called the constructor."""
     return getattr(module.__dict__.get("_config"), name, default)

@@ -1,11 +1,13 @@
 """Methods that a module derived from TransformerEngineBaseModule calls around its own forward and backward.
 
-    x = self.prepare_forward(x, num_gemms=2)       # or: with self.prepare_forward_ctx(x, num_gemms=2) as x:
-    if self.fp8:
-        x_codes = self.quantizers["scaling_fwd"][FP8FwdTensorIdx.GEMM1_INPUT](x)
-        w_codes = self.get_weight_workspace(tensor=self.weight, quantizer=...)
-    ...                                            # general_gemm, fused_attn_fwd, the library's autograd function
-    self.end_forward()
+```python
+x = self.prepare_forward(x, num_gemms=2)  # or: with self.prepare_forward_ctx(x, num_gemms=2) as x:
+if self.fp8:
+    x_codes = self.quantizers["scaling_fwd"][FP8FwdTensorIdx.GEMM1_INPUT](x)
+    w_codes = self.get_weight_workspace(tensor=self.weight, quantizer=...)
+...  # general_gemm, fused_attn_fwd, the library's autograd function
+self.end_forward()
+```
 
 The layers of this package do not use these methods: they resolve a spec once and cache it.
 """
@@ -36,7 +38,7 @@ from .specs import common_dtype
 
 
 class ForwardInterface(torch.nn.Module):
-    """Methods for forward passes that are written by hand; see `TransformerEngineBaseModule`."""
+    """Methods for hand-written forward passes; see `TransformerEngineBaseModule`."""
 
     num_products: int
     products_grow: bool
@@ -48,7 +50,7 @@ class ForwardInterface(torch.nn.Module):
     _config: Any
     _warned: set[str]
     _model_init_recipe: Recipe | None
-    _input_device: torch.device | None = None  # of the last input of a module without parameters
+    _input_device: torch.device | None = None  # of the last input, in a module without parameters
 
     fp8 = state_flag("enabled", "Was the last call under an autocast that quantizes?")
     fp8_calibration = state_flag("calibrating", "Was it under one that only records?")
@@ -58,15 +60,16 @@ class ForwardInterface(torch.nn.Module):
         object.__setattr__(self, name, value)
 
     def computing_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype a layer computes in: torch.autocast's when active, else the input's.
+        """Return the dtype in which a layer computes: torch.autocast's if it is active, otherwise the input's.
 
-        Raises TypeError when the input's dtype is not the parameters'.
+        Raises:
+            TypeError: The dtypes of the input and the parameters differ.
         """
         named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
         return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
-        """The role of each slot of one direction, which a custom recipe's factory receives; None: unknown."""
+        """Return the role of each slot of one direction, for a custom recipe's factory; None: unknown."""
         return None
 
     def prepare_forward(
@@ -76,11 +79,19 @@ class ForwardInterface(torch.nn.Module):
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
     ) -> Tensor:
-        """inp, contiguous; the module has the active recipe's quantizers for num_gemms products. See `end_forward`.
+        """Prepare a forward pass and return the contiguous input; see `end_forward`.
 
-        allow_different_data_and_param_types   parameters need not have inp's dtype
-        Sets fp8, fp8_calibration, activation_dtype and quantizers.
-        Raises TypeError when dtypes differ, RuntimeError without a tensor-parallel group that tp_size asks for.
+        Sets `fp8`, `fp8_calibration`, `activation_dtype` and `quantizers` from the active autocast.
+
+        Args:
+            inp: Input.
+            num_gemms: Number of products that need quantizers of the active recipe.
+            allow_non_contiguous: Return the input unchanged instead of a contiguous copy.
+            allow_different_data_and_param_types: The dtypes of the parameters and the input may differ.
+
+        Raises:
+            TypeError: The dtypes of the input and a parameter differ.
+            RuntimeError: tp_size requires a tensor-parallel group, and none is set.
         """
         if not isinstance(inp, Tensor):
             raise TypeError(f"{type(self).__name__} takes a tensor, inp is a {type(inp).__name__}")
@@ -100,7 +111,7 @@ class ForwardInterface(torch.nn.Module):
         return inp if allow_non_contiguous else inp.contiguous()
 
     def end_forward(self) -> None:
-        """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
+        """End a forward pass: restore the current scales if `prepare_forward` replaced them for a recomputation."""
         if self.fp8 and self.numerics.delayed_states("scaling_fwd") and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.restore_fp8_meta_tensors(self.numerics.meta)
 
@@ -112,7 +123,7 @@ class ForwardInterface(torch.nn.Module):
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
     ) -> Generator[Tensor, None, None]:
-        """prepare_forward(..), and end_forward() however the block is left."""
+        """Call `prepare_forward` on entry and `end_forward` on exit, also after an exception."""
         prepared = self.prepare_forward(
             inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
         )
@@ -122,9 +133,10 @@ class ForwardInterface(torch.nn.Module):
             self.end_forward()
 
     def set_activation_dtype(self, inp: Tensor, allow_different_data_and_param_types: bool = False) -> None:
-        """activation_dtype = torch.autocast's dtype where that is active, else inp's.
+        """Set `activation_dtype` to torch.autocast's dtype if it is active, otherwise to the input's.
 
-        TypeError when a parameter has another dtype than inp, unless that is allowed.
+        Raises:
+            TypeError: The dtypes of the input and a parameter differ, and this is not allowed.
         """
         if allow_different_data_and_param_types and autocast_dtype(inp.device.type) is None:
             dtype = inp.dtype
@@ -133,7 +145,7 @@ class ForwardInterface(torch.nn.Module):
         self.fast_setattr("activation_dtype", dtype)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Quantizers for num_gemms products by the active autocast; a count once taken only grows."""
+        """Create quantizers for num_gemms products by the active autocast; the number of products never decreases."""
         self._grow_to(num_gemms)
         state = current()
         self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
@@ -143,17 +155,17 @@ class ForwardInterface(torch.nn.Module):
             self._check_parameter_recipe(state.recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Create states and quantizers of both directions for a recipe, unless the present ones serve it."""
+        """Create states and quantizers of both directions for a recipe, unless the present ones match it."""
         self.numerics.renew(self, recipe, self.numerics.meta["fp8_group"])
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
-        """State and quantizers of one direction for a recipe: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
+        """Create the state and quantizers of one direction: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
         self.numerics.renew_direction(self, fwd, recipe)
-        self.numerics.forget()  # the next forward puts both directions together
+        self.numerics.forget()  # the next forward pass combines both directions
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """Are there quantizers? Set to False, it has the next forward or set_extra_state make them anew."""
+        """Whether quantizers exist. Setting it to False recreates them in the next forward pass or set_extra_state."""
         return self.numerics.active is not None
 
     @fp8_meta_tensors_initialized.setter
@@ -167,7 +179,7 @@ class ForwardInterface(torch.nn.Module):
             )
 
     def get_fp8_meta_tensors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Copies of (scale, amax_history) of each delayed-scaling state, by direction."""
+        """Return copies of (scale, amax_history) of each delayed-scaling state, by direction."""
         return {
             key: [
                 (state.scale.clone(), state.amax_history.clone())
@@ -180,7 +192,7 @@ class ForwardInterface(torch.nn.Module):
         self,
         fp8_meta_tensors: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
     ) -> None:
-        """In place: scales and histories as `get_fp8_meta_tensors` gave them, or as at first."""
+        """Restore scales and histories in place, from `get_fp8_meta_tensors` or to their initial values."""
         for key in ("scaling_fwd", "scaling_bwd"):
             for i, state in enumerate(self.numerics.delayed_states(key)):
                 if fp8_meta_tensors is None:
@@ -192,7 +204,7 @@ class ForwardInterface(torch.nn.Module):
                     state.load_history(history)
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
-        """Histories of `length` steps, cut or padded with zeros: of one direction, or of both."""
+        """Truncate or zero-pad the histories of one direction, or of both, to `length` steps."""
         if length < 1:
             raise ValueError(f"length={length} < 1; a history keeps one step or more")
         for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
@@ -211,12 +223,17 @@ class ForwardInterface(torch.nn.Module):
         fsdp_group: Any = None,
         workspace_dtype: torch.dtype | None = None,
     ) -> QuantizedTensorStorage:
-        """A weight as its quantizer holds it; kept under cache_name for the later microbatches of a step.
+        """Return a weight as quantized by its quantizer, cached under cache_name for later microbatches of a step.
 
-        tensor             the weight; a quantized parameter is returned itself, in the quantizer's directions
-        update_workspace   quantize again; False returns the cached tensor if it has the quantizer's directions
-        skip_update_flag   float32 [1] on the device: if it is set, the cached tensor is unchanged
-        workspace_dtype    the nominal dtype of a workspace that is made
+        Args:
+            tensor: The weight. A quantized parameter is returned itself, in the quantizer's directions.
+            quantizer: Quantizer of the weight.
+            cache_name: Key of the cache; None: not cached.
+            update_workspace: Quantize again. With False, the cached tensor is returned if it has the quantizer's
+                directions.
+            skip_update_flag: float32 [1] on the device. If it is set, the cached tensor is unchanged.
+            fsdp_group: Unsupported; must be None.
+            workspace_dtype: Nominal dtype of a new workspace.
         """
         if fsdp_group is not None:
             raise NotImplementedError(
@@ -232,7 +249,7 @@ class ForwardInterface(torch.nn.Module):
             if (quantizer.rowwise_usage and not usages["rowwise"]) or (
                 quantizer.columnwise_usage and not usages["columnwise"]
             ):
-                kept = None  # it lacks a direction that the quantizer makes now
+                kept = None  # it lacks a direction that the quantizer now requests
         if kept is not None and not update_workspace and skip_update_flag is None:
             return kept
         if tensor is None or quantizer is None:
@@ -252,9 +269,14 @@ class ForwardInterface(torch.nn.Module):
     def grad_output_preprocess(
         ctx: Any, grad_output: Tensor, row_parallel_mode: bool, quantizer: Quantizer | None
     ) -> tuple[Any, Tensor | None]:
-        """(dy [rows, N] as a backward's products read it, its sum over rows [N] where ctx.use_bias).
+        """Return (dy [rows, N] for the products of a backward pass, its sum over rows [N] or None).
 
-        ctx   fp8: quantize by quantizer; sequence_parallel, tp_group: dy is a shard that a row-parallel layer gathers
+        Args:
+            ctx: With `fp8`, dy is quantized by `quantizer`. With `use_bias`, the sum is computed. `sequence_parallel`
+                and `tp_group`: dy is a shard, which a row-parallel layer gathers.
+            grad_output: Gradient of the output [.., N].
+            row_parallel_mode: Whether the layer is row-parallel.
+            quantizer: Quantizer of dy, or None.
         """
         matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
         if row_parallel_mode and ctx.sequence_parallel:
@@ -265,7 +287,7 @@ class ForwardInterface(torch.nn.Module):
         return quantizer.quantize(matrix), grad_bias
 
     def _state_device(self) -> torch.device:
-        """Where scales and histories live: with the parameters, once those are allocated."""
+        """Return the device of scales and histories: that of the parameters, once they are allocated."""
         for param in self.parameters(recurse=False):
             return canonical_device("cuda") if param.is_meta else param.device
         return canonical_device("cuda") if self._input_device is None else self._input_device
@@ -283,7 +305,7 @@ class ForwardInterface(torch.nn.Module):
                 self.numerics.forget()
 
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
-        """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
+        """Raise RuntimeError if quantized parameters belong to another kind of recipe."""
         if self._config.primary_weights_in_fp8 and loading.quantized_otherwise(self, recipe):
             raise RuntimeError(
                 f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "

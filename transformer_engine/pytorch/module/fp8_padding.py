@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...common.numbers import to_ints
 from ..functions.permutation import pad_rows
-from .row_groups import RowGroups, as_rows, rows_of_groups
+from .row_groups import RowGroups, as_rows
 
 
 class Fp8Padding(RowGroups):
@@ -20,7 +21,7 @@ class Fp8Padding(RowGroups):
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Return (y, padded m_splits); x and m_splits themselves if every group is a multiple already."""
-        rows = rows_of_groups(m_splits)
+        rows = to_ints("m_splits", m_splits)
         padded = self.padded_rows(inp, rows)
         if padded == list(rows):
             return inp, m_splits

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...common.numbers import to_ints
 from ..functions.permutation import unpad_rows
-from .row_groups import RowGroups, as_rows, rows_of_groups
+from .row_groups import RowGroups, as_rows
 
 
 class Fp8Unpadding(RowGroups):
@@ -25,7 +26,7 @@ class Fp8Unpadding(RowGroups):
             inp: Padded groups [sum of padded m_splits, K].
             m_splits: Rows of each group without its padding.
         """
-        rows = rows_of_groups(m_splits)
+        rows = to_ints("m_splits", m_splits)
         padded = self.padded_rows(inp, rows)
         if padded == list(rows):
             return inp

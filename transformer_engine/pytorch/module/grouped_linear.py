@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool
+from ...common.numbers import to_bool, to_ints
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
+from ..distributed_weight import whole_weights
 from ..functions.by_name import GroupedLinearByName as _GroupedLinear
 from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
@@ -50,10 +51,10 @@ from .grouped_spec import build, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
-from .row_groups import check_dense, rows_of_groups
+from .row_groups import check_dense
 from .specs import unsupported_product_reason
 
-_ALL_WEIGHTS = "all weights"  # their key among the module's cached weights
+_ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class GroupedLinear(ProductsModule):
         tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         if ub_overlap_rs or ub_overlap_ag:
             raise ValueError(
-                "GroupedLinear has no communication to overlap; leave ub_overlap_rs and ub_overlap_ag False"
+                "GroupedLinear has no communication; leave ub_overlap_rs and ub_overlap_ag False"
             )
         if bias and not return_bias and parallel_mode == "row" and tp_size > 1:
             raise ValueError(
@@ -154,7 +155,7 @@ class GroupedLinear(ProductsModule):
 
     @property
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One product a group."""
+        """Number of products: one per group."""
         return self.num_gemms
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
@@ -183,33 +184,48 @@ class GroupedLinear(ProductsModule):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """y [.., out_features], or (y, [bias of each group]) with return_bias.
+        """Return y [.., out_features], or (y, [bias of each group]) with return_bias.
 
-        m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
-                   GPU is not read by the host if one launch computes all groups: its sum is not checked, and
-                   rows past it get undefined results
-        out        contiguous buffer of the output's shape and dtype. The output is written there, and the returned
-                   tensor shares its memory
-        dgrad_out  contiguous buffer of the input's shape and dtype. The backward pass writes the input gradient there,
-                   and the gradient that autograd passes on shares its memory
+        `out` may be reused after the backward pass of the operations that read the output; autograd raises RuntimeError
+        where a tensor that it saved has been overwritten. `dgrad_out` may be reused when the input gradient has been
+        used. Until then it is the memory of `inp.grad` of a leaf, or a term of a sum if other operations read `inp`.
+        This is not checked: give each backward pass in flight its own buffer, or clear `inp.grad` in between.
 
-        Neither buffer may share memory with the input or a parameter; they may share memory with each other. Both may
-        be used again in the next step. A buffer belongs to one pass at a time:
+        Args:
+            inp: Input [.., in_features].
+            m_splits: Rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a GPU
+                is not read by the host if one launch computes all groups: its sum is then not checked, and rows past
+                it get undefined results.
+            is_first_microbatch: See `Linear.forward`.
+            out: Contiguous buffer of the output's shape and dtype, whose memory the output shares.
+            dgrad_out: Contiguous buffer of the input's shape and dtype, whose memory the input gradient shares.
 
-        * `out` may be written again after the backward pass of the operations that read the output. Autograd raises
-          RuntimeError where a tensor that it saved has been overwritten.
-        * `dgrad_out` may be written again when the input gradient has been used. Until then it is the memory of
-          `inp.grad`, if `inp` is a leaf, or a term of a sum, if other operations read `inp` too. This is not checked.
-          If two backward passes share one `dgrad_out` while the first gradient is in use, both gradients hold the
-          second's values. Give each pass its own buffer, or clear `inp.grad` in between.
+        Raises:
+            ValueError: The splits do not fit the groups and rows, or a buffer does not fit or shares memory.
         """
         m_splits = self._accepted_splits(inp, m_splits)
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        no_buffers = out is None and dgrad_out is None
-        buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, out, dgrad_out)
-        config, shape = self._config, inp.shape
         tensors: tuple[Any, ...] = self._tensors()
+        if not getattr(tensors[0], "is_distributed_weight", False):
+            return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
+        count, fused = len(self._config.weight_names), self._config.fuse_wgrad_accumulation
+        with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
+            whole = (*wholes, *tensors[count:])
+            return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
+
+    def _output_of(
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None,
+        given: tuple[Tensor | None, Tensor | None],
+        tensors: tuple[Any, ...],
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Compute `forward` with accepted splits, the caller's buffers, and all weights and biases."""
+        no_buffers = given[0] is None and given[1] is None
+        buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, *given, tensors)
+        config, shape = self._config, inp.shape
         spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
         count = len(config.weight_names)
@@ -237,10 +253,10 @@ class GroupedLinear(ProductsModule):
         is_first_microbatch: bool | None,
         buffers: CallerBuffers,
     ) -> GroupedCall:
-        """Return the call of a kind with these numbers of rows and these cached weights."""
+        """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if self._runs_together(spec, x, weights):
-            if len(m_splits) != count:  # of a tensor that the host does not read
+            if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
                 )
@@ -298,20 +314,17 @@ class GroupedLinear(ProductsModule):
         for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
             reason = unsupported_product_reason(group, m, k, n)
             if reason is not None:
-                said = f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
-                self._warn_once("group", said)
+                said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
+                self._warn_once("group", f"GroupedLinear {said}")
             groups.append(group if reason is None else unquantized)
         return tuple(groups)
 
-    def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
-        """Return the caller's buffers as matrices.
-
-        Raises:
-            ValueError: A buffer does not fit its result, or shares memory with the input or a parameter.
-        """
+    def _caller_buffers(
+        self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, tensors: tuple[Any, ...]
+    ) -> CallerBuffers:
+        """Return the caller's buffers as matrices, which fit the results and share no memory with operands."""
         if torch.compiler.is_compiling():
             raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
-        tensors = self._tensors()
         self._check_call(inp, tensors, (None,))
         made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
@@ -337,12 +350,7 @@ class GroupedLinear(ProductsModule):
             return (*found, *[None] * (len(config._tensors) - len(names)))
 
     def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
-        """Return the rows of each group as checked ints, or the tensor of whole numbers, if the host does not read it.
-
-        Raises:
-            TypeError: The input is not a dense tensor, or the splits are not whole numbers.
-            ValueError: Numbers on the host are negative, do not add up to the rows, or are not one per group.
-        """
+        """Return the rows of each group as checked ints, or a tensor that the host does not read unchanged."""
         if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
             check_dense("the input", inp)
         if self._config.use_grouped_tensor:
@@ -352,7 +360,7 @@ class GroupedLinear(ProductsModule):
                 return m_splits
             rows = m_splits.tolist()
         else:
-            rows = rows_of_groups(m_splits)
+            rows = to_ints("m_splits", m_splits)
         shape = inp.shape
         if shape[-1:] == (self._config.in_features,):  # otherwise the input is rejected later
             self._check_rows(rows, shape[0] if len(shape) == 2 else math.prod(shape[:-1]))

@@ -76,7 +76,7 @@ def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) 
 
 
 def names_of(kind: str, count: int, single: bool) -> tuple[str, ...]:
-    """The parameters of a kind, "weight" or "bias"."""
+    """Return the names of the parameters of a kind, "weight" or "bias"."""
     return (kind,) if single else tuple(f"{kind}{i}" for i in range(count))
 
 
@@ -121,7 +121,7 @@ def _fill_members(init_method: InitMethod, stack: Tensor) -> None:
 
 
 def mark_parameters(module: ProductsModule) -> None:
-    """Say how weights and biases are split over ranks; again whenever they are reset."""
+    """Mark how weights and biases are sharded over ranks; again whenever they are reset."""
     config: Any = module._config
     sharded = config.tp_size > 1 and config.parallel_mode is not None
     axis = int(config.parallel_mode == "row") + int(config.single_grouped_weight)
@@ -162,7 +162,7 @@ def group_weights(module: ProductsModule) -> None:
 
 
 def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before loading: parameters that were saved in the other form, one per group or one of all groups."""
+    """Convert, before loading, parameters that were saved in the other form: one per group or one of all groups."""
     config: LinearConfig = module._config
     for kind in ("weight", "bias") if config.use_bias else ("weight",):
         whole = prefix + kind
@@ -179,7 +179,7 @@ def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: s
 
 
 def _together(members: Sequence[Tensor]) -> Tensor:
-    """One tensor of them; codes stay codes."""
+    """Join tensors into one; codes stay codes."""
     if all(isinstance(member, QuantizedTensor) for member in members):
         return GroupedTensor.of_members(members)
     return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..functions.by_name import (
@@ -50,7 +51,7 @@ class NormLinearConfig(LinearConfig):
 
 
 def build(key: tuple[Any, ...]) -> NormLinearSpec:
-    """The spec of a call."""
+    """Return the spec of a call."""
     call = Call(*key)
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)
@@ -195,6 +196,10 @@ class LayerNormLinear(ProductsModule):
         if is_distributed(weight) or is_distributed(inp):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
             return output_of_shards(self, options, inp, weight, bias, norm=norm)
+        if getattr(weight, "is_distributed_weight", False):
+            fused = self._config.fuse_wgrad_accumulation
+            with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
+                return self._output_of(options, inp, whole, bias, gamma, beta)
         return self._output_of(options, inp, weight, bias, gamma, beta)
 
     def _output_of(

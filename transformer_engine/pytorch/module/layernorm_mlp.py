@@ -20,6 +20,7 @@ from ..distributed.tensor_parallel import (
     set_tensor_model_parallel_attributes,
     tensor_parallel_size,
 )
+from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import NormByName
 from ..functions.layer import compiled
@@ -78,7 +79,7 @@ class NormMLPConfig(ProductsConfig):
 
 
 def build(key: tuple[Any, ...]) -> NormMLPSpec:
-    """The spec of a call."""
+    """Return the spec of a call."""
     call = Call(*key)
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
@@ -116,7 +117,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
-    """ValueError where the activation was changed from one that is gated to one that is not, or back."""
+    """Raise ValueError if the activation was changed from a gated one to another, or back."""
     needed = config.ffn_shard * (2 if ACTIVATIONS[config.activation].gated else 1)
     if rows != needed:
         raise ValueError(
@@ -255,9 +256,20 @@ class LayerNormMLP(ProductsModule):
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if export_mode.onnx:
             return self.onnx_forward(inp)
+        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
+        for weight in (fc1_weight, fc2_weight):
+            if getattr(weight, "is_distributed_weight", False):
+                fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
+                with whole_weights(groups, fused, self.wgrad_store) as wholes:
+                    return self._output_of(inp, is_first_microbatch, *wholes)
+        return self._output_of(inp, is_first_microbatch, fc1_weight, fc2_weight)
+
+    def _output_of(
+        self, inp: Tensor, is_first_microbatch: bool | None, fc1_weight: Tensor, fc2_weight: Tensor
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Compute `forward` with given weights."""
         config = self._config
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
-        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
         fc1_bias = fc2_bias = None
         if config.use_bias:
             fc1_bias, fc2_bias = parameter_of(self, "fc1_bias"), parameter_of(self, "fc2_bias")

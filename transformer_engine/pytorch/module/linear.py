@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import LinearByName as _Linear
 from ..functions.by_name import called_by_name, check_unquantized, general_gemm
@@ -33,7 +34,7 @@ from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, s
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
-    """The spec of a call."""
+    """Return the spec of a call."""
     call = Call(*key)
     config: LinearConfig = call.config
     weight, bias = call.parameters
@@ -177,6 +178,10 @@ class Linear(ProductsModule):
         options = (is_first_microbatch, fp8_output, fp8_grad)
         if is_distributed(weight) or is_distributed(inp):
             return output_of_shards(self, options, inp, weight, bias)
+        if getattr(weight, "is_distributed_weight", False):
+            fused = self._config.fuse_wgrad_accumulation
+            with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
+                return self._output_of(options, inp, whole, bias)
         return self._output_of(options, inp, weight, bias)
 
     def _output_of(

@@ -1,4 +1,4 @@
-"""ProductsModule: a layer made of linear products, whose specs are cached by the key of a call."""
+"""ProductsModule: base of the layers made of linear products, whose specs are cached by the key of a call."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ _is_compiling = torch.compiler.is_compiling
 class ProductsConfig(ModuleConfig):
     """Settings of every layer that is made of linear products.
 
-    _options   names of the switches of its forward, in their order; is_first_microbatch is the first
-    _tensors   names of the tensors that its forward pass reads in addition to the input, in order
-    _weights   the parameters that make up each product's weight
+    Attributes:
+        _options: Names of the switches of `forward`, in order; is_first_microbatch is the first.
+        _tensors: Names of the tensors that `forward` reads in addition to the input, in order.
+        _weights: Names of the parameters that make up each product's weight.
     """
 
     fuse_wgrad_accumulation: bool = False
@@ -63,12 +64,12 @@ class ProductsConfig(ModuleConfig):
     _weights: tuple[tuple[str, ...], ...] = ()
 
     def input_features(self) -> int:
-        """The last dimension of the input."""
+        """Size of the last dimension of the input."""
         raise NotImplementedError
 
     @property
     def is_sharded(self) -> bool:
-        """Are parameters sharded over the tensor-parallel ranks?"""
+        """Whether parameters are sharded over the tensor-parallel ranks."""
         return False
 
     def check(self) -> None:
@@ -81,7 +82,7 @@ class ProductsConfig(ModuleConfig):
                 )
 
 
-# Fields by which the parameters of a layer were made.
+# Fields that determine the parameters of a layer.
 SIZES = frozenset({"in_features", "out_features"})
 
 
@@ -106,7 +107,7 @@ class LinearConfig(ProductsConfig):
 
     @property
     def adds_bias_late(self) -> bool:
-        """A row-parallel shard holds a partial sum; the bias belongs to the reduced one."""
+        """Whether the bias is added after the reduction, because a row-parallel shard computes a partial sum."""
         return self.parallel_mode == "row" and self.tp_size > 1
 
     def parallel(self) -> TensorParallel:
@@ -163,11 +164,12 @@ def _role(kept: str) -> property:
 
 @configured(ProductsConfig)
 class ProductsModule(TransformerEngineBaseModule):
-    """A module whose forward is made of linear products.
+    """A module whose forward pass is made of linear products.
 
-    quantized_as   module_type of its quantizers' roles
-    product_names  names of products that follow one another; empty for one product, and for products side by side
-    build          spec = build(key), see `specs`; None where no call is remembered
+    Attributes:
+        quantized_as: module_type of its quantizers' roles.
+        product_names: Names of consecutive products; empty for a single product and for independent products.
+        build: Builder of the cached specs, `spec = build(key)`; None: the layer caches no specs.
     """
 
     quantized_as = "linear"
@@ -186,7 +188,7 @@ class ProductsModule(TransformerEngineBaseModule):
             self._specs: Memory[tuple[Any, ...], Any] = Memory(type(self).build, _KEPT)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        """Roles by slot of each product; those at the module's borders may be set, see `output_quantizer_role`."""
+        """Return the roles of the slots; roles at the module's boundaries are settable, see `output_quantizer_role`."""
         tensors = FORWARD_TENSORS if fwd else BACKWARD_TENSORS
         products = num_quantizers // len(tensors)
         border = self._output_role if fwd else self._grad_input_role
@@ -195,7 +197,7 @@ class ProductsModule(TransformerEngineBaseModule):
             part = self.product_names[product] if self.product_names else ""
             name = ".".join(filter(None, (self.name, part)))
             roles += [QuantizerRole(self.quantized_as, tensor, name) for tensor in tensors]
-            # Of several products in a row, one makes the module's output and one the gradient of its input.
+            # In a chain, the last product computes the module's output and the first one the gradient of its input.
             at_border = not self.product_names or product == (products - 1 if fwd else 0)
             if border is not None and at_border:
                 roles[-1] = border
@@ -246,14 +248,14 @@ class ProductsModule(TransformerEngineBaseModule):
         options: tuple[Any, ...],
         any_rows: bool = False,
     ) -> Any:
-        """Return build(key) of a call, made in the first call with this key.
+        """Return the cached build(key) of a call.
 
         Args:
             inp: The input.
             tensors: The parameters, named by `config._tensors`.
             options: The switches of forward, named by `config._options`.
             any_rows: The spec does not depend on the number of rows. The key then has one entry for consecutive
-                parameters of the same kind, so that a look-up takes little longer with many groups.
+                parameters of the same kind, so that a look-up stays fast with many groups.
         """
         if export_mode.onnx:
             name = type(self).__name__
@@ -309,7 +311,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def _key(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Call:
-        """The key of a call that is not looked up; TypeError if the input is not a tensor."""
+        """Return the key of a call without a cached spec; raise TypeError if the input is not a tensor."""
         floating("the input", inp)
         accumulates = self.wgrad_store is not None or self._config.fuse_wgrad_accumulation
         compiling = _is_compiling()
@@ -344,7 +346,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def _spec_of_pass(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Any:
-        """Of a call in a recomputed function, whose scales are given back, or in a backward pass."""
+        """Return the spec of a call in a recomputed function, with its first run's scales, or in a backward pass."""
         self._check_call(inp, tensors, options)
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
@@ -364,7 +366,7 @@ class ProductsModule(TransformerEngineBaseModule):
         return type(self).build(self._key(inp, tensors, options, active)._replace(begin=begin))
 
     def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
-        """TypeError, ValueError or RuntimeError for a call that the layer does not take."""
+        """Raise TypeError, ValueError or RuntimeError for a call that the layer does not support."""
         call = self._key(inp, tensors, options, unquantized(self.num_products))
         check_call(call, self._input_features(tensors))
 
@@ -383,14 +385,14 @@ class ProductsModule(TransformerEngineBaseModule):
         return quantizable(self._key(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
-        """norm(x) as a fused layer returns it: of the whole sequence where asked for, else of this rank's part."""
+        """Return norm(x) of a fused layer: of the whole sequence if requested, otherwise of this rank's part."""
         config = self._config
         if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
             return norm_output
         return gather_sequence(norm_output, config.tp_group)
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
-        """The spec with the weight as quantized for the first microbatch of the step."""
+        """Return the spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:
             return spec

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..distributed_weight import whole_weights
 from ..functions.pieces import whole
 from ..runtime.device import canonical_device
 from .linear_base import ProductsModule
@@ -61,7 +62,7 @@ def create_parameters(
 
 
 def mark_parameters(module: ProductsModule) -> None:
-    """Say how weight and bias are split over ranks; again whenever they are reset."""
+    """Mark how weight and bias are sharded over ranks; again whenever they are reset."""
     config: Any = module._config
     sharded = config.tp_size > 1 and config.parallel_mode is not None
     axis = 1 if config.parallel_mode == "row" else 0
@@ -75,16 +76,21 @@ def mark_parameters(module: ProductsModule) -> None:
 
 
 def weight_and_bias(module: ProductsModule) -> tuple[Tensor, Tensor | None]:
-    """The parameters, or their pieces one below the other; None for a layer without bias."""
+    """Return the parameters, or their concatenated pieces; None for a layer without bias."""
     config: Any = module._config
     weights, biases = config.weight_names, config.bias_names if config.use_bias else ()
     if len(weights) == 1:
         return parameter_of(module, weights[0]), parameter_of(module, biases[0]) if biases else None
-    return whole([getattr(module, name) for name in weights], [getattr(module, name) for name in biases])
+    pieces = [getattr(module, name) for name in weights]
+    of_biases = [getattr(module, name) for name in biases]
+    if getattr(pieces[0], "is_distributed_weight", False):
+        with whole_weights((pieces,), False, module.wgrad_store) as wholes:
+            return whole(wholes, of_biases)
+    return whole(pieces, of_biases)
 
 
 def _neighbours(rows: Sequence[int], *columns: int, **options: Any) -> list[Tensor]:
-    """Uninitialised pieces [rows, *columns], one behind another where each is as aligned as an allocation."""
+    """Allocate adjacent uninitialized pieces [rows, *columns], if each is aligned like an allocation."""
     sizes = [row * prod(columns) * options["dtype"].itemsize for row in rows]
     if len(rows) == 1 or any(size % _ALIGNMENT for size in sizes):
         return [torch.empty(row, *columns, **options) for row in rows]

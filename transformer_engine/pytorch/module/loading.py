@@ -16,9 +16,9 @@ EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def forgive_missing(missing_keys: list[str], prefix: str) -> None:
-    """A state dict without an extra state is whole: it was saved by another library, or before there was one.
+    """Accept a state dict without an extra state: another library or an earlier release saved it.
 
-    NVTE_STRICT_EXTRA_STATE=1: then it is not.
+    With NVTE_STRICT_EXTRA_STATE=1, the key remains missing.
     """
     if prefix + EXTRA_STATE in missing_keys and not env.get("NVTE_STRICT_EXTRA_STATE"):
         missing_keys.remove(prefix + EXTRA_STATE)

@@ -1,12 +1,13 @@
 """Layers with DTensor parameters: local computation of this rank's shard between distributed tensors.
 
-    weight [N, K]   input         output        gradient of the input   gradient of norm parameters
-    Shard(0)        Replicate     Shard(last)   Partial                 summed over the ranks
-    Shard(1)        Shard(last)   Partial       Shard(last)             -
-    Replicate       as it comes   as the input  as the input            summed if the input is sharded
+| weight [N, K] | input | output | gradient of the input | gradient of norm parameters |
+| --- | --- | --- | --- | --- |
+| Shard(0) | Replicate | Shard(last) | Partial | summed over the ranks |
+| Shard(1) | Shard(last) | Partial | Shard(last) | - |
+| Replicate | unchanged | as the input | as the input | summed if the input is sharded |
 
-The input is redistributed if it has another placement, as the operators of DTensor do. Collectives that sum a Partial
-result belong to the code around the layer, such as the hooks of `torch.distributed.tensor.parallel`.
+The input is redistributed if it has another placement, as by the operators of DTensor. The collective that sums a
+Partial result belongs to the code around the layer, such as the hooks of `torch.distributed.tensor.parallel`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..runtime.double_backward import once_differentiable
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The identity of a replicated DTensor, whose gradient is summed over the ranks if it is a Partial one."""
+    """The identity of a replicated DTensor, whose gradient is summed over the ranks if it is Partial."""
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _BiasOfFirstRank(torch.autograd.Function):
-    """y + bias on the first rank and y elsewhere, for a sum over ranks; all ranks have the gradient of that sum."""
+    """Add the bias on the first rank only, before a sum over ranks; all ranks receive the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, is_first: bool) -> Tensor:

@@ -32,7 +32,7 @@ _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "N
 
 
 def environment_margins() -> dict[str, int]:
-    """The margin that the environment names for each stage, 0 where it names none."""
+    """Return the margin of each stage from the environment; 0 if it is not set."""
     return {stage: int(env.get(name) or 0) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
 
 
@@ -73,7 +73,7 @@ def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
 
 
 def margin_of(stage: str) -> property:
-    """Property that reads and sets one stage of sm_margin, under the attribute name of earlier releases."""
+    """Return a property for one stage of sm_margin, under the attribute name of earlier releases."""
 
     def read(self: Normalization) -> int:
         return self._sm_margins[stage]
@@ -147,7 +147,7 @@ class Normalization(NormalizationOperation):
             self.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        """Say whether their gradients are to be summed over ranks; again on reset, for a copy has no attributes."""
+        """Mark whether the gradients are summed over ranks; again on reset, because copies lose the attributes."""
         if self.sequence_parallel is not None:
             for parameter in self.parameters():
                 parameter.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
@@ -177,7 +177,7 @@ class Normalization(NormalizationOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
+        """Return the normalized input, in torch.autocast's dtype if it is active, otherwise in the input's."""
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         if is_distributed(weight) or is_distributed(input):
             kind, features = type(self).__name__, len(self.normalized_shape)
@@ -254,7 +254,7 @@ def register_norm_parameters(
 
 
 def mark_norm_parameters(module: TransformerEngineBaseModule) -> None:
-    """Say whether gamma's and beta's gradients are to be summed over the ranks of sequence parallelism.
+    """Mark whether the gradients of gamma and beta are summed over the ranks of sequence parallelism.
 
     Again whenever they are reset: a copy of a parameter has no attributes.
     """

@@ -1,7 +1,7 @@
-"""Numerics: the one owner of a module's recipe, scaling states, quantizers, weight copies and replay.
+"""Numerics: the single owner of a module's recipe, scaling states, quantizers and weight copies.
 
-The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views: reading them reads
-this record, and a write into them, also of one slot of a list, takes effect in the next call.
+The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views of this record. A
+write to a view, also to one slot of a list, takes effect in the next call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .watched import Active, Slots, WatchedDict
 
 
 class Owner(Protocol):
-    """What numerics asks of its module."""
+    """The attributes and methods of a module that `Numerics` uses."""
 
     numerics: Numerics
     param_init_meta: dict[str, ParameterInit]
@@ -50,7 +50,7 @@ class Owner(Protocol):
 
 
 class _PutTogether(NamedTuple):
-    """A recipe that was put together of quantizers, for an observer or for none."""
+    """A recipe that was assembled from quantizers, and the observer that it was assembled for."""
 
     observer: Callable[[ModuleRecipe], ModuleRecipe] | None
     quantizers: tuple[Quantizer, ...]
@@ -58,20 +58,24 @@ class _PutTogether(NamedTuple):
 
 
 class Numerics:
-    """Of one module.
+    """The recipe, scaling states, quantizers and cached weights of one module.
 
-    meta         fp8_meta: recipe, group and states under the original's keys, and what callers note there
-    quantizers   {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
-    workspaces   {name: weight as quantized for the first microbatch of a step}
-    state        the autocast state of the last call
-    initialized  have there ever been quantizers?
-    observer     what calls get in place of the recipe that they would compute by; None: that itself
-    observes_unquantized
-                 calls outside of autocast get observer(recipe) too
+    Attributes:
+        meta: `fp8_meta`: recipe, group and states under the original's keys, and entries of callers.
+        quantizers: {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}.
+        workspaces: {name: weight as quantized for the first microbatch of a step}.
+        state: Autocast state of the last call.
+        initialized: Whether quantizers were ever created.
+        observer: Maps the recipe of a call to the recipe it computes by; None: no observer.
+        observes_unquantized: Whether the observer also receives calls outside of autocast.
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
-        """recipe: that of quantized_model_init, which callers read before the first call and on the meta device."""
+        """Create empty numerics.
+
+        Args:
+            recipe: Recipe of quantized_model_init, which callers read before the first call and on the meta device.
+        """
         self._active = Active()
         self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
         if recipe is not None:
@@ -92,7 +96,7 @@ class Numerics:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the calls of the original, no block and no observer."""
+        """Return the state of a copy, which belongs to no autocast context and has no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
         own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
         return self.__dict__ | own | {"observes_unquantized": False, "_unquantized": None}
@@ -100,11 +104,11 @@ class Numerics:
     def observe(
         self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None, unquantized: bool = False
     ) -> None:
-        """Compute by observer(recipe) from the next call on; None: by the recipe itself.
+        """Use observer(recipe) instead of the recipe from the next call on; None removes the observer.
 
         Args:
             observer: Returns a recipe with other quantizers.
-            unquantized: Calls outside of autocast are observed too.
+            unquantized: Whether calls outside of autocast are observed too.
         """
         self.observer, self.observes_unquantized = observer, unquantized
         self._active.regroup()
@@ -120,15 +124,15 @@ class Numerics:
 
     @property
     def active(self) -> ModuleRecipe | None:
-        """The quantizers of the last recipe by product; None where they have to be made, or put together, anew."""
+        """The quantizers of the last recipe by product; None if they must be created or assembled again."""
         return self._active.recipe
 
     def forget(self) -> None:
-        """Make quantizers anew for the next call; states that serve its recipe are kept."""
+        """Recreate the quantizers in the next call; states that match its recipe are kept."""
         self._active.forget()
 
     def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
-        """The quantizers of both directions, as a caller gives them."""
+        """Replace the quantizers of both directions."""
         given = {key: Slots(self._active, quantizers[key]) for key in self.quantizers}
         self.quantizers = given
         self._active.regroup()
@@ -148,20 +152,20 @@ class Numerics:
         return self.unquantized(owner.num_products)
 
     def serve(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """The module's quantizers for the recipe of a state, its scales registered for updates."""
+        """Return the module's quantizers for the recipe of a state, with its scales registered for updates."""
         recipe = state.recipe
         assert recipe is not None
         active = self._active.recipe
         if active is None or not active.serves(state):
             active = self.renew(owner, recipe, state.group)
-        # Again where FP8GlobalStateManager.reset() has forgotten who takes part in scale updates.
+        # Register again if FP8GlobalStateManager.reset() has cleared the participants of scale updates.
         if active.has_state and active.pools is not delayed_scaling.pools():
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.meta)
             active.pools = delayed_scaling.pools()
         return active
 
     def renew(self, owner: Owner, recipe: Recipe, group: Any) -> ModuleRecipe:
-        """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
+        """Return quantizers for a recipe: the active ones if the recipes are equal, otherwise new ones."""
         active = self._active.recipe
         if active is not None and active.matches_recipe(recipe, group):
             active.recipe, active.revision, active.pools = recipe, revision_of(recipe), None
@@ -174,9 +178,9 @@ class Numerics:
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
-        """The recipe with the quantizers of the slots, with observers attached if there are any.
+        """Return the recipe with the quantizers of the slots, after the observer if there is one.
 
-        Put together once for each observer: what calls remember hangs on the object.
+        The object is assembled once for each observer, because calls cache their decisions on it.
         """
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
@@ -198,7 +202,7 @@ class Numerics:
         """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
         before = self.meta.get("recipe")
         if before is not None and family_of(before) is not family_of(recipe):
-            # Scales, histories and cached weights start anew.
+            # Scales, histories and cached weights are reset.
             names = type(before).__name__, type(recipe).__name__
             owner._warn_once(
                 f"recipe {names}",
@@ -215,7 +219,7 @@ class Numerics:
         self.initialized = True
 
     def renew_direction(self, owner: Owner, forward: bool, recipe: Recipe) -> None:
-        """State and quantizers of one direction, for the products that the module has now."""
+        """Create state and quantizers of one direction for the current number of products."""
         key, mode, slots = (
             ("scaling_fwd", "forward", FORWARD_SLOTS)
             if forward
@@ -224,7 +228,7 @@ class Numerics:
         count = slots * owner.num_products
         previous = self.meta.get(key)
         before = () if previous is None else previous.delayed_states
-        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+        with torch.inference_mode(False):  # later steps write to it; inference tensors are read-only
             state = RecipeState.renew(
                 previous,
                 recipe,
@@ -257,26 +261,26 @@ class Numerics:
                 param.update_quantizer(quantizer)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:
-        """The delayed-scaling states of a direction: "scaling_fwd" or "scaling_bwd"."""
+        """Return the delayed-scaling states of a direction, "scaling_fwd" or "scaling_bwd"."""
         scaling = self.meta.get(key)
         return () if scaling is None else scaling.delayed_states
 
     def cached_weight(
         self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, first: bool
     ) -> QuantizedTensorStorage | None:
-        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached.
+        """Return the weight as quantized for the first microbatch of a step, or None if it is not cached.
 
-        In a captured graph the same kernels run for every microbatch, so a flag on the device says which is the first.
+        In a captured graph the same kernels run for every microbatch, so a flag on the device marks the first one.
         """
         if isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
             return None
         cached = self.workspaces.get(key)
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
-        # Captured by whom does not matter: a client that does it by itself, as Megatron-core, sets the flag itself.
+        # A client that captures without this package, such as Megatron-core, sets the flag itself.
         flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
         skip = flag if flag is not None and is_captured(self.state) else None
         if skip is not None and cached is not None and not stale:
-            # There is one flag, on the GPU where there is one; a layer on the CPU reads a copy.
+            # There is one flag, on the GPU if the machine has one; a layer on the CPU reads a copy.
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
         elif first or stale:
             cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
@@ -285,7 +289,7 @@ class Numerics:
 
 
 def state_flag(flag: str, what: str) -> Any:
-    """A module's property: a flag of `numerics.state`."""
+    """Return a property of a module that reads and writes a flag of `numerics.state`."""
 
     def read(self: Any) -> bool:
         return getattr(self.numerics.state, flag)
@@ -297,7 +301,7 @@ def state_flag(flag: str, what: str) -> Any:
 
 
 def made_to_keep(make: Callable[[], Any]) -> Any:
-    """make() without gradients, as tensors that a later call can train with although this one is in inference mode."""
+    """Return make() without gradients, as tensors that can be trained later even if inference mode is on now."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return make()
@@ -305,14 +309,14 @@ def made_to_keep(make: Callable[[], Any]) -> Any:
         return make()
 
 
-# While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.
+# A compiler calls the functions below while it traces. They take only strings, so every module has a string key.
 
 _modules: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
 _serial = itertools.count()
 
 
 def new_tracing_key(module: Owner) -> str:
-    """A name for the module: a traced function may hand on strings, not objects."""
+    """Return a new string key of the module, because a traced function can pass strings but not objects."""
     key = f"module {next(_serial)}"
     _modules[key] = module
     for call in on_creation:
@@ -320,7 +324,7 @@ def new_tracing_key(module: Owner) -> str:
     return key
 
 
-# Called with every new module.
+# Called for every new module.
 on_creation: list[Callable[[Owner], None]] = []
 
 
@@ -335,7 +339,7 @@ def existing_modules() -> list[Owner]:
 
 
 def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRecipe:
-    """`Numerics.of_call` for a graph: state that was made inside of it would be lost to the backward's writes."""
+    """Return `Numerics.of_call` for a graph; states are created outside of it, where the backward can write to them."""
     if owner.numerics.observes_unquantized:
         raise RuntimeError(
             f"{type(owner).__name__} belongs to a debug session, and a compiled graph shows no tensors; run it in "
@@ -363,13 +367,13 @@ def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
     return True
 
 
-# The trace in which a module was last called with a backward to come.
+# The trace in which each module was last called with a backward pass.
 _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 @constant_while_tracing
 def _first_call_while_tracing(tracing_key: str) -> bool:
-    """Return whether this is the module's first call with a backward in the graph that is being traced."""
+    """Return whether this is the module's first call with gradients in the graph that is being traced."""
     module, trace = _modules[tracing_key], TracingContext.try_get()
     before = _traced.get(module)
     if trace is None or (before is not None and before() is trace):

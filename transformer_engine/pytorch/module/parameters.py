@@ -1,4 +1,4 @@
-"""Parameters of a layer: one weight, or several named pieces of it, and how each is initialised."""
+"""Parameters of a layer: one weight, or several named pieces of it, and their initialization."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ DEFAULT_STANDARD_DEVIATION = 0.023
 
 
 def default_init_method(weight: Tensor) -> Tensor:
-    """weight ~ N(0, 0.023)"""
+    """Fill a weight from N(0, 0.023)."""
     return torch.nn.init.normal_(weight, mean=0.0, std=DEFAULT_STANDARD_DEVIATION)
 
 
 @dataclass(frozen=True)
 class ParameterInit:
-    """How a parameter gets its first values, and which of the forward quantizers holds it when it is quantized.
+    """Initialization of a parameter, and the forward quantizer that quantizes it.
 
-    members   number of weights in the stack, each with a separate quantizer; None: it is one weight
+    Attributes:
+        init: Fills a tensor in place.
+        rng_tracker: Returns the tracker of the tensor-parallel random states, or None.
+        rng_tracker_name: Name of the random state in the tracker.
+        fp8_meta_index: Slot of the forward quantizer; None: the parameter stays in high precision.
+        members: Number of weights in a stack, each with a separate quantizer; None: the parameter is a single weight.
     """
 
     init: InitMethod
@@ -42,7 +47,7 @@ class ParameterInit:
     members: int | None = None
 
     def quantizer_among(self, forward: Sequence[Quantizer]) -> Quantizer:
-        """A copy of the quantizer of the parameter's slot; of a stack, of its members' slots as one."""
+        """Return a copy of the quantizer of the parameter's slot; for a stack, its members' quantizers combined."""
         first = self.fp8_meta_index
         assert first is not None, "only such parameters are quantized"
         if self.members is None:
@@ -51,7 +56,7 @@ class ParameterInit:
         return StackQuantizer([forward[slot].copy() for slot in range(first, last, FORWARD_SLOTS)])
 
     def fill(self, tensor: Tensor) -> None:
-        """Initialise in place, under the tensor-parallel random state when there is one."""
+        """Initialize in place, under the tensor-parallel random state if there is one."""
         if self.rng_tracker is None:
             scope = nullcontext()
         else:
@@ -64,10 +69,17 @@ class ParameterInit:
 def split_names(
     parameters_split: Sequence[str] | Mapping[str, int] | None, rows: int, tp_size: int = 1
 ) -> dict[str, int]:
-    """{prefix: rows} of the parameters that the weight [rows, K] is split into along its first axis.
+    """Return {prefix: rows} of the parameters that form the weight [rows, K], split along its first axis.
 
-    A sequence of names cuts evenly, a mapping gives each name its (unsharded) rows; "" is the whole weight.
-    Raises ValueError when the pieces do not make up the weight.
+    Args:
+        parameters_split: A sequence of names splits evenly; a mapping gives the unsharded rows of each name. None:
+            one weight, whose prefix is "".
+        rows: Rows of the weight on this rank.
+        tp_size: Number of ranks that share the weight's rows.
+
+    Raises:
+        TypeError: The names are not strings.
+        ValueError: The pieces do not add up to the weight.
     """
     if parameters_split is None:
         return {"": rows}
@@ -106,13 +118,13 @@ def split_names(
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> Any:
-    """getattr(module, name) of a parameter: torch.nn.Module looks for one last, behind an exception, for 1 us."""
+    """Return a parameter by name, without the exception (1 us) that nn.Module's attribute look-up raises first."""
     held = module._parameters
     return held[name] if name in held else getattr(module, name)
 
 
 def empty_like(param: Tensor) -> Tensor:
-    """Where init methods write: the parameter's own storage, or a fresh high-precision tensor."""
+    """Return a tensor for init methods: the parameter's own storage, or new high-precision memory."""
     if isinstance(param, QuantizedTensor):
         return torch.empty(param.shape, dtype=param.dtype, device=param.device)
     if param.is_meta:

@@ -1,4 +1,4 @@
-"""Quantized or not: what the recipe asks for, unless NVTE_FP8_AUTO=1 and quantizing costs more than it saves.
+"""The choice of quantized or high-precision computation: by the recipe, or with NVTE_FP8_AUTO=1 by estimated time.
 
 For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three products, in proportion to
 M N K. Quantizing x, w and dy in both directions costs time in proportion to the number of their elements, and each
@@ -16,15 +16,15 @@ from ..quantization.family import family_of
 
 
 class _Rate(NamedTuple):
-    """Microseconds: quantizing a million elements both ways, saved by a billion operations, launching kernels."""
+    """Microseconds per million elements quantized in both directions, saved per 10^9 operations, and for launches."""
 
     quantize: float
     saved: float
     launch: float
 
 
-# Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens of width 1024-8192: the
-# difference from bfloat16 is met within 20 us or a fifth, and where its sign is missed little is lost: under 8 us.
+# Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens of width 1024-8192. The
+# difference from bfloat16 is predicted within 20 us or a fifth. A wrong sign costs less than 8 us.
 _RATES = {
     "delayed": _Rate(1.04, 0.557, 7.4),
     "current": _Rate(1.51, 0.585, 12.2),
@@ -33,10 +33,18 @@ _RATES = {
 
 
 def reason_against_fp8(m: int, n: int, k: int, kind: str) -> str | None:
-    """Why a layer of these extents is faster in bfloat16 than in FP8, or None where FP8 pays.
+    """Return why a layer of these sizes is faster in bfloat16 than in FP8, or None if FP8 is faster.
 
-    kind    "delayed", "current" or "block": how scales are found; ValueError for another
-    The weight is taken to be quantized at every step, as without `is_first_microbatch`.
+    The estimate assumes that the weight is quantized at every step, as without `is_first_microbatch`.
+
+    Args:
+        m: Rows of the input.
+        n: Output features.
+        k: Input features.
+        kind: Scaling of the recipe: "delayed", "current" or "block".
+
+    Raises:
+        ValueError: The kind is unknown.
     """
     if kind not in _RATES:
         raise ValueError(f"kind={kind!r} has not been measured; choose one of {', '.join(_RATES)}")
@@ -53,7 +61,7 @@ def reason_against_fp8(m: int, n: int, k: int, kind: str) -> str | None:
 
 
 class PrecisionRequest(NamedTuple):
-    """y [m, n] = x [m, k] @ w [n, k].T with its backward, how scales are found, and whether NVTE_FP8_AUTO asks."""
+    """Sizes of a layer y [m, n] = x [m, k] @ w [n, k].T, its kind of scaling, and whether NVTE_FP8_AUTO is set."""
 
     m: int
     n: int
@@ -87,6 +95,6 @@ TABLE: Table[PrecisionRequest] = Table(
 
 
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
-    """Return whether a layer of these extents is quantized under the recipe; always, unless its time is measured."""
+    """Return whether a layer of these sizes is quantized under the recipe; only NVTE_FP8_AUTO=1 can prevent it."""
     kind = family_of(recipe).measured_as
     return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"

@@ -1,4 +1,4 @@
-"""The quantizers of linear products, and those of a module under one recipe, from which specs are built."""
+"""The quantizers of linear products, and the settings of a module under one recipe, from which specs are built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..tensor.quantizer import Calibrating, Quantizer
 
-# Slots of a product: the original's order, which checkpoints of delayed scaling rely on.
+# Slots of a product, in the original's order, on which checkpoints of delayed scaling rely.
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 
@@ -29,7 +29,7 @@ class ProductQuantizers:
     output: Quantizer
     grad_output: Quantizer
     grad_input: Quantizer
-    inspector: Inspector | None = field(default=None, kw_only=True)  # of the product's results
+    inspector: Inspector | None = field(default=None, kw_only=True)  # receives the product's results
 
     @property
     def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
@@ -40,12 +40,14 @@ UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY
 
 
 class ModuleRecipe:
-    """The settings of one module: quantizers of its products, and the recipe's options for products and backward.
+    """Settings of one module: quantizers of its products, and the recipe's options for products and backward.
 
-    recipe, group   None where nothing is quantized
-    quantizes       False: in high precision, all quantizers are the identity or only record
-    has_state       scales or statistics live from call to call
-    follows_history scales of a forward have moved on by its backward
+    Attributes:
+        recipe: The recipe; None if nothing is quantized.
+        group: Process group of amax reductions, or None.
+        quantizes: Whether products are quantized. Otherwise all quantizers are the identity or only record.
+        has_state: Whether scales or statistics persist between calls.
+        follows_history: Whether the scales of a forward pass have changed by its backward pass.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class ModuleRecipe:
         self.backward = (quantizes and getattr(recipe, "backward_override", None)) or "quantized"
         # The same in high precision, recording statistics.
         self.calibrating: ModuleRecipe | None = None
-        # Where the states were registered for scale updates, while they still are.
+        # Registration of the states for scale updates, as long as it is valid.
         self.pools: object = None
 
     @staticmethod
     def of(
         recipe: Recipe, group: Any, forward: Sequence[Quantizer], backward: Sequence[Quantizer]
     ) -> ModuleRecipe:
-        """The recipe's, of quantizers by slot."""
+        """Return the settings of a recipe with the given quantizers by slot."""
         products = tuple(
             ProductQuantizers(
                 *forward[FORWARD_SLOTS * i : FORWARD_SLOTS * (i + 1)],
@@ -94,7 +96,7 @@ class ModuleRecipe:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy's states have to be registered themselves."""
+        """Copy without the registration for scale updates; the states of the copy are registered separately."""
         return self.__dict__ | {"pools": None}
 
     def with_products(
@@ -114,14 +116,14 @@ class ModuleRecipe:
         return self.recipe is recipe and self.revision is revision_of(recipe) and self.group is state.group
 
     def matches_recipe(self, recipe: Recipe, group: Any) -> bool:
-        """Is recipe, in the same object or an equal one, what this was made by?"""
+        """Return whether this was created from the recipe or from an equal one."""
         made_by = self.recipe
         return made_by is not None and is_unchanged(made_by, self.revision, recipe) and self.group is group
 
 
 @functools.cache
 def unquantized(products: int) -> ModuleRecipe:
-    """That of a call outside of autocast."""
+    """Return the settings of a call outside of autocast."""
     return ModuleRecipe((UNQUANTIZED,) * products)
 
 

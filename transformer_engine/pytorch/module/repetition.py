@@ -1,4 +1,4 @@
-"""A module's call in a function that is run twice: repeated bit for bit, or rejected if that is not possible."""
+"""A module's call in a function that runs twice: its scales are replayed exactly, or the call is rejected."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from .products import ModuleRecipe, ProductQuantizers
 
 
 def may_be_recomputed() -> bool:
-    """Is a call now part of a recomputed function, or in a backward, where it may be the second run of one?"""
-    # Compiled code has no graph task to ask for.
+    """Return whether this call is in a recomputed function, or in a backward pass, where it may be a second run."""
+    # Compiled code has no graph task to query.
     return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and in_backward_pass())
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
-    """Return the settings of a call in a recomputed function: first runs keep their states, second runs repeat them.
+    """Return the settings of a call in a recomputed function: first runs record their states, second runs replay them.
 
-    kind   of module, for messages. Any other call in a backward pass keeps its quantizers; it warns where it is
-           another checkpoint's second run
+    Any other call in a backward pass keeps its quantizers. It warns if another library's checkpoint repeats the call.
+
+    Args:
+        kind: Class name of the module, for messages.
+        tracing_key: Key of the module.
+        active: Settings of the call.
+
+    Raises:
+        RuntimeError: The second run calls the module more often than the first one.
     """
     if not is_fp8_activation_recompute_enabled():
         # A checkpoint of another library repeats the autocast, but scales may have been updated since its first run.

@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...common.checks import described
-from ...common.numbers import to_int
 from ..quantization import FP8GlobalStateManager, get_align_size_for_quantization
 from ..runtime.checks import floating, tensor
 from .arguments import group_count, size_or_none
-
-
-def rows_of_groups(m_splits: Any) -> Sequence[int]:
-    """Return the rows of each group as a sequence of ints.
-
-    Args:
-        m_splits: List, tuple or other iterable of whole numbers in any form, or an array or tensor [groups]. A tensor
-            on a GPU is read by the host.
-
-    Raises:
-        TypeError: The value is not a sequence of whole numbers.
-    """
-    if isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) <= {int}:
-        return m_splits
-    to_list = getattr(m_splits, "tolist", None)
-    if to_list is not None:
-        numbers: Any = to_list()
-        if len(m_splits.shape) != 1:  # pyright: ignore[reportAttributeAccessIssue]
-            raise TypeError(f"m_splits is {described(m_splits)}; give whole numbers, one for each group")
-    elif isinstance(m_splits, (str, bytes, Mapping, set)) or not hasattr(m_splits, "__iter__"):
-        raise TypeError(f"m_splits={described(m_splits)} is not a sequence; give a list of whole numbers")
-    else:
-        numbers = list(m_splits)
-    try:
-        return [to_int("m_splits", rows) for rows in numbers]
-    except TypeError:
-        raise TypeError(
-            f"m_splits={described(m_splits)} holds {_first_fraction(numbers)}; give a list of whole numbers"
-        ) from None
-
-
-def _first_fraction(numbers: Sequence[Any]) -> str:
-    """Return a description of the first item that is not a whole number."""
-    for rows in numbers:
-        try:
-            to_int("m_splits", rows)
-        except TypeError:
-            return described(rows)
-    return "no fraction"
 
 
 def check_dense(name: str, value: Any) -> None:
@@ -68,7 +28,9 @@ def check_dense(name: str, value: Any) -> None:
 class RowGroups(nn.Module):
     """Base class of Fp8Padding and Fp8Unpadding: num_gemms groups of rows, each padded to a multiple of align_size.
 
-    align_size   None: the multiple of the recipe in force at the first call, which is kept from then on
+    Args:
+        num_gemms: Number of groups.
+        align_size: The multiple. None: the multiple of the recipe at the first call, which later calls keep.
     """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
@@ -98,7 +60,7 @@ class RowGroups(nn.Module):
 
 
 def alignment() -> int:
-    """Return the multiple that the recipe in force, or else the default recipe, requires of a group's rows."""
+    """Return the multiple of a group's rows that the active recipe, or otherwise the default recipe, requires."""
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
 
 

@@ -1,4 +1,4 @@
-"""Probabilities of attention scores: softmax(scale * scores) under a mask, for attention that is not fused."""
+"""FusedScaleMaskSoftmax: probabilities of attention scores, for attention that is not fused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .arguments import finite_or_none
 class FusedScaleMaskSoftmax(nn.Module):
     """y [b, h, q, k] = softmax(softmax_scale * scores), in one kernel if the kernel can read the mask directly.
 
-    mask_func         (scores, mask) -> masked scores, used where the mask is neither bool nor uint8
-    softmax_in_fp32   kept for its callers: every path computes in float32
+    Args:
+        mask_func: `mask_func(scores, mask)` returns masked scores; used for masks that are neither bool nor uint8.
+        softmax_in_fp32: Accepted without effect; every path computes in float32.
     """
 
     def __init__(self, mask_func: Callable[[Tensor, Tensor], Tensor], softmax_in_fp32: bool = True):
@@ -31,7 +32,14 @@ class FusedScaleMaskSoftmax(nn.Module):
     def forward(
         self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, softmax_scale: float | None = None
     ) -> Tensor:
-        """inp [b, h, q, k]; mask bool or uint8, True where a key is hidden; the type names the causal ones."""
+        """Return the probabilities of the scores.
+
+        Args:
+            inp: Scores [b, h, q, k].
+            mask: bool or uint8, True where a key is hidden; None: no mask tensor.
+            attn_mask_type: A name that contains "causal" hides later keys.
+            softmax_scale: Factor of the scores; None: 1.
+        """
         floating("inp", inp)
         tensor_or_none("mask", mask)
         one_of("attn_mask_type", attn_mask_type, AttnMaskTypes)

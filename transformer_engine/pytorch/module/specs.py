@@ -1,8 +1,8 @@
 """spec = build(key): the settings of a call of a layer made of linear products, as a function of its key.
 
 The key is a plain tuple with the fields of `Call`: the module's settings, the quantizers of its recipe, torch's modes,
-and the facts of input and parameters. `ProductsModule.spec` makes it and looks it up; the builders of the layers read
-it here. One function, `product_spec`, makes the spec of every linear product.
+and the facts of input and parameters. `ProductsModule.spec` makes the key and looks it up; the layers' builders read
+it here. `product_spec` makes the spec of every linear product.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Facts(NamedTuple):
 
 
 class EqualFacts(NamedTuple):
-    """Facts of consecutive parameters that are equal in them, in the form of a key; see `ProductsModule.spec`."""
+    """Facts that consecutive parameters have in common, in the form of a key; see `ProductsModule.spec`."""
 
     facts: tuple[Any, ...] | None
     count: int
 
 
 class AccumulationTarget:
-    """A parameter that a gradient is accumulated into, in a key: equal to itself alone, and kept alive by it."""
+    """A parameter that a gradient accumulates into, as part of a key: it is compared by identity and kept alive."""
 
     __slots__ = ("parameter",)
 
@@ -67,18 +67,20 @@ class AccumulationTarget:
 class Call(NamedTuple):
     """The parts of a key.
 
-    config       the module's settings
-    active       its quantizers, and what its recipe says of products
-    options      the switches of forward, named by `config.options`
-    gradients    is autograd recording?
-    autocast     torch.autocast's dtype where that is active
-    environment  env.generation()
-    store        where weight gradients are put off to
-    holders      the parameters of each product's weight, where gradients are accumulated into them
-    x, tensors   Facts of the input and of the parameters called `config.tensors`; None for those there are not
-    begin        the scale update of a backward that has its own: of a graph that is traced, of a call in a
-                 backward pass. Such a key is not looked up
-    traced       is a compiler tracing?
+    Attributes:
+        config: Settings of the module.
+        active: Quantizers of the module, and the recipe's options for products.
+        options: Switches of `forward`, named by `config._options`.
+        gradients: Whether autograd records.
+        autocast: Dtype of torch.autocast, if it is active.
+        environment: `env.generation()`.
+        store: Queue of delayed weight gradients, or None.
+        holders: Parameters of each product's weight, if gradients are accumulated into them.
+        x: Facts of the input.
+        tensors: Facts of the parameters named by `config._tensors`; None for absent parameters.
+        begin: Scale update of a backward pass that does not update all scales: in a traced graph, or for a call within
+            a backward pass. Such a key is not looked up.
+        traced: Whether a compiler is tracing.
     """
 
     config: Any
@@ -104,7 +106,7 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """All dimensions of the input but the last, as one."""
+        """Number of rows: the product of all dimensions of the input but the last."""
         shape = self.x[1]
         rows = 1
         for size in shape[:-1]:
@@ -113,12 +115,12 @@ class Call(NamedTuple):
 
     @property
     def wants(self) -> bool:
-        """Does the input, or any parameter, want a gradient?"""
+        """Whether the input or a parameter requires a gradient."""
         return self.gradients and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
 
 
 def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """The fields of Facts, in the form of a key."""
+    """Return the fields of Facts, in the form of a key."""
     if tensor is None:
         return None
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
@@ -128,7 +130,7 @@ def check_call(call: Call, features: int) -> None:
     """Check the arguments of a forward pass; raise TypeError, ValueError or RuntimeError."""
     x = call.input
     if not x.dtype.is_floating_point:
-        raise TypeError(f"the input is {x.dtype}; give floating-point values, for example the input.float()")
+        raise TypeError(f"the input is {x.dtype}; give floating-point values, for example x.float()")
     if len(x.shape) == 0 or x.shape[-1] != features:
         raise ValueError(
             f"{call.config._kind} takes [.., {features}], the input is {list(x.shape)}; "
@@ -154,7 +156,7 @@ def check_call(call: Call, features: int) -> None:
 
 
 def computing_dtype(call: Call) -> torch.dtype:
-    """The dtype a layer computes in: torch.autocast's when active, else the input's, which is the parameters' too."""
+    """Return the dtype in which a layer computes: torch.autocast's if active, otherwise the input's and parameters'."""
     x = call.input
     if x.is_quantized:
         return x.dtype
@@ -169,7 +171,7 @@ def computing_dtype(call: Call) -> torch.dtype:
 def common_dtype(
     x: torch.dtype, autocast: torch.dtype | None, parameters: Sequence[tuple[str, torch.dtype]]
 ) -> torch.dtype:
-    """torch.autocast's dtype when active, else that of input and parameters; TypeError where these differ."""
+    """Return torch.autocast's dtype if active, otherwise the common dtype; raise TypeError if dtypes differ."""
     if autocast is not None:
         return autocast
     for name, dtype in parameters:
@@ -182,7 +184,7 @@ def common_dtype(
 
 
 def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
-    """Why a format cannot take x [m, k], w [n, k] or dy [m, n]; None when it can take all three."""
+    """Return why a format does not support x [m, k], w [n, k] or dy [m, n]; None if it supports all three."""
     for quantizer, extents in (
         (product.input, (m, k)),
         (product.weight, (n, k)),
@@ -229,7 +231,7 @@ _warned_configs: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _pays(call: Call, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether no product loses time by quantization; a compiled graph has no fixed extents to compare."""
+    """Return whether quantization saves time in every product; True where no time is estimated."""
     if call.x[3].type != "cuda" or call.config.primary_weights_in_fp8 or call.traced:
         return True
     assert call.active.recipe is not None
@@ -259,7 +261,7 @@ def quantized_results(
 
 
 def _histories_agree(call: Call, parallel: TensorParallel) -> bool:
-    """Do scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group?"""
+    """Return whether delayed scaling reduces maxima over all ranks of the tensor-parallel group."""
     active = call.active
     if not active.follows_history or parallel.group is None:
         return False
@@ -288,7 +290,7 @@ def rows_of_shard(call: Call, parallel: TensorParallel) -> int:
 
 
 def keeps_input(call: Call) -> bool:
-    """save_original_input, which delayed scaling cannot serve: its scale has moved on by the backward."""
+    """Return save_original_input, which delayed scaling does not support: the scale changes before the backward."""
     if not call.config.save_original_input or not call.active.quantizes:
         return False
     if call.active.follows_history:
@@ -300,14 +302,14 @@ def keeps_input(call: Call) -> bool:
 
 
 def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
-    """What this call's backward, if it will have one, updates under delayed scaling."""
+    """Return the scale update of delayed scaling that follows this call's backward pass; None without one."""
     if not needs_grad or not call.active.has_state:
         return None
     return END_OF_PASS if call.begin is None else call.begin()
 
 
 def weight_gradient(call: Call, product: int) -> WeightGradient:
-    """Where the gradient of a product's weight goes."""
+    """Return the destination of the gradient of a product's weight."""
     if call.holders is None:
         return WeightGradient()
     return WeightGradient(
@@ -377,4 +379,5 @@ def product_spec(
     )
     if shard is None or not (communicates and parallel.sequence):
         return spec
-    return gathering(spec, shard, call.input.is_quantized, _histories_agree(call, parallel))
+    quantized_as = call.input.kind if call.input.is_quantized else None
+    return gathering(spec, shard, quantized_as, _histories_agree(call, parallel))

@@ -68,19 +68,19 @@ class Communicator:
     atomic: bool
 
     def is_fp8_ubuf(self) -> bool:
-        """Would the buffer hold FP8 codes?"""
+        """Return whether the buffer would hold FP8 codes."""
         return self.fp8
 
     def is_atomic_gemm(self) -> bool:
-        """Would the product signal its chunks by atomic counters?"""
+        """Return whether the product would signal its chunks by atomic counters."""
         return self.atomic
 
     def is_p2p_overlap(self) -> bool:
-        """Would chunks travel from rank to rank in a ring?"""
+        """Return whether chunks would be sent from rank to rank in a ring."""
         return self.method in (RING, EXTERNAL)
 
     def with_cublasmp(self) -> bool:
-        """Would cuBLASMp run the product? Never."""
+        """Return False: cuBLASMp never runs the product."""
         return False
 
     def get_tp_size(self) -> int:
@@ -107,21 +107,11 @@ def initialize_ub(
         shape: [tokens, hidden] of the communicated activations.
         tp_size: Number of tensor-parallel ranks.
         use_fp8: Deprecated; `quantization_modes=[UserBufferQuantizationMode.FP8]`.
-        quantization_modes: Data types of communicated activations.
-        dtype: Dtype of the activations.
+        quantization_modes: Data types of the communicated activations.
+        dtype: Has no effect.
         ub_cfgs: {name of a product: settings}, or one such mapping per quantization mode.
-        bootstrap_backend: Backend that would exchange handles: "gloo", "mpi" or "nccl".
-        with_cublasmp: Accepted without effect.
-
-    Args:
-        shape: [tokens, hidden] of the largest activation.
-        tp_size: Size of the tensor-parallel group.
-        use_fp8: No effect.
-        quantization_modes: Data types in which activations would be communicated.
-        dtype: No effect.
-        ub_cfgs: No effect.
-        bootstrap_backend: No effect.
-        with_cublasmp: No effect.
+        bootstrap_backend: "gloo", "mpi" or "nccl"; checked, and has no effect.
+        with_cublasmp: Has no effect.
 
     Raises:
         RuntimeError: A configuration is recorded already.
@@ -195,7 +185,7 @@ def get_ub_is_fp8(name: str, use_fp8: bool) -> bool:
 def _checked_modes(
     use_fp8: Any, modes: list[UserBufferQuantizationMode] | None
 ) -> list[UserBufferQuantizationMode]:
-    """Return the quantization modes, of the deprecated flag where there are none."""
+    """Return the quantization modes; by default, those of the deprecated flag."""
     if to_bool("use_fp8", use_fp8):
         warnings.warn(
             "use_fp8 is deprecated; give quantization_modes=[UserBufferQuantizationMode.FP8]",

@@ -1,4 +1,4 @@
-"""Containers under the original's names whose writes are noticed: they take effect in the module's next call."""
+"""Containers under the original's names that observe writes, which take effect in the module's next call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from .products import ModuleRecipe
 
 
 class Active:
-    """The quantizers that a module has put together by product, while nothing they were made of is written.
+    """The cached settings of a module, valid until a container that they depend on is written.
 
-    before   what there was when slots were written: those quantizers are to be put together again, not made anew
+    Attributes:
+        before: Settings before a slot was written; its quantizers are combined again instead of recreated.
     """
 
     __slots__ = ("before", "recipe")
@@ -30,7 +31,7 @@ class Active:
 
 
 class WatchedDict(dict[str, Any]):
-    """fp8_meta: where a state is written, quantizers are made of it; what callers note under other keys is theirs."""
+    """`fp8_meta`: writing a state recreates quantizers; entries of callers under other keys have no effect."""
 
     def __init__(self, active: Active, content: dict[str, Any]):
         super().__init__(content)
@@ -41,7 +42,7 @@ class WatchedDict(dict[str, Any]):
 
 
 class Slots(list[Quantizer]):
-    """The quantizers of one direction: after a write, products are put together again."""
+    """The quantizers of one direction; after a write, they are combined into products again."""
 
     def __init__(self, active: Active, quantizers: Iterable[Quantizer] = ()):
         super().__init__(quantizers)
@@ -54,7 +55,7 @@ class Slots(list[Quantizer]):
 def _writes(
     base: type, name: str, watched: Callable[[Any], object], notice: Callable[[Active], None]
 ) -> Callable[..., Any]:
-    """The method of base, followed by `notice` if it changed the watched object."""
+    """Return the method of base, followed by `notice` if it changed the watched object."""
     plain = getattr(base, name)
 
     def write(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -101,7 +101,10 @@ class SynchronizedGroupOffloadHandler(DefaultOffloadSynchronizer):
 
 
 class AsyncDoubleBufferGroupOffloadHandler(SynchronizedGroupOffloadHandler):
-    """The same class; copies overlap with the computation in both."""
+    """The same as `SynchronizedGroupOffloadHandler`: copies overlap with the computation in both.
+
+    The other arguments are those of `SynchronizedGroupOffloadHandler`.
+    """
 
 
 class CpuOffloadHookWithOffloadHandler(OffloadContext):

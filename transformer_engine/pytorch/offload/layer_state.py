@@ -1,8 +1,10 @@
 """The states of one layer's saved tensors: on the device, being copied, on the host, being copied back.
 
-    not_offloaded --start_offload--> offload_started --release_activation_forward_gpu_memory--> offload_finished
-          ^                                                                                            |
-          +------------release_all_memory------------ reload_started <------------start_reload---------+
+```text
+not_offloaded --start_offload--> offload_started --release_activation_forward_gpu_memory--> offload_finished
+      ^                                                                                            |
+      +------------release_all_memory------------ reload_started <------------start_reload---------+
+```
 
 A tensor that is saved several times, or in several views of the same memory, is copied once. Tensors are copied in the
 order in which their values became available, and are copied back in the opposite order, in which a backward reads them.
@@ -60,7 +62,11 @@ class _SavedQuantized:
 
 
 class OffloadableLayerState:
-    """The saved tensors of one layer; methods raise RuntimeError for a transition that the drawing above lacks.
+    """The saved tensors of one layer: on the device, being copied to the host, on the host, or being copied back.
+
+    `state` is "not_offloaded", "offload_started", "offload_finished" or "reload_started". `start_offload`,
+    `release_activation_forward_gpu_memory`, `start_reload` and `release_all_memory` lead from each state to the next;
+    in another state a method raises RuntimeError.
 
     Args:
         offload_stream: CUDA stream of the copies; None creates one.

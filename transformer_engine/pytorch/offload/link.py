@@ -2,14 +2,15 @@
 
 A `Link` is the interface of offloading to the hardware, with copies in the order of the calls. `CudaLink` copies on a
 separate stream; `NoLink`, for a machine without a GPU, accepts no tensor, so that nothing is copied. Tests use a link
-that records its calls.
+that records its calls. The methods are:
 
-takes      whether a tensor is on the device
-mark       the present moment of the computation, for `to_host` to wait for; later moments are greater
-to_host    copy values into a host buffer after the moment `after`; returns the moment at which the copy is done
-to_device  (a new tensor with the values of a host buffer, the moment at which they are complete)
-wait       make the computation wait for a moment of the link
-buffer     a new host buffer for these values
+* `takes(values)`: whether a tensor is on the device.
+* `mark()`: the present moment of the computation, for which `to_host` waits; later moments are greater.
+* `to_host(values, buffer, after)`: copy values into a host buffer after a moment; return the moment at which the copy
+  is complete.
+* `to_device(buffer, device)`: (new tensor with the values of a host buffer, moment at which they are complete).
+* `wait(moment)`: make the computation wait for a moment of the link.
+* `buffer(values)`: a new host buffer for these values.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CudaLink:
             return self.stream.record_event()
 
     def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        # Allocated on the computing stream, which will free it: the link has to wait for the block's earlier reader.
+        # Allocated on the computing stream, which frees it: the link must wait for the block's earlier reader.
         values = torch.empty_like(buffer, device=device, pin_memory=False)
         self.stream.wait_event(self.mark().event)
         with torch.cuda.stream(self.stream):

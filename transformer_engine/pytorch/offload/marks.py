@@ -2,12 +2,12 @@
 
 Three marks are attributes of a tensor, which autograd preserves:
 
-    _TE_do_not_offload    parameters, and tensors derived from them
-    start_reload_event    the moment from which the values are complete
-    offload_base_tensor   copy the base of this view once for all views; implied for views with gaps
+* `_TE_do_not_offload`: parameters, and tensors derived from them.
+* `start_reload_event`: the moment from which the values are complete.
+* `offload_base_tensor`: copy the base of this view once for all views; implied for views with gaps.
 
 Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix is complete, well
-before the layer ends (`mark_ready`), and the moment at which a backward reads a tensor (`wait_for`).
+before the layer ends (`mark_ready`), and the moment at which a backward pass reads a tensor (`wait_for`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ READY_MOMENT, READ_LATE = "_TE_ready_moment", "_TE_read_late"
 
 
 class _Active(threading.local):
-    """The synchronizer of the context that is open in this thread, None outside of all contexts.
+    """The synchronizer of the context that is open in this thread; None outside of all contexts.
 
-    used   a context has been opened in any thread: autograd runs backward passes in other threads
+    Attributes:
+        used: Whether a context was opened in any thread, because autograd runs backward passes in other threads.
     """
 
     synchronizer: Any = None

@@ -1,18 +1,21 @@
-"""When each layer's saved tensors leave the device and come back.
+"""The schedule on which each layer's saved tensors are copied to the host and back.
 
-`DefaultOffloadSynchronizer` of n layers, of which the first k are offloaded: layer i
+`DefaultOffloadSynchronizer` has n layers, of which the first k are offloaded. Layer i
 
-    begins to be copied    when the forward of layer i + 1 begins
-    leaves the device      when the forward of layer n - k + i begins
-    begins to come back    when the backward of layer n - 1 - k + i begins
-    is released            when the backward of the layer before it begins
+* begins to be copied when the forward of layer i + 1 begins,
+* leaves the device when the forward of layer n - k + i begins,
+* begins to be copied back when the backward of layer n - 1 - k + i begins,
+* is released when the backward of the layer before it begins,
 
 so that saved tensors of at most n - k layers are on the device at any time. With n = 4, k = 2:
 
-    forward of      0    1         2                 3
-    copied               0 ->      1 -> (0 leaves)   (1 leaves)
-    backward of     3    2         1                 0
-    copied back          ..        0 <-              (1 <- began with that of 2)
+| pass | events |
+| --- | --- |
+| forward of 1 | the copy of 0 begins |
+| forward of 2 | the copy of 1 begins, 0 leaves |
+| forward of 3 | 1 leaves |
+| backward of 2 | the copy of 1 back begins |
+| backward of 1 | the copy of 0 back begins |
 
 These are the times at which the host queues copies, ahead of the device. On the device, a copy starts when the values
 of the tensor are complete, and its backward waits for this tensor alone (`marks`).
@@ -157,7 +160,7 @@ class OffloadSynchronizer:
         return state.pop_tensor(pushed.value)
 
     def get_offloaded_total_size_mb(self) -> float:
-        """MiB of all layers in host memory."""
+        """Return the size in MiB of all layers in host memory."""
         return sum(state.get_offloaded_total_size_mb() for state in self.layer_states.values())
 
     def _forget_previous(self) -> None:
@@ -169,7 +172,11 @@ class OffloadSynchronizer:
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads the layers 0 to num_offloaded_layers - 1, on the schedule in this module's docstring.
+    """Offloads the layers 0 to num_offloaded_layers - 1 while other layers compute.
+
+    The copy of layer i begins with the forward of layer i + 1. With n layers, of which k are offloaded, it leaves the
+    device when the forward of layer n - k + i begins, and its copy back begins with the backward of layer
+    n - 1 - k + i. Saved tensors of at most n - k layers are on the device at any time.
 
     Args:
         num_offloaded_layers: Number of leading layers that are offloaded; None is all but the last layer, which always

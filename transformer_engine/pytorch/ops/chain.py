@@ -184,7 +184,7 @@ def describe(
     environment: ChainEnvironment,
     first: int = 0,
 ) -> tuple[tuple[PassMember, ...], list[list[Tensor]]]:
-    """Let operations describe themselves for one call; see `run_forward`.
+    """Collect the descriptions of operations for one call; see `run_forward`.
 
     Returns:
         The members of the passes, and by operation the parameters that its steps read.

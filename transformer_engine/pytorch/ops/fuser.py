@@ -31,7 +31,7 @@ from .prepared_chain import Fusions, PreparedChain
 from .step_operation import contributes_backward, contributes_forward
 from .tracing import NOT_TRACED, Followed, following
 
-_MOST_PREPARED = 64  # kinds of calls of a chain; calls of ever new shapes empty the table
+_MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
 
 Fusion = Callable[..., list[FusibleOperation]]
 
@@ -40,7 +40,7 @@ class OperationFuser:
     """Runs a chain of operations as one differentiable function.
 
     Args:
-        ops: The operations in order; fused operations stand for their basic operations.
+        ops: The operations in order; fused operations represent their basic operations.
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
@@ -106,7 +106,8 @@ class OperationFuser:
 
         Args:
             input: The main input.
-            *extra_inputs: Extra inputs of the operations that read no channel, in order.
+            *extra_inputs: Extra inputs of the operations that read no channel, in order: tensors, or values that
+                `BasicOperation.accept_extra_input` converts, such as a list of the split sizes of a `GroupedLinear`.
             basic_op_kwargs: Keyword arguments of each basic operation.
 
         Returns:
@@ -117,9 +118,13 @@ class OperationFuser:
         """
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(
-                f"got {len(extra_inputs)} extra inputs, but the operations read {self.num_extra_inputs}; give one "
-                "tensor for each extra input, in the order of the operations"
+                f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
+                "operations; give one tensor for each extra input, in the order of the operations"
             )
+        for tensor in extra_inputs:
+            if not isinstance(tensor, Tensor):
+                extra_inputs = self._links.accepted(extra_inputs)
+                break
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
@@ -340,7 +345,7 @@ class OperationFuser:
 
 
 def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors of which a tracing compiler knows none twice; torch 2.13 traces no autograd function of such.
+    """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
 
     The numbers of rows of two grouped layers, and shared parameters, are the same tensors.
     """
@@ -359,7 +364,7 @@ def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:
 
     Args:
         function: function(ops, recipe=recipe) -> ops, lists of operations in order. Each fused operation that it
-            introduces must stand for exactly the basic operations that it replaces.
+            introduces must represent exactly the basic operations that it replaces.
         prepend: Apply the function before those registered earlier.
     """
     _register(OperationFuser.forward_fusion_functions, function, prepend)

@@ -109,7 +109,7 @@ class Linear(StepFusedOperation):
         return owners
 
     def _alias_parameters(self) -> None:
-        """Let `weight` and `bias` name the parameters of the basic operations."""
+        """Make `weight` and `bias` aliases of the parameters of the basic operations."""
         for name, owner in self._owners().items():
             self._parameters[name] = owner._parameters[name]
         if not self._has_bias:

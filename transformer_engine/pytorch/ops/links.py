@@ -73,6 +73,17 @@ class Links:
         """Return whether one of some operations reads a channel of one of others."""
         return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
 
+    def accepted(self, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the caller's extra inputs, with values that are not tensors converted by their operations."""
+        return tuple(
+            [
+                value
+                if isinstance(value, Tensor)
+                else self._ops[slot.op].accept_extra_input(slot.index, value)
+                for slot, value in zip(self.public_inputs, extra_inputs, strict=True)
+            ]
+        )
+
     def given(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """Return the caller's extra inputs by operation; None for those of channels."""
         given: list[list[Tensor | None]] = [[None] * op.num_extra_inputs for op in self._ops]

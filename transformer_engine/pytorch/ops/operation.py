@@ -63,7 +63,7 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
     @property
     @abstractmethod
     def is_fused_op(self) -> bool:
-        """Whether the operation stands for several basic operations."""
+        """Whether the operation represents several basic operations."""
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare the operation before its first forward pass, for example by allocating deferred parameters."""
@@ -156,11 +156,11 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy creates a new fuser."""
+        """Copy the state without the fuser, which a copy recreates."""
         return {name: value for name, value in self.__dict__.items() if name != "_own_fuser"}
 
     def basic_operations(self) -> list[BasicOperation]:
-        """Return the basic operations that this operation stands for, in order."""
+        """Return the basic operations that this operation consists of, in order."""
         raise NotImplementedError(
             f"{type(self).__name__} derives from neither BasicOperation nor FusedOperation"
         )
@@ -206,6 +206,15 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         """Return the dependencies of a call's steps other than attributes and metadata of inputs and parameters."""
         return None
 
+    def accept_extra_input(self, index: int, value: Any) -> Any:
+        """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.
+
+        Args:
+            index: Index of the extra input.
+            value: The caller's value; without an override it is returned unchanged.
+        """
+        return value
+
     def extra_repr(self) -> str:
         return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])
 
@@ -231,7 +240,7 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         """Compute the forward pass.
 
         Args:
-            ctx: Context, which saves what the backward pass needs.
+            ctx: Context, which saves the tensors that the backward pass reads.
             input_: The input.
             prev_op_grad_output_quantizer: Quantizer of the previous operation's output gradient, or None.
             next_op_input_quantizer: Quantizer of the next operation's input, or None. The operation may return its

@@ -37,7 +37,7 @@ class PassBuilder:
     """Collects the steps of one pass.
 
     Args:
-        mark: Suffix of derived buffers, which tells those of a backward pass from saved ones.
+        mark: Suffix of derived buffers, which distinguishes those of a backward pass from saved ones.
     """
 
     mark: str = ""

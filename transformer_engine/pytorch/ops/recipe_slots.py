@@ -61,7 +61,7 @@ class RecipeSlots:
         by_key[self._replay_key] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy has a new name."""
+        """Copy under a new name."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         state: dict[str, Any] = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue]

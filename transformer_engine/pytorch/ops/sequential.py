@@ -111,7 +111,7 @@ class Sequential(torch.nn.Module):
         return module
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy groups its own modules."""
+        """Copy the state without the groups of modules, which a copy recreates."""
         return {**self.__dict__, "_module_groups": None}
 
     def forward(
@@ -152,8 +152,8 @@ class Sequential(torch.nn.Module):
         wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
         if len(extra_inputs) != wanted:
             raise ValueError(
-                f"got {len(extra_inputs)} extra inputs, but the operations read {wanted}; give one tensor for each "
-                "extra input, in the order of the operations"
+                f"number of extra inputs: {len(extra_inputs)} given, {wanted} read by the operations; give one "
+                "tensor for each extra input, in the order of the operations"
             )
         x: Any = input
         outputs: list[Tensor] = []

@@ -31,7 +31,7 @@ def _unflatten(env: Any, s: None, y: Tensor, leading: Shape) -> tuple[Tensor]:
 
 
 def _row_scale(env: Any, s: None, y: Tensor, scales: Tensor) -> tuple[Tensor]:
-    """Multiplied in float32: scales are often kept in a wider dtype than activations."""
+    """Multiply in float32: scales often have a wider dtype than activations."""
     return ((y.float() * scales.reshape(-1, 1).float()).to(y.dtype),)
 
 
@@ -100,7 +100,7 @@ def _scaled_bias(env: Any, s: Layer, y: Tensor, biases: Any, scales: Tensor) -> 
 
 
 def _scaled_bias_backward(env: Any, s: Layer, dy: Tensor, biases: Any, scales: Tensor) -> tuple[Any, Tensor]:
-    """(gradients of the biases [N], gradient of the scales [M, 1])"""
+    """Return (gradients of the biases [N], gradient of the scales [M, 1])."""
     call: GroupedCall = env.linears[s.layer]
     grads, grad_scales = [], []
     for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):

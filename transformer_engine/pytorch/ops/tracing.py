@@ -1,7 +1,7 @@
 """The recipe of a chain's operations in one call, and its scale updates, in eager mode and while a compiler traces.
 
-State that is made inside of a graph would be lost, so a tracing compiler calls functions for real that make it. Such
-functions take strings only.
+State that is created inside of a graph would be lost. A tracing compiler therefore executes the functions that create
+it. Such functions take strings only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .recipe_slots import RecipeSlots, by_key
 
 
 def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
-    """Let operations use the recipe of an autocast state from now on."""
+    """Make operations use the recipe of an autocast state from now on."""
     traced = torch.compiler.is_compiling()
     recipe = state.recipe if state.enabled or state.calibrating else None
     for op in ops:

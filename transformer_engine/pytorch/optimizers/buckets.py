@@ -78,7 +78,7 @@ class CheckedAdamStep:
 
 
 def _addresses(others: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Return where the states begin in memory; the first list is the parameters."""
+    """Return the addresses of the states; the first list is the parameters."""
     return [list(map(Tensor.data_ptr, local_tensors(states))) for states in others[1:]]
 
 
@@ -93,13 +93,14 @@ _DESCRIPTIONS: tuple[Callable[[Tensor], Any], ...] = (
 class Bucket(NamedTuple):
     """Parameters of a group that one launch steps.
 
-    members     their places in the group
-    params      as the group holds them
-    parameters  the local tensors of this rank
-    quantized   quantized parameters: float32 numbers are stepped instead, and then quantized
-    own         float32 parameters, their own masters
-    states      of each parameter
-    step        the step, with the checks of the bucket's lists
+    Attributes:
+        members: Their indices in the group.
+        params: The parameters of the group.
+        parameters: The local tensors of this rank.
+        quantized: The parameters are quantized: float32 numbers are stepped instead, and then quantized.
+        own: The parameters are float32, and their own masters.
+        states: States of each parameter.
+        step: The step, with the checks of the bucket's lists.
     """
 
     members: tuple[int, ...]
@@ -112,16 +113,19 @@ class Bucket(NamedTuple):
 
 
 class BucketKey(NamedTuple):
-    """Everything that the buckets of a group depend on: equal keys, equal buckets.
+    """The properties that determine the buckets of a group: equal keys give equal buckets.
 
     A caller can replace `parameter.data` by a tensor of another size, dtype, layout or device, and the local tensor of
     a distributed parameter by another one. Neither changes the identity of the parameter, so every step compares them.
 
-    params      as the group holds them, compared by identity
-    local       the local tensor of each, compared by identity
-    described   sizes, dtypes, devices and contiguity of the local tensors, and with master weights their addresses:
-                a float32 parameter is its own master, so that the master is an alias of its memory
-    grads       the dtype of each parameter's gradient, None without one
+    Attributes:
+        params: The parameters of the group, compared by identity.
+        local: The local tensor of each, compared by identity.
+        described: Sizes, dtypes, devices and contiguity of the local tensors, and with master weights their addresses:
+            a float32 parameter is its own master, so that the master is an alias of its memory.
+        grads: Dtype of each parameter's gradient; None without a gradient.
+        master_weights: Whether there are master weights.
+        decoupled: Whether gradients are read from `decoupled_grad`.
     """
 
     params: list[Tensor]
@@ -143,7 +147,7 @@ class BucketKey(NamedTuple):
         return cls(list(params), list(local), described, dtypes, master_weights, decoupled)
 
     def equal(self, other: BucketKey) -> bool:
-        """Return whether both are of the same tensors, in the same state."""
+        """Return whether both keys are of the same tensors, in the same state."""
         return (
             self[2:] == other[2:]
             and len(self.params) == len(other.params)

@@ -192,7 +192,7 @@ def reject_unsupported(group: Group, ours: str, theirs: str) -> None:
 
 
 def _can_change(value: Any) -> bool:
-    """Whether the number may change while it stays the same object: in a list, an array or a tensor on the host."""
+    """Return whether the number may change in place: in a list, an array or a tensor on the host."""
     if isinstance(value, Tensor):
         return value.is_cpu
     if isinstance(value, tuple):
@@ -208,8 +208,11 @@ def check_saved(
 ) -> list[int | None]:
     """Check a saved state of Adam before any part of it is loaded; return the steps of `step_of_torchs` per group.
 
-    groups    the groups to load into; torch's load_state_dict checks their number and sizes
-    masters   masters are loaded too
+    Args:
+        saved: The saved state.
+        groups: Groups to load into; torch's load_state_dict checks their number and sizes.
+        defaults: Default settings of a group.
+        masters: Whether masters are loaded too.
 
     Raises:
         TypeError, ValueError: The state cannot be loaded.

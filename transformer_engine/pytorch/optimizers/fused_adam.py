@@ -103,7 +103,7 @@ class FusedAdam(AdamStates):
         capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype
-        | None = torch.float32,  # None, which NeMo Automodel gives, is float32
+        | None = torch.float32,  # None, which NeMo Automodel passes, is float32
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
@@ -182,8 +182,10 @@ class FusedAdam(AdamStates):
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """Make one step of every parameter that has a gradient, and return the result of closure().
 
-        grad_scaler   with capturable=True: gradients are divided by its scale, and where one of them is not finite
-                      nothing is changed
+        Args:
+            closure: Called before the step, with gradients enabled; or None.
+            grad_scaler: With capturable=True: gradients are divided by its scale. If a gradient is not finite, nothing
+                is changed.
         """
         loss = None
         if closure is not None:
@@ -257,7 +259,7 @@ class FusedAdam(AdamStates):
         return bucket.step.check(flag, lists)
 
     def _names(self, bucket: Bucket) -> tuple[str, ...]:
-        """The states that a step of the bucket changes."""
+        """Return the states that a step of the bucket changes."""
         return NAMES if self.master_weights and not bucket.own else NAMES[:2]
 
     def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor]) -> None:
@@ -318,7 +320,7 @@ class FusedAdam(AdamStates):
         return [self._layouts[place] for place in range(len(facts))]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Gradients, or with use_decoupled_grad decoupled ones, are None, or zeros with set_to_none=False."""
+        """Set gradients (with use_decoupled_grad, decoupled ones) to None, or with set_to_none=False to zeros."""
         if self.set_grad_none is not None and set_to_none is not None and self.set_grad_none != set_to_none:
             raise ValueError(
                 f"set_grad_none={self.set_grad_none} was given to FusedAdam, set_to_none={set_to_none} here; give one"

@@ -148,12 +148,12 @@ class FusedSGD(CopiedWhole):
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Gradients are None, or zeros with set_to_none=False."""
+        """Set gradients to None, or with set_to_none=False to zeros."""
         given = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=True if given is None else given)
 
     def _batches(self, group: dict[str, Any]) -> list[_Bucket]:
-        """A group's parameters that have gradients, together where device, dtypes and states are alike."""
+        """Return a group's parameters that have gradients, grouped by device, dtypes and states."""
         found: dict[tuple[Any, ...], list[Tensor]] = {}
         for parameter in group["params"]:
             grad = parameter.grad
@@ -172,7 +172,7 @@ class FusedSGD(CopiedWhole):
         return [_Bucket(group, params, local_of(params[0]).device, key[-1]) for key, params in found.items()]
 
     def _check(self, batch: _Bucket) -> None:
-        """ValueError or TypeError for numbers and tensors that cannot be stepped; nothing is made or changed."""
+        """Raise ValueError or TypeError for numbers and tensors that cannot be stepped, before any change."""
         check_sgd_rates(*self._rates(batch.group))
         multi_tensor_applier(
             lambda chunk_size, flag, lists: sgd_checked(flag, lists),
@@ -201,7 +201,7 @@ class FusedSGD(CopiedWhole):
         )
 
     def _lists(self, batch: _Bucket) -> list[list[Tensor]]:
-        """[gradients, parameters(, momenta, where there are any)]."""
+        """Return [gradients, parameters(, momenta)]."""
         lists = [[p.grad for p in batch.params if p.grad is not None], batch.params]
         kept = [self.state[p] for p in batch.params if p in self.state]
         momenta = [state["momentum_buffer"] for state in kept if "momentum_buffer" in state]

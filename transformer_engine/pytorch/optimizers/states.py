@@ -1,10 +1,10 @@
 """States of optimizers: float32 numbers in fewer bits, by the dtype of the state, and optimizers with full copies.
 
-float32    unchanged
-bfloat16   rounded
-float16    x / scale, scale = max|x| / 32752: half of the largest float16, so that a sum of two still fits
-uint8      FP8 (E4M3) codes of x / scale, scale = max|x| / 448
-int16      the lower 16 bits of float32 numbers; the bfloat16 parameter is the number, rounded half up
+* float32: unchanged.
+* bfloat16: rounded.
+* float16: x / scale, scale = max|x| / 32752: half of the largest float16, so that a sum of two still fits.
+* uint8: FP8 (E4M3) codes of x / scale, scale = max|x| / 448.
+* int16: the lower 16 bits of float32 numbers; the bfloat16 parameter is the number, rounded half up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.
 
 
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state of numbers that are all 0, of the shape of a tensor."""
+    """Return a state of zeros with the shape of a tensor."""
     if dtype == torch.uint8:
         nothing = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
         return Float8Tensor.from_storage(_writer(like.device).encode(nothing, True, False))
@@ -29,7 +29,7 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_writable(state: Tensor) -> None:
-    """Give a state from a pickle, which holds no quantizer, a quantizer."""
+    """Give a quantizer to a state from a pickle, which contains none."""
     if isinstance(state, Float8Tensor) and state._quantizer is None:
         state._quantizer = _writer(state.device)
 
@@ -40,7 +40,7 @@ def _writer(device: torch.device) -> Float8Quantizer:
 
 
 def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
-    """The numbers of a state: the state itself where it is float32, or int16."""
+    """Return the values of a state in float32; float32 and int16 states are returned unchanged."""
     if isinstance(state, Float8Tensor):
         return state.dequantize(dtype=torch.float32)
     if state.dtype in (torch.float32, torch.int16):
@@ -63,16 +63,16 @@ def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
         assert isinstance(quantizer, Float8Quantizer) and of_codes is not None
         quantizer.scale.copy_(inverse)
         state.quantize_(values)
-        of_codes.copy_(scale)  # 0 for zeros: the inverse of 0 would decode their codes to NaN
+        of_codes.copy_(scale)  # 0 if all values are 0: the inverse of 0 would decode to NaN
     else:
         state.copy_(values * inverse.view(()))
 
 
 class CopiedWhole(torch.optim.Optimizer):
-    """torch.optim.Optimizer whose copy.deepcopy and pickle also hold the attributes named in SETTINGS.
+    """torch.optim.Optimizer whose copy.deepcopy and pickle include the attributes named in SETTINGS.
 
-    torch's hold only parameter groups and states. Other attributes are left out: a scheduler replaces the `step` of an
-    optimizer by a closure, and hooks are closures.
+    Those of torch include only parameter groups and states. Other attributes are omitted: a scheduler replaces the
+    `step` of an optimizer by a closure, and hooks are closures.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""Operand: a matrix [rows, K] as a product reads it, quantized or not."""
+"""Operand: a matrix [rows, K] of a product, quantized or in high precision."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ ROWS = "rows"  # contracts rows: the column-wise codes, transposed, [K, rows]
 
 
 class Operand(NamedTuple):
-    """codes [rows, K] (NVFP4: uint8 [rows, K / 2], low nibble first); the contracted axis K comes last.
+    """codes [rows, K] (NVFP4: uint8 [rows, K / 2], low nibble first) and scales; the contracted axis K is the last one.
 
-    codes   fp8 in a torch float8 dtype, NVFP4 packed in uint8, or high precision when format is None
-    scale   factor of the codes: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
-            MXFP8: uint8 exponents [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)]
-    amax    NVFP4 only: float32 [1], the absolute maximum that determines the second-level scale, or [rows] where the
-            format has one scale per row
-    dtype   the nominal high-precision dtype of the values
+    Attributes:
+        codes: FP8 in a torch float8 dtype, NVFP4 packed in uint8, or high precision if format is None.
+        scale: Factor of the codes: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)]; MXFP8: uint8
+            exponents [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)].
+        format: Format of the codes; None: high precision.
+        amax: NVFP4 only: float32 [1], the absolute maximum that determines the second-level scale; [rows] if the format
+            has one scale per row.
+        dtype: Nominal high-precision dtype of the values.
     """
 
     codes: Tensor
@@ -37,18 +39,18 @@ class Operand(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """K, the number of contracted elements."""
+        """Return K, the number of contracted elements."""
         packing = 1 if self.format is None else self.format.packing
         return self.codes.shape[1] * packing
 
 
 class OwnedOperand(Operand):
-    """A matrix in a custom format: its class computes products, `multiplied(other, epilogue)`."""
+    """A matrix in a custom format, whose class computes products as `multiplied(other, epilogue)`."""
 
     def multiplied(self, other: Operand, epilogue: Any) -> Tensor:
         raise NotImplementedError
 
 
 def plain(matrix: Tensor) -> Operand:
-    """A high-precision matrix [rows, K] as an operand."""
+    """Return a high-precision matrix [rows, K] as an operand."""
     return Operand(matrix, dtype=matrix.dtype)

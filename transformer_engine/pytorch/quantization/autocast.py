@@ -26,9 +26,12 @@ from .support import check_block, check_recipe_support, default_recipe
 class AutocastState(NamedTuple):
     """The settings of the innermost autocast block, as modules read them.
 
-    enabled     quantize by recipe
-    calibrating record amaxes although nothing is quantized
-    graph       the block is being captured in a CUDA graph, which updates scales itself
+    Attributes:
+        enabled: Whether modules quantize by the recipe.
+        calibrating: Whether modules that do not quantize record amaxes.
+        recipe: The recipe of the block.
+        group: Process group over which amaxes are reduced.
+        graph: Whether the block is being captured in a CUDA graph, which updates scales itself.
     """
 
     enabled: bool = False
@@ -43,7 +46,7 @@ OUTSIDE = AutocastState()
 
 _Entered = tuple[AutocastState, int]
 
-# The innermost record and the number of enabled blocks of the running context.
+# The innermost record and the number of enabled blocks of the active context.
 _entered: ContextVar[_Entered] = ContextVar("transformer_engine_autocast", default=(OUTSIDE, 0))
 
 
@@ -53,8 +56,9 @@ class _ThreadState:
     torch.compile cannot read a context variable while it traces, so it reads and writes this object. Eager calls first
     copy the context to it (`here`), because the context changes when a thread switches tasks.
 
-    recomputes    a function is running that will run, or has run, a second time
-    recomputing   this is the second run
+    Attributes:
+        recomputes: Whether a function is running that runs twice, as in activation recomputation.
+        recomputing: Whether this is its second run.
     """
 
     def __init__(self, entered: _Entered) -> None:
@@ -82,7 +86,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def here() -> _ThreadState:
-    """Return this thread's state, updated from the running context."""
+    """Return this thread's state, updated from the active context."""
     return _thread.holder if _is_compiling() else eager_thread_state()
 
 
@@ -98,7 +102,7 @@ def eager_thread_state() -> _ThreadState:
 
 
 def current() -> AutocastState:
-    """Return the record of the innermost autocast block; outside of all blocks, one that is not enabled."""
+    """Return the record of the innermost autocast block; outside of all blocks, a record that is not enabled."""
     return here().state
 
 

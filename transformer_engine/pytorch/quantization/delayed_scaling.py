@@ -33,9 +33,12 @@ _default_sf_compute = scale_of  # the original's name
 
 
 def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[int] = ()) -> None:
-    """Row 0 of every history = its maximum over the ranks of group, in one collective.
+    """Replace row 0 of every history by its maximum over the ranks of the group, in one collective.
 
-    gaps   columns of deleted states, before each history and after the last; empty without deleted states
+    Args:
+        histories: Amax histories [length, n].
+        group: Process group.
+        gaps: Number of columns of deleted states, before each history and after the last; empty without deleted states.
     """
     latest = [history[0] for history in histories]
     widths = [history.shape[1] for history in histories]
@@ -50,8 +53,8 @@ def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[
         history[0].copy_(part)
 
 
-# A partitioner that recomputes a cast in the backward pass would keep `scale` itself for it, which the end of
-# the autocast block changes in between. It never recomputes a registered operator, and so keeps this copy.
+# A partitioner that recomputes a cast in the backward pass would save `scale` itself, which changes at the end of
+# the autocast block in between. It never recomputes a registered operator, and so saves this copy.
 @torch.library.custom_op("transformer_engine::scale_snapshot", mutates_args=())
 def scale_snapshot(scale: torch.Tensor) -> torch.Tensor:
     """Return a copy of the present scale."""
@@ -94,7 +97,7 @@ def _update_fake(histories, scales, algorithm, fp8_max, margin, keep_idle, group
 def _amax_and_scale_update(
     amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling
 ) -> None:
-    """The literal update in place: every column rolls, and both algorithms may be callables."""
+    """Update histories and scales in place by the definition; supports callables for both algorithms."""
     algorithm = recipe.amax_compute_algo
     amax = algorithm(amax_history) if callable(algorithm) else amax_of(amax_history, algorithm)
     if recipe.scaling_factor_compute_algo is None:
@@ -122,10 +125,10 @@ def update_scales(
     group: dist_group_type | None = None,
     gaps: Sequence[int] = (),
 ) -> None:
-    """Reduce row 0 over group, then bring all scales and histories one step forward, in place.
+    """Reduce row 0 over the group, then advance all scales and histories by one step, in place.
 
-    Tensors that were not quantized since the last update keep theirs, unless NVTE_UNFUSED_FP8_UPDATE=1 or an
-    algorithm is a callable.
+    Tensors that were not quantized since the last update keep their scales and histories, unless
+    NVTE_UNFUSED_FP8_UPDATE=1 or an algorithm is a callable.
     """
     algorithm = recipe.amax_compute_algo
     if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
@@ -178,7 +181,7 @@ def update_states(
 
 
 class _Member(NamedTuple):
-    """A state, or the number of columns of a deleted one."""
+    """A state, or the number of columns of a deleted state."""
 
     state: weakref.ref[Any]
     columns: int
@@ -275,7 +278,7 @@ def autocast_key(recipe: DelayedScaling, group: dist_group_type | None) -> str:
 
 
 def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> str:
-    """The key of a pool."""
+    """Return the key of a pool."""
     return ("forward_" if forward else "backward_") + autocast_key(recipe, group)
 
 
@@ -318,7 +321,7 @@ def _drop_empty(pools: dict[str, Pool]) -> None:
 
 
 def pools() -> dict[str, Pool]:
-    """All pools by key."""
+    """Return all pools by key."""
     return _registry.pools
 
 

@@ -53,7 +53,7 @@ _MALFORMED = (
 
 
 class ExtraStateError(ValueError):
-    """A module's extra state is damaged, or names something that may not be loaded."""
+    """A module's extra state is damaged, or refers to an object that may not be loaded."""
 
 
 def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
@@ -133,9 +133,11 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
 
 
 def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
-    """Raise ExtraStateError unless scales and histories fit a module with that many slots; nothing is changed.
+    """Raise ExtraStateError unless scales and histories fit the module. Nothing is changed.
 
-    slots   the number of quantizers of each direction, "fwd" and "bwd"
+    Args:
+        decoded: Result of `decode_extra_state`.
+        slots: Number of quantizers of each direction, "fwd" and "bwd".
     """
     for direction, count in slots.items():
         for name, dimensions in (("scale", 1), ("amax_history", 2)):
@@ -211,7 +213,8 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     """Unpickler that creates inert records; each record class exists for one load only.
 
-    foreign   the record classes of names that a checkpoint may not load
+    Attributes:
+        foreign: Record classes of names that a checkpoint may not load.
     """
 
     def __init__(self, file: io.BytesIO):

@@ -1,4 +1,4 @@
-"""Family: the properties of one kind of recipe, as a row; `families` has the rows.
+"""Family: the properties of one kind of recipe, as a table row; the rows are in `families`.
 
 Only the rows depend on the class of a recipe: all other code reads the row of `family_of(recipe)`.
 """
@@ -17,7 +17,7 @@ from ..tensor.quantizer import Quantizer
 
 
 class Requirement(NamedTuple):
-    """Hardware that computes a kind of format: compute capability least <= c < below, and a version of CUDA."""
+    """Hardware that supports a kind of format: compute capability least <= c < below, and a version of CUDA."""
 
     title: str
     least: tuple[int, int]
@@ -28,7 +28,10 @@ class Requirement(NamedTuple):
 class FormatSample(NamedTuple):
     """A format by its name in measurements, and its quantizer with E4M3 (or E2M1) codes.
 
-    make   (device, rowwise=, columnwise=) -> quantizer
+    Attributes:
+        name: Name in measurements.
+        format: The format.
+        make: `make(device, rowwise=.., columnwise=..)` returns a quantizer.
     """
 
     name: str
@@ -38,21 +41,24 @@ class FormatSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One row. The defaults suit scales that are computed from the tensor itself.
+    """Properties of one kind of recipe. The defaults suit scales that are computed from the tensor itself.
 
-    recipe           the public class; a recipe derived from it is of the family
-    name             the family on command lines and in reports
-    state            (recipe, mode=, num_quantizers=, device=, roles=) -> RecipeState
-    quantizer        (recipe, mode, tensor, device) -> the quantizer of a slot, where no state makes it
-    kind, needs      requirement on the machine (`support`); None: no requirement
-    alignment        (recipe) -> rows of a group are padded to a multiple of this before quantization
-    samples          its formats, to be measured one by one
-    attention        scaling of FP8 attention: "delayed", "current" or "block"; None: unsupported
-    measured_as      name of the measurements of its products in `module/precision.py`; None: not measured
-    stateful         its states take part in scale updates
-    follows_history  scales depend on earlier steps, so that they have changed by the backward
-    checkpointed     a checkpoint may hold the recipe; False for recipes with code
-    fits             whether it may be the default recipe on this machine; the last row that fits is
+    Attributes:
+        recipe: The public class; recipes derived from it belong to the family.
+        name: Name on command lines and in reports.
+        state: `state(recipe, mode=, num_quantizers=, device=, roles=)` returns a RecipeState.
+        quantizer: `quantizer(recipe, mode, tensor, device)` returns the quantizer of a slot; None: the state creates
+            the quantizers.
+        kind: Name of the hardware requirement (see `support`).
+        needs: The hardware requirement; None: no requirement.
+        alignment: `alignment(recipe)` returns the multiple to which a group's rows are padded before quantization.
+        samples: Formats of the family, which are measured one by one.
+        attention: Scaling of FP8 attention: "delayed", "current" or "block"; None: unsupported.
+        measured_as: Name of the product measurements in `module/precision.py`; None: not measured.
+        stateful: Whether its states take part in scale updates.
+        follows_history: Whether scales depend on earlier steps, and so change between the forward and backward passes.
+        checkpointed: Whether a checkpoint may contain the recipe; False for recipes with code.
+        fits: Returns whether it may be the default recipe on this machine. The last row that fits is the default.
     """
 
     recipe: type[Recipe]
@@ -86,12 +92,12 @@ def unregister(family: Family) -> None:
 
 
 def all_families() -> Sequence[Family]:
-    """The rows, in the order in which they were added."""
+    """Return the rows, in the order of registration."""
     return tuple(_FAMILIES.values())
 
 
 def family_of(recipe: Recipe) -> Family:
-    """The row of the class that recipe is, or is derived from."""
+    """Return the row of the recipe's class or of the nearest registered base class."""
     row = _FAMILIES.get(type(recipe))
     if row is not None:
         return row
@@ -105,7 +111,7 @@ def family_of(recipe: Recipe) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """The row with that name; ValueError lists those there are."""
+    """Return the row with that name; raise ValueError with the list of names if there is no such row."""
     for row in _FAMILIES.values():
         if row.name == name:
             return row

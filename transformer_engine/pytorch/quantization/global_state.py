@@ -132,7 +132,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """True for the first caller in an outermost enabled block, then False until the next one."""
+        """Return True for the first caller in an outermost enabled block, then False until the next block."""
         holder = here()
         first, holder.first_module = holder.first_module, False
         return first
@@ -219,7 +219,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def split_key_in_buffer(cls, key: str) -> tuple[bool, str]:
-        """(is it a forward key, the rest)"""
+        """Return (whether it is a forward key, the rest)."""
         direction, rest = key.split("_", 1)
         return direction == "forward", rest
 

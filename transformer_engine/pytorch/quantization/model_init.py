@@ -1,4 +1,4 @@
-"""quantized_model_init: modules made inside a block hold their weights quantized from the start."""
+"""quantized_model_init: modules created inside a block store their weights quantized from the start."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ModelInitState:
 _OUTSIDE = ModelInitState()
 
 
-# Whose block it is: the thread's that entered it, and that of tasks and threads in a copy of its context.
+# A block belongs to the thread that entered it, and to tasks and threads in a copy of its context.
 _entered: ContextVar[ModelInitState] = ContextVar("transformer_engine_model_init", default=_OUTSIDE)
 
 
 def current_model_init() -> ModelInitState:
-    """The record of the innermost block; outside of all blocks one that is not enabled."""
+    """Return the record of the innermost block; outside of all blocks, a record that is not enabled."""
     return _entered.get()
 
 
@@ -38,7 +38,7 @@ def reset() -> None:
 
 
 class quantized_model_init:
-    """Context manager: layers that are created inside hold their weights quantized.
+    """Context manager: layers that are created inside store their weights quantized.
 
     Args:
         enabled: Quantize the weights.

@@ -306,5 +306,5 @@ def make_quantizers(
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Rows of a group are padded to a multiple of this before quantization."""
+    """Return the multiple to which rows of a group are padded before quantization."""
     return family_of(recipe).alignment(recipe)

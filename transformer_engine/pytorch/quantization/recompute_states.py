@@ -1,8 +1,8 @@
 """States of quantizers in the first run of a recomputed function, which its second run reads.
 
 A `ReplayStates` belongs to the graph node that will run the function again: the first run fills it, every second run
-reads it from its beginning, and it is freed with the node. No state is kept on a module, so that a forward that is
-dropped or raises leaves no state behind, and forwards with a pending backward do not mix.
+reads it from its beginning, and it is freed with the node. Modules hold no states. A forward pass that is dropped or
+raises therefore leaves no state behind, and several forward passes with a pending backward pass stay separate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReplayStates:
         self._calls.setdefault(module, []).append(states)
 
     def call(self, module: str, number: int) -> CallStates | None:
-        """The states of a module's call, counted from 0; None where the first run had no such call."""
+        """Return the states of a module's call, counted from 0; None if the first run had no such call."""
         calls = self._calls.get(module, ())
         return calls[number] if number < len(calls) else None
 
@@ -39,7 +39,7 @@ class ReplayStates:
 
 
 class FirstInFirstOut(ReplayStates):
-    """States for callers that mark both runs by hand and have no node: each call returns the oldest state, once."""
+    """States for callers that mark both runs themselves and have no node: each call removes the oldest states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +90,17 @@ marked_by_hand = FirstInFirstOut()
 
 
 def runs() -> list[RecomputedRun]:
-    """The runs of recomputed functions that this thread is in, outermost first."""
+    """Return the active runs of recomputed functions in this thread, outermost first."""
     return _thread.runs
 
 
 class running(AbstractContextManager):
-    """with running(states, again): ...   # one run of a recomputed function, in this thread
+    """Context of one run of a recomputed function, in this thread.
 
-    marked   False: neither mark is set, for a function that will not run a second time
+    Args:
+        states: States that the run writes or reads.
+        again: Whether this is a second run.
+        marked: Whether the thread's state marks the run; False for a function that will not run a second time.
     """
 
     def __init__(self, states: ReplayStates, again: bool, marked: bool = True):

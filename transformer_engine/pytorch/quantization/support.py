@@ -80,7 +80,7 @@ def is_emulating() -> bool:
 
 @constant_while_tracing
 def _hardware_reason(kind: str) -> str:
-    """Empty if the current device computes the format in hardware, else a sentence."""
+    """Return an empty text if the current device computes the format in hardware, otherwise a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
     return _reason_for(kind, get_device_compute_capability(), cuda_version())
@@ -148,8 +148,8 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
         )
     if isinstance(enabled, Recipe):
         raise TypeError(
-            f"enabled={described(enabled)} is a recipe, and the first argument is a bool; pass the recipe by name, "
-            "recipe=..."
+            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
+            "keyword, recipe=..."
         )
     return enabled if type(enabled) is bool else to_bool("enabled", enabled)
 

@@ -32,8 +32,9 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records bodies, which are replayed in the order of their recording.
 
-    warming   context for everything that runs before the first recording
-    record    run the body once; the results are invalid until the first replay if the recorder only records
+    Attributes:
+        warming: Context for all code that runs before the first recording.
+        record: Runs the body once; the results are invalid until the first replay if the recorder only records.
     """
 
     def warming(self) -> AbstractContextManager[None]: ...
@@ -104,8 +105,9 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 class CudaRecorder:
     """Records CUDA graphs that share a memory pool.
 
-    pool         a result of torch.cuda.graph_pool_handle(); None: a new pool
-    generators   random generators of the bodies, in addition to torch's default ones
+    Args:
+        pool: A result of torch.cuda.graph_pool_handle(); None: a new pool.
+        generators: Random generators of the bodies, in addition to torch's default ones.
     """
 
     def __init__(self, pool: Any = None, generators: Sequence[torch.Generator] = ()):

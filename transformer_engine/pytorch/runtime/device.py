@@ -73,8 +73,12 @@ def cuda_version() -> tuple[int, int]:
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
     """Return the device on which a module allocates: "cuda", the default, means the CPU without a GPU.
 
-    Raises ValueError or TypeError, with the argument's name, if the value is not a device, or for the index of a GPU
-    that does not exist.
+    Args:
+        device: A device in any form that torch accepts.
+        name: Name of the argument, for messages.
+
+    Raises:
+        TypeError, ValueError: The value is not a device, or is the index of a GPU that does not exist.
     """
     if device is None:
         device = "cuda"

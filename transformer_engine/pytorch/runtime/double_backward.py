@@ -4,9 +4,9 @@ A backward pass with create_graph=True is itself recorded by autograd. Autograd 
 kernels, codes or saved copies, and would silently treat those as constants. Therefore every autograd function of this
 package uses one of three functions:
 
-    @once_differentiable("Linear")      differentiating the gradients raises an error with that name
-    replayed(program, tensors, grads)   the gradients of the same function, written in torch operations
-    transposed(there, back, *grads)     for a backward pass that is a linear map of its gradients
+* `@once_differentiable("Linear")`: differentiating the gradients raises an error with that name.
+* `replayed(program, tensors, grads)`: the gradients of the same function, written in torch operations.
+* `transposed(there, back, *grads)`: for a backward pass that is a linear map of its gradients.
 """
 
 from __future__ import annotations
@@ -117,8 +117,10 @@ def replayed(
 ) -> list[Tensor | None]:
     """Return the gradient of program(*tensors) for each tensor, as a graph; None for tensors without a gradient.
 
-    program   the operation in differentiable torch operations
-    tensors   the operation's arguments as saved by the forward pass, which autograd connects with their origin
+    Args:
+        program: The operation in differentiable torch operations.
+        tensors: The operation's arguments as saved by the forward pass, which autograd connects with their origin.
+        grads: Gradients of the results.
     """
     with torch.enable_grad():
         # Aliases: if one argument was computed from another one, the gradients remain partial derivatives.

@@ -135,8 +135,12 @@ class Performed:
 class _Planned(NamedTuple):
     """The execution of a program on a device. Index 0 is None, then the arguments, allocated buffers, and numbers.
 
-    zeroed    for every number, float32 [1], whether it must be 0; all numbers are allocated together
-    places    for every step, the indices of its kernel's arguments
+    Attributes:
+        launches: The launches of the steps.
+        makers: Functions that allocate the buffers.
+        zeroed: For every number, float32 [1], whether it must be 0; all numbers are allocated together.
+        places: For every step, the indices of its kernel's arguments.
+        results: Indices of the results.
     """
 
     launches: tuple[Launch, ...]
@@ -151,7 +155,7 @@ def _planned(program: Program, device: torch.device) -> _Planned:
     given = len(program.inputs) + len(program.into)
     makers: list[Callable[[], Tensor]] = []
     zeroed: list[bool] = []
-    # By a program's index of an output: that of the caller's or an allocated buffer or, from -1 down, of a number.
+    # By a program's index of an output: the index of a buffer or, from -1 down, of a number.
     outputs: list[int] = []
     for (launch, _), caller_allocated in zip(steps, program.caller_allocated, strict=True):
         for place, output in enumerate(launch.outputs):
@@ -285,7 +289,10 @@ class TorchOperator(NamedTuple):
 def operator(schema: str, eager: Callable[..., Any], results: Callable[..., Any]) -> TorchOperator:
     """Register transformer_engine::schema, which a tracing compiler does not trace: it runs `eager`, on a GPU.
 
-    results   allocates tensors of the shapes and dtypes that `eager` returns, without computing them
+    Args:
+        schema: Schema of the operator.
+        eager: The implementation.
+        results: Allocates tensors of the shapes and dtypes that `eager` returns, without computing them.
     """
     name = schema[: schema.index("(")]
     qualified = f"transformer_engine::{name}"

@@ -17,7 +17,11 @@ from torch.nn.modules import module as everywhere
 
 
 class Replaced:
-    """names   the names of a file whose present value differs from the value at import"""
+    """The replaced names of a file.
+
+    Attributes:
+        names: Names whose present value differs from the value at import.
+    """
 
     def __init__(self, originals: Mapping[str, Any]) -> None:
         self._originals = originals

@@ -5,7 +5,7 @@ product of cuBLASLt) to the `Instructions` of their symbols, and return symbols 
 symbols of the same buffer. Any other use of a symbol, such as a computation by torch, raises `NotListed` with the
 reason; such a pass runs step by step. Nothing is computed, and no tensor is written.
 
-`generated_pass.py` makes one function of the instructions.
+`generated_pass.py` compiles the instructions into one function.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .utils import (
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """The classes of a format, from its file."""
+        """Return a class of a format, from its file."""
 
 
 # A format is a file here, `<format>_tensor.py`: the names in its __all__ are names of this package, and PICKLED lists

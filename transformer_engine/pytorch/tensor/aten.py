@@ -80,7 +80,7 @@ def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | No
 
 
 def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
-    """`like` of a view: in inference mode too it is an inference tensor only where the tensor is one."""
+    """Return `like` of a view: in inference mode, it is an inference tensor only if the tensor is one."""
     if torch.is_inference_mode_enabled() and not tensor.is_inference():
         with torch.inference_mode(False):
             return like(tensor, storage, shape)
@@ -147,7 +147,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
-    """Only the nominal dtype and the device change; the codes, and what users set on the tensor, stay."""
+    """Change only the nominal dtype and the device; the codes, and attributes that users set, are kept."""
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
@@ -210,7 +210,7 @@ def _split(tensor: Any, size: int, dim: int = 0) -> Any:
 
 @_handles(aten.split_with_sizes.default)
 def _split_with_sizes(tensor: Any, sizes: Sequence[int], dim: int = 0) -> Any:
-    """Quantized pieces when every cut falls between blocks, else plain ones: a list never mixes both."""
+    """Return quantized pieces if all boundaries are between blocks, otherwise plain ones; a list never mixes both."""
     if dim % tensor.dim():
         return NotImplemented
     pieces, start = [], 0
@@ -232,7 +232,7 @@ def _rows(tensor: Any, start: int, stop: int) -> Any:
 
 @_handles(aten.as_strided.default)
 def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], storage_offset: int = 0) -> Any:
-    """The identity and a run of whole rows are the strides that a quantized tensor has."""
+    """Return a view; quantized tensors support the identity and ranges of whole rows."""
     if tuple(strides) != tensor.stride() or not shape or tuple(shape[1:]) != tuple(tensor.shape[1:]):
         return NotImplemented
     start, rest = divmod(storage_offset or 0, max(tensor.stride(0), 1))
@@ -249,7 +249,7 @@ def _new_zeros(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> Any:
-    """A quantized tensor of zero codes in the directions that tensor has, if the format supports the shape.
+    """Return a quantized tensor of zero codes in the tensor's directions, if the format supports the shape.
 
     A shard whose last rows end inside a block is a plain tensor: its codes would have other scales than the whole.
     """

@@ -28,17 +28,18 @@ def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
-    """Return an object with values_of(another, names); fields that an older pickle lacks have their defaults."""
+    """Return an object with `values_of(another, names)`; fields that an older pickle lacks get their defaults."""
     fields = dict(zip(names, values, strict=False))
     return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
 
 
 class BlockScalingQuantizer(Quantizer):
-    """Quantizes without state, so that quantizers with equal settings are equal.
+    """Quantizer without state. Quantizers with equal settings are equal.
 
-    TENSOR     the class of its tensors
-    MULTIPLE   divisor of the last dimension and, column-wise, of the product of the others
-    VECTORS    whether tensors of fewer than two dimensions are supported, as a matrix of one row
+    Attributes:
+        TENSOR: Class of the quantized tensors.
+        MULTIPLE: Divisor of the last dimension and, column-wise, of the product of the others.
+        VECTORS: Whether tensors of fewer than two dimensions are supported, as a matrix of one row.
     """
 
     MULTIPLE: ClassVar[int]
@@ -99,7 +100,7 @@ class BlockScalingQuantizer(Quantizer):
     def shard_granularity(self, columnwise: bool) -> int | None:
         spec = self.spec(True, columnwise)
         block = spec.format.block
-        # A subclass may quantize otherwise. The maxima of row scaled formats are not those of the shards.
+        # A subclass may quantize differently. The maxima of row-scaled formats are not those of the shards.
         if type(self).encode is not BlockScalingQuantizer.encode or block is None or spec.format.row_scaled:
             return None
         return block[1] if columnwise or spec.two_dimensional else block[0]

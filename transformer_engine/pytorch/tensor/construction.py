@@ -45,7 +45,7 @@ def restore_from_saved(
     saved_tensors: Sequence[Tensor | None],
     return_saved_tensors: bool = False,
 ) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
-    """Put the plain tensors of `prepare_for_saving` back into its objects, in order.
+    """Restore the plain tensors of `prepare_for_saving` to its objects, in order.
 
     Args:
         tensors: The objects.
@@ -91,7 +91,7 @@ def restore_from_func_ctx(
 
 
 def check_keywords(cls: type[Any], by_place: tuple[Any, ...]) -> None:
-    """TypeError for a class without a payload, and for parts of a payload that are not given by their keywords."""
+    """Raise TypeError for a class without a payload, and for parts of a payload that are not keywords."""
     if not hasattr(cls, "STORAGE"):
         raise TypeError(
             f"{cls.__name__} names no STORAGE, the class of its payload; let a custom quantizer return a "
@@ -107,7 +107,7 @@ def check_keywords(cls: type[Any], by_place: tuple[Any, ...]) -> None:
 
 
 def check_shape(shape: Sequence[int] | None, of_payload: Sequence[int]) -> None:
-    """ValueError unless a shape that is given is of as many values as the payload."""
+    """Raise ValueError unless a given shape has as many values as the payload."""
     if shape is None:
         return
     shape = extents("shape", shape)

@@ -71,7 +71,7 @@ class ReducesMaximum:
     amax_reduction_group: torch.distributed.ProcessGroup | None
 
     def reducing_over(self: Q, group: torch.distributed.ProcessGroup) -> Q:
-        """This quantizer, or a copy of it that reduces over the group."""
+        """Return this quantizer, or a copy of it that reduces over the group."""
         if self.with_amax_reduction and self.amax_reduction_group is group:
             return self
         together = copy.copy(self)
@@ -79,7 +79,7 @@ class ReducesMaximum:
         return together
 
     def reduce_amax(self, maxima: torch.Tensor) -> torch.Tensor:
-        """The maxima of this rank's shard, replaced by those of the group."""
+        """Replace the maxima of this rank's shard by those of the group."""
         torch.distributed.all_reduce(
             maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
         )

@@ -52,7 +52,7 @@ def element_number(dtype: DType | torch.dtype | int) -> DType:
 
 
 def float8_number(dtype: DType | torch.dtype | int) -> DType:
-    """The number of an FP8 element; ValueError for FP4."""
+    """Return the number of an FP8 element; raise ValueError for FP4."""
     number = element_number(dtype)
     if number is DType.kFloat4E2M1:
         raise ValueError("kFloat4E2M1 is not an FP8 element; choose kFloat8E4M3 or kFloat8E5M2")
@@ -60,12 +60,12 @@ def float8_number(dtype: DType | torch.dtype | int) -> DType:
 
 
 def element_of(number: DType) -> Element:
-    """The element format of a number."""
+    """Return the element format of a number."""
     return _ELEMENTS[number]
 
 
 def float8_dtype(number: DType) -> torch.dtype:
-    """The torch dtype whose view of the uint8 codes has their values."""
+    """Return the torch dtype in which a view of the uint8 codes has their values."""
     return torch_dtype(_ELEMENTS[number])
 
 

@@ -119,7 +119,7 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
 
 
 def _make_float8_blockwise_tensor_in_reduce_ex(*values: Any) -> Float8BlockwiseQTensor:
-    """A Float8BlockwiseQTensor from its pickle."""
+    """Return a Float8BlockwiseQTensor from its pickle."""
     return from_values(Float8BlockwiseQTensor, _PICKLED, values)
 
 

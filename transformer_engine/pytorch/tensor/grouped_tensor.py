@@ -1,6 +1,6 @@
 """GroupedTensor: the matrices of n groups in one buffer, a tensor [n, M, N] if their shapes are equal.
 
-Values are plain, or codes of one format; then each matrix has the codes and scales of its own quantizer.
+The buffer holds plain values, or codes of one format. Each matrix then has its own quantizer's codes and scales.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
-    """The matrices as a tensor: [n, M, N] for equal shapes, else their logical shape. Results are plain tensors.
+    """The matrices as a tensor: [n, M, N] for equal shapes, otherwise their logical shape. Results are plain tensors.
 
     Args:
         requires_grad: As of `torch.Tensor`.
@@ -104,7 +104,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> GroupedTensor:  # fmt: skip
-        """Return uninitialized matrices whose extents are read from the device; None: all are equal."""
+        """Return uninitialized matrices; sizes that differ are read from the device, and None means equal sizes."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
         lasts = _extents_of("last_dims", last_dims, num_tensors, logical_last_dim, False)
@@ -122,7 +122,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         dtype: torch.dtype | None = None,
         internal: bool = False,
     ) -> GroupedTensor | GroupedTensorStorage:
-        """Return num_tensors matrices of one shape that share a buffer; internal: without a tensor."""
+        """Return num_tensors matrices of one shape in a buffer; with `internal`, as a storage instead of a tensor."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         tensor("rowwise_data", rowwise_data)
         if dtype is not None and dtype != rowwise_data.dtype:
@@ -144,10 +144,11 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
 
 class StackQuantizer(Quantizer):
-    """codes_i = quantizer_i(x_i) for the matrices x_i of a group, into one buffer.
+    """codes_i = quantizer_i(x_i) for the matrices x_i of a group, in one buffer.
 
-    quantizers   one per matrix; None: the values stay plain
-    shapes       of the matrices; None: those of a stack [n, M, N]
+    Args:
+        quantizers: One per matrix; None: plain values.
+        shapes: Shapes of the matrices; None: those of a stack [n, M, N].
     """
 
     TENSOR = GroupedTensor
@@ -221,7 +222,7 @@ def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantiz
 
 
 def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
-    """Return one extent of each matrix; without given ones `logical`, or an equal share of it."""
+    """Return one size per matrix; if none are given, `logical` or an equal share of it."""
     if given is None:
         if is_sum and logical % max(count, 1):
             raise ValueError(f"num_tensors={count} does not divide the logical extent {logical}; give {name}")

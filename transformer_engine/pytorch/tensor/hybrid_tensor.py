@@ -110,7 +110,7 @@ class HybridQuantizer(Quantizer):
         )
 
     def is_requantization_safe(self) -> bool:
-        """Are all quantizers safe that the enabled directions use?"""
+        """Return whether all quantizers of the enabled directions are safe."""
         used = []
         if self.rowwise_usage or (self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"):
             used.append(self.rowwise_quantizer)
@@ -149,7 +149,7 @@ def _make_hybrid_tensor_in_reduce_ex(
     shape: Sequence[int],
     quantizer: Quantizer | None = None,
 ) -> HybridQuantizedTensor:
-    """A HybridQuantizedTensor from its pickle."""
+    """Return a HybridQuantizedTensor from its pickle."""
     constants = {"rowwise_rebuild": rebuilds[0], "columnwise_rebuild": rebuilds[1], "quantizer": quantizer}
     tensors = dict(zip(HybridQuantizedTensorStorage.TENSORS.values(), slots, strict=True))
     storage = HybridQuantizedTensorStorage(**tensors, **constants, dtype=dtype)  # pyright: ignore[reportArgumentType]

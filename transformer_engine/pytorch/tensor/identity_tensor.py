@@ -83,7 +83,7 @@ class IdentityQuantizer(Quantizer):
 def _make_identity_tensor_in_reduce_ex(
     data: Tensor, dtype: torch.dtype, shape: Sequence[int], quantizer: Quantizer | None = None
 ) -> IdentityTensor:
-    """An IdentityTensor from its pickle."""
+    """Return an IdentityTensor from its pickle."""
     return IdentityTensor(shape, dtype, hp_data=data, quantizer=quantizer)  # pyright: ignore[reportReturnType]
 
 

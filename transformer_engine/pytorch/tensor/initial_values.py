@@ -23,12 +23,12 @@ def keep_initial_values(param: Any, values: Tensor | None) -> None:
 
 
 def forget_initial_values(param: Tensor) -> None:
-    """What clear_high_precision_init_val does."""
+    """Remove the initial values, as `clear_high_precision_init_val` does."""
     vars(param).pop(VALUES, None)
 
 
 def pickled(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A tensor's attributes without accessors; where it has them, with the values, or None once they are cleared."""
+    """Return a tensor's attributes without accessors, with the initial values instead (None if cleared)."""
     if "get_high_precision_init_val" not in attributes:
         return attributes
     plain = {name: value for name, value in attributes.items() if name not in _ACCESSORS}

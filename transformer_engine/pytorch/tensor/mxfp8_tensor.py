@@ -1,4 +1,4 @@
-"""MXFP8: codes [..., K] = saturate(x x 2^(127 - e)), one exponent e for 32 elements along the contracted dimension."""
+"""MXFP8: codes [..., K] = saturate(x * 2^(127 - e)), one exponent e per 32 elements along the contracted dimension."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "square_til
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
-    """A tensor of FP8 codes with an exponent for 32 values. The other arguments are those of `QuantizedTensor`."""
+    """A tensor of FP8 codes with one exponent per 32 values. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = MXFP8TensorStorage
 
@@ -44,7 +44,7 @@ def _spec(dtype: DType, rowwise: bool, columnwise: bool, square: bool) -> Quanti
 
 
 class MXFP8Quantizer(BlockScalingQuantizer):
-    """MXFP8: FP8 with a power-of-two scale for 32 values. Each direction is quantized from the values.
+    """MXFP8: FP8 with one power-of-two scale per 32 values. Each direction is quantized from the values.
 
     Args:
         fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
@@ -69,6 +69,9 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         self.dtype = float8_number(fp8_dtype)
         self.with_2d_quantization = to_bool("with_2d_quantization", with_2d_quantization)
 
+    def joins_shards_of(self, kind: type) -> bool:
+        return issubclass(kind, MXFP8TensorStorage)
+
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
         return _spec(self.dtype, rowwise, columnwise, self.with_2d_quantization)
 
@@ -83,9 +86,14 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         fp8_dtype: DType | torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> MXFP8Tensor:
-        """A tensor around row-wise codes [..., K] and padded exponents made elsewhere.
+        """Return a tensor of existing row-wise codes [..., K] and padded exponents.
 
-        fp8_dtype   the element of the codes; None: the quantizer's
+        Args:
+            data: Codes [..., K].
+            scale_inv: Exponents, padded as by this quantizer.
+            fake_dtype: Nominal dtype.
+            fp8_dtype: Element of the codes; None: the quantizer's.
+            requires_grad: As of `torch.Tensor`.
         """
         constants = self.constants()
         if fp8_dtype is not None:
@@ -106,7 +114,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
 
 
 def _make_mxfp8_tensor_in_reduce_ex(*values: Any) -> MXFP8Tensor:
-    """An MXFP8Tensor from its pickle."""
+    """Return an MXFP8Tensor from its pickle."""
     return from_values(MXFP8Tensor, _PICKLED, values)
 
 

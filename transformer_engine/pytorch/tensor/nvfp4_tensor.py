@@ -208,7 +208,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the bytes of values [..., K], two per byte: [..., K / 2]."""
+        """Return the shape of the bytes of values [..., K], two per byte: [..., K / 2]."""
         return (*shape[:-1], shape[-1] // 2)
 
     def constants(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
 
 
 def _make_nvfp4_tensor_in_reduce_ex(*values: Any) -> NVFP4Tensor:
-    """An NVFP4Tensor from its pickle."""
+    """Return an NVFP4Tensor from its pickle."""
     return from_values(NVFP4Tensor, _PICKLED, values)
 
 

@@ -308,15 +308,14 @@ class Quantizer:
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return the multiple of rows at which the codes of shards are those of the whole matrix, joined along rows.
 
-        One scale per tensor must then be that of all shards; see `reducing_over`.
-
-        Args:
-            columnwise: The column direction is joined too.
-
-        Returns:
-            The multiple; None if the codes of shards cannot be joined, or if that is unknown.
+        One scale per tensor must then be that of all shards; see `reducing_over`. With `columnwise` the column
+        direction is joined too. None if codes cannot be joined.
         """
         return None
+
+    def joins_shards_of(self, kind: type) -> bool:
+        """Return whether the codes of a caller's shards of this class are joined as this quantizer's are."""
+        return False
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 
 def remember_place(part: Any, whole: Any, start: int) -> Any:
-    """part, rows of whole from start on, with the tensor that it is a part of."""
+    """Return part, the rows of whole from start on, with a record of the tensor whose rows it is."""
     if ROWS_OF in vars(whole):
         outer = getattr(whole, ROWS_OF)
         if outer is None:
@@ -41,7 +41,7 @@ def remember_place(part: Any, whole: Any, start: int) -> Any:
 
 
 def same_place(tensor: Any, view: Any) -> Any:
-    """view, of all of tensor's elements, lies where tensor lies."""
+    """Return a view of all of tensor's elements, with tensor's record of the tensor whose rows it is."""
     if ROWS_OF in vars(tensor):
         setattr(view, ROWS_OF, getattr(tensor, ROWS_OF))
     return view
@@ -78,7 +78,7 @@ def write(values: Tensor, target: Any) -> None:
 
 
 def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
-    """`write` of values whose codes and scales can be copied to target."""
+    """Write values whose codes and scales can be copied to target; see `write`."""
     place: _Place | None = vars(target).get(ROWS_OF)
     if place is None:
         target.copy_from_storage(source)

@@ -119,6 +119,6 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
 
 
 def _weights(given: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:
-    """The quantized ones of one weight or several."""
+    """Return the quantized weights of one weight or several."""
     several = [given] if isinstance(given, Tensor) else given
     return [weight for weight in several if isinstance(weight, QuantizedTensor)]

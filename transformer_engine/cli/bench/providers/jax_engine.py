@@ -30,7 +30,7 @@ _FAMILIES = {family.name: family for family in FAMILIES.values()}
 
 
 def random(*shape: int, seed: int = 0) -> Array:
-    """A normal bfloat16 array."""
+    """Return a normally distributed bfloat16 array."""
     return jax.random.normal(jax.random.key(seed), shape, BF16)
 
 
@@ -127,7 +127,7 @@ def _grouped_linear(case: Case, device: torch.device) -> JaxWorkload:
 
 @BUILDERS.of("attention")
 def _attention(case: Case, device: torch.device) -> JaxWorkload | None:
-    """In 16 bits; under a recipe too, so that only the case without one is run."""
+    """Build attention in 16 bits; a recipe does not change it, so only the case without a recipe is run."""
     a = case.arguments
     if case.recipe != "bf16":
         return None
@@ -177,7 +177,7 @@ def _layer(case: Case, device: torch.device) -> JaxWorkload:
 
 @BUILDERS.of("kernel")
 def _kernel(case: Case, device: torch.device) -> JaxWorkload | None:
-    """The launch itself, as XLA's runtime starts it on a GPU."""
+    """Build the launch itself, as XLA's runtime starts it on a GPU."""
     a = case.arguments
     if device.type != "cuda":
         return None

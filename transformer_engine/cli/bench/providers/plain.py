@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A causal pre-norm layer on x [s, b, hidden] with grouped heads, and rotary positions if asked for."""
+    """A causal pre-norm layer on x [s, b, hidden] with grouped heads, and rotary positions if requested."""
 
     def __init__(self, sizes: dict[str, Any], device: torch.device):
         super().__init__()
@@ -116,7 +116,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 @BUILDERS.of("quantize")
 def _quantize(case: Case, device: torch.device) -> Workload:
-    """codes = saturate(x scale), by the operations of torch."""
+    """Build codes = saturate(x scale), by the operations of torch."""
     a = case.arguments
     scale = torch.ones(1, device=device)
 
@@ -182,7 +182,7 @@ def _grouped_linear(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("attention")
 def _attention(case: Case, device: torch.device) -> Workload | None:
-    """Causal attention; windows and packed sequences have no plain counterpart that is not quadratic in memory."""
+    """Build causal attention; windows and packed sequences have no plain counterpart without quadratic memory."""
     a = case.arguments
     if a["window"] is not None or a["packed"]:
         return None
@@ -244,7 +244,7 @@ def _rope(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("permute")
 def _permute(case: Case, device: torch.device) -> Workload:
-    """By the token and the expert of every row, sorted by expert."""
+    """Build a permutation by the token and the expert of every row, sorted by expert."""
     tokens, mask, probs = routed_tokens(case, device)
 
     def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 @BUILDERS.of("adam")
 def _adam(case: Case, device: torch.device) -> Workload:
-    """The step that is one kernel per device, where there is a GPU."""
+    """Build the step that is one kernel per device, if there is a GPU."""
     fused = device.type == "cuda"
     return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
 

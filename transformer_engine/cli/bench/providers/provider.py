@@ -38,17 +38,18 @@ class Builders(dict[str, Builder]):
 
 @dataclass(frozen=True)
 class Provider:
-    """Builds workloads.
+    """A library that builds workloads.
 
-    name      name of the column in reports, and value of the key "provider" in files
-    recipes   recipes of its modules; a library without quantization has "bf16"
-    builders  builders by family
-    module    module that must be importable
-    remedy    command that installs it
-    gpu_only  why it does not run on a CPU
-    quantizations   recipes of the family quantize
-    unsupported_reason   returns another reason why it cannot run on a device, if it is installed
-    on_request   measured only if it is named
+    Attributes:
+        name: Name of the column in reports, and value of the key "provider" in files.
+        recipes: Recipes of its modules; a library without quantization has "bf16".
+        builders: Builders by family.
+        module: Module that must be importable.
+        remedy: Command that installs it.
+        gpu_only: Why it does not run on a CPU.
+        quantizations: Recipes of the family quantize.
+        unsupported_reason: Returns another reason why it cannot run on a device, if it is installed.
+        on_request: Measured only if it is named.
     """
 
     name: str

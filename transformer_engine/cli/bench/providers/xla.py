@@ -47,7 +47,7 @@ class XlaGatedMLP(nn.Module):
 
 
 class XlaLayer(nn.Module):
-    """A causal pre-norm layer on x [b, s, hidden] with grouped heads, and rotary positions if asked for."""
+    """A causal pre-norm layer on x [b, s, hidden] with grouped heads, and rotary positions if requested."""
 
     sizes: Any
     cudnn: bool
@@ -67,7 +67,7 @@ class XlaLayer(nn.Module):
 
 
 def _rotated(x: Array) -> Array:
-    """x [b, s, h, d] by the angles of its positions."""
+    """Rotate x [b, s, h, d] by the angles of its positions."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** -(jnp.arange(half) / half)
     angles = jnp.arange(x.shape[1])[:, None] * frequency
@@ -78,7 +78,7 @@ def _rotated(x: Array) -> Array:
 
 @BUILDERS.of("quantize")
 def _quantize(case: Case, device: torch.device) -> JaxWorkload:
-    """codes = saturate(x scale), and of both directions their transpose."""
+    """Build codes = saturate(x scale), for both directions with their transpose."""
     a = case.arguments
 
     def function(params: Any, state: Any, x: Array) -> tuple[Array, ...]:
@@ -136,7 +136,7 @@ def _grouped_linear(case: Case, device: torch.device) -> JaxWorkload:
 
 @BUILDERS.of("attention")
 def _attention(case: Case, device: torch.device) -> JaxWorkload | None:
-    """By jax.nn, which has no form for packed sequences."""
+    """Build attention by jax.nn, which does not support packed sequences."""
     a = case.arguments
     if a["packed"]:
         return None

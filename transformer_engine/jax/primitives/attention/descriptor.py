@@ -192,8 +192,13 @@ class SequenceDescriptor:
     def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
         """Return lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 for absent sequences.
 
-        most   n if sequences are given by their numbers, whose tokens are adjacent
         A sequence that only queries or only keys have gets the length 0 in the others: kernels use one number for both.
+
+        Args:
+            batch: Number of rows b.
+            queries: Query tokens per row.
+            keys: Key tokens per row.
+            most: n if sequences are given by their numbers, whose tokens are adjacent.
         """
         made: list[Pair] = []
         for ids, lengths, offsets, tokens in zip(

@@ -26,15 +26,15 @@ class AttnMaskType(enum.Enum):
     PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
 
     def is_causal(self) -> bool:
-        """Whether later keys than the query are hidden."""
+        """Return whether keys after the query are hidden."""
         return self not in (self.NO_MASK, self.PADDING_MASK)
 
     def is_padding(self) -> bool:
-        """Whether tokens that belong to no sequence are hidden."""
+        """Return whether tokens that belong to no sequence are hidden."""
         return self in (self.PADDING_MASK, self.PADDING_CAUSAL_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
     def is_bottom_right(self) -> bool:
-        """Whether the diagonal ends at the last query and the last key."""
+        """Return whether the diagonal ends at the last query and the last key."""
         return self in (self.CAUSAL_BOTTOM_RIGHT_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
 
@@ -122,13 +122,17 @@ _MASKS |= {
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """Return the mask of a name; the ValueError for another name lists the names.
+    """Return the mask of a name; the ValueError for another name lists the masks.
 
     Args:
         attn_mask_type: Name of a mask, such as "padding_causal".
     """
     if not isinstance(attn_mask_type, str) or attn_mask_type not in _MASKS:
-        raise ValueError(f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(_MASKS)}")
+        names = [next(name for name, one in _MASKS.items() if one is mask) for mask in AttnMaskType]
+        raise ValueError(
+            f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(names)} (padding, causal and "
+            "bottom_right may be in any order)"
+        )
     return _MASKS[attn_mask_type]
 
 

@@ -48,8 +48,8 @@ def spread_unsupported_reason(request: AttentionRequest) -> str | None:
     """Return the reason why kernels of one device do not support tokens that are spread over devices, or None."""
     if request.tokens == "spread":
         return (
-            "tokens over devices with packed or padded rows, a bias, dropout, a window without a causal mask, a causal "
-            "mask of other keys than queries, or a shard_map with check_vma around; parts of an attention have none"
+            "tokens over devices with packed or padded rows, a bias, dropout, a causal mask or a window of other keys "
+            "than queries, or a shard_map with check_vma around; parts of an attention have none"
         )
     return None
 

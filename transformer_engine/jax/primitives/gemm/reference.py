@@ -80,7 +80,7 @@ def run_values(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
 
 
 def run_narrow(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    """Let cuBLASLt sum in float32 and round once; XLA would write float32 and round in another kernel."""
+    """Sum in float32 and round once in cuBLASLt; XLA would write float32 and round in another kernel."""
     return lax.dot_general(a.codes, b.codes, contraction(a, b), preferred_element_type=dtype)
 
 

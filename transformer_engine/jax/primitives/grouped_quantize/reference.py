@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -71,6 +73,8 @@ def of_rows(values: Array, group_sizes: Array, rows: int) -> Array:
     return jnp.append(values, jnp.ones(1, values.dtype))[group_of_rows(group_sizes, rows)]
 
 
+# The references are compiled as one program also in eager mode, where they would take seconds operation by operation.
+@functools.partial(jax.jit, static_argnames=("element", "directions"))
 def run(x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]) -> StackCodes:
     """See `quantize_stack`."""
     multiplier = given_multiplier(multiplier)
@@ -88,6 +92,7 @@ def run(x: Array, multiplier: Array, element: Element, directions: tuple[bool, b
 BACKEND = Backend[StackRequest]("reference", bind=lambda request: run)
 
 
+@functools.partial(jax.jit, static_argnames=("element", "scaling", "over"))
 def run_rows(
     x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float],
     over: tuple[str, ...],

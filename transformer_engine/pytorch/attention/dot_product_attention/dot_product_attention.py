@@ -70,7 +70,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         layer_number: Number of the layer, which identifies its cache.
         attention_type: "self" or "cross"; with "self" keys have the queries' lengths by default.
         cp_group: Ranks that share a sequence, as of `set_context_parallel_group`.
-        cp_global_ranks: Has no effect, as groups know their ranks.
+        cp_global_ranks: Has no effect, because groups contain their ranks.
         cp_stream: CUDA stream for transfers of a ring.
         cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
         softmax_scale: Default 1 / sqrt(head size of queries and keys).
@@ -204,7 +204,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         Args:
             cp_group: Group of the ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
-            cp_stream: CUDA stream for transfers of a ring. cp_global_ranks has no effect, as groups know their ranks.
+            cp_stream: CUDA stream for transfers of a ring. cp_global_ranks has no effect.
             cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
         """
         if context_groups(cp_group, cp_stream, cp_comm_type) is None and cp_stream is not None:

@@ -70,7 +70,7 @@ class GraphScoreMod(BoundScoreMod):
         return self.function(ScoreGraph(torch, places), score, _at(self.tensors, places))
 
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
-        """Return the gradient of the scores; bprop may read what the function has computed, as in one graph."""
+        """Return the gradient of the scores; bprop may read the function's results, as in one graph."""
         assert self.bprop is not None
         self.forward(score, places)
         return self.bprop(ScoreGraph(torch, places), gradient, _at(self.bprop_tensors, places))

@@ -180,7 +180,7 @@ class AttentionParams:
 
 
 def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """Placeholder of a score_mod that is never called."""
+    """Return the scores unchanged; a placeholder of a score_mod that is never called."""
     return score
 
 
@@ -296,7 +296,7 @@ class FlashAttentionUtils:
 
         Args:
             version: Version of flash-attn; None is never supported.
-            minimum: None asks for the range of flash-attn 2: from 2.1.1 up to, not including, 2.8.4; local versions
+            minimum: None means the range of flash-attn 2: from 2.1.1 up to, not including, 2.8.4; local versions
                 such as 2.8.3+cu128 count as their release.
         """
         if version is None:

@@ -128,7 +128,7 @@ def attend(
     Args:
         backend: Backend that is bound to the call, or its FP8 attention.
         call: Description of the attention.
-        inputs: Tensors of the call. With a projection, q, k and v are views of it that autograd does not know.
+        inputs: Tensors of the call. With a projection, q, k and v are views of it without autograd history.
         projection: The projection, which requires a gradient.
         execution: Random state and recomputation; None for neither.
     """

@@ -71,7 +71,7 @@ def _tensor(codes: Tensor, storage: Float8TensorStorage, dtype: torch.dtype) -> 
 
 
 def _sharing(qkv_layout: str) -> tuple[int, int]:
-    """(how many of the three share a buffer: 3, 2 or 0; the axis of that number, counted from the end)."""
+    """Return (number of the three that share a buffer: 3, 2 or 0; the axis of that number, counted from the end)."""
     for tensor_format in _FORMATS:
         for packed, axis in ((tensor_format[:-2] + "{n}hd", -3), (tensor_format[:-2] + "h{n}d", -2)):
             if qkv_layout == packed.format(n=3):

@@ -1,8 +1,8 @@
 """Hugging Face models with the layers of this package.
 
-    convert_hf(model, recipe=..)   # converts whole decoder layers of transformers in place; revert_hf(model) undoes it
-    inject_te_attention(model)     # converts attention layers of any library in place
-    register_te_attention()        # attn_implementation="transformer_engine" in transformers
+* `convert_hf(model, recipe=..)` converts whole decoder layers of transformers in place; `revert_hf(model)` undoes it.
+* `inject_te_attention(model)` converts attention layers of any library in place.
+* `register_te_attention()` registers attn_implementation="transformer_engine" in transformers.
 
 Only the first and the last function import `transformers`.
 """

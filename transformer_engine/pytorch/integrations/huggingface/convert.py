@@ -1,11 +1,12 @@
 """convert_hf(model): replaces the decoder layers of a transformers model by this package's layers, in place.
 
-    x + attention(norm(x))   ->   norm and q, k, v in one LayerNormLinear, te's rotation and attention, o_proj a Linear
-    x + mlp(norm(x))         ->   norm, gate, up, activation and down in one LayerNormMLP
-    the last norm, the loss  ->   RMSNorm, parallel_cross_entropy
+* x + attention(norm(x)): norm and q, k, v become one LayerNormLinear, followed by te's rotation and attention; o_proj
+  becomes a Linear.
+* x + mlp(norm(x)): norm, gate, up, activation and down become one LayerNormMLP.
+* The last norm and the loss become RMSNorm and parallel_cross_entropy.
 
-Layers, embeddings and head stay the library's own modules, so that hooks, recorded hidden states, caches, generation,
-gradient checkpointing and tied weights work as before. A state dict keeps the library's names: `from_pretrained` of the
+Layers, embeddings and head remain the library's own modules, so that hooks, recorded hidden states, caches, generation,
+gradient checkpointing and tied weights work as before. A state dict uses the library's names: `from_pretrained` of the
 stock class reads the files of `save_pretrained`, and `revert_hf` restores the stock modules.
 """
 
@@ -202,7 +203,7 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Cross entropy of the next token, with the signature of transformers' causal language models.
+    """Compute the cross entropy of the next token, with the signature of transformers' causal language models.
 
     transformers makes a float32 copy of the logits, the largest tensor of a step; this function reads them in their
     dtype and computes in float32. It does not modify the logits, which callers read after the backward pass.

@@ -193,4 +193,4 @@ def norm_of(config: DecoderConfig) -> dict[str, Any]:
 
 
 def unfilled(weight: Tensor) -> None:
-    """An init_method for weights that are overwritten."""
+    """Leave a weight uninitialized, as an init_method for weights that are overwritten."""

@@ -1,9 +1,7 @@
 """Hooks of converted models: finding and removing them, rotary angles, and the recipe of a decoder's forward.
 
-Hooks are found by their type, because handles do not survive a copy of the module. The fused rotation takes float32
-angles [1 | b, s, d]:
-
-    angles = atan2(sin, cos),   cos^2 + sin^2 = scale^2
+Hooks are found by their type, because handles do not survive a copy of the module. The fused rotation reads float32
+angles [1 | b, s, d] = atan2(sin, cos), where cos^2 + sin^2 = scale^2.
 
 The library computes all scaling of frequencies (linear, dynamic, llama3, yarn, longrope) in float32; its attention
 factor is the scale.
@@ -85,7 +83,7 @@ def return_cosines(rotary: nn.Module) -> None:
 def _in_float32(
     rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Replace the first argument, of which only dtype and device are used, by a float32 one."""
+    """Replace the first argument, of which only dtype and device are used, by a float32 tensor."""
     hidden, *rest = args
     return (hidden.new_empty(0, dtype=torch.float32), *rest), kwargs
 

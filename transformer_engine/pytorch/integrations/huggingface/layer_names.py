@@ -1,7 +1,7 @@
 """{our tensor: their tensors} of one decoder layer, and the hooks that keep their names in its state dict.
 
-    self_attn.layernorm_qkv.weight  =  self_attn.q_proj.weight, .k_proj.weight, .v_proj.weight, group by group
-    mlp.fc1_weight                  =  mlp.gate_proj.weight over mlp.up_proj.weight
+* self_attn.layernorm_qkv.weight joins self_attn.q_proj.weight, .k_proj.weight and .v_proj.weight, group by group.
+* mlp.fc1_weight joins mlp.gate_proj.weight and mlp.up_proj.weight.
 
 The rows are those of `te convert` (conversion/families.py), with the names of a converted layer.
 """
@@ -71,7 +71,7 @@ class LayerNames:
         return LayerNames(tuple(matches))
 
     def to_ours(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
-        """Replace their tensors by ours where all parts of a tensor are present."""
+        """Replace their tensors by ours if all parts of a tensor are present."""
         for match in self._renamed():
             theirs = [prefix + name for name in match.theirs]
             if all(name in state for name in theirs):

@@ -1,10 +1,10 @@
 """Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that are equivalent to a mask tensor.
 
-Libraries pass an attention a mask of every pair. If each row's visible keys are an interval, two numbers per row
-describe it: its first and its last visible key. These [b, q] determine the mask type. If the last key is the query's
-own, up to a fixed diagonal, the mask is causal. If the first key is the same for all queries, there is no window;
-otherwise, a fixed number of keys before the query is a window, and the start of the query's sequence means packed
-sequences. The first and last key of a sequence determine its padding, on either side.
+Libraries pass a mask of every query and key to attention. If each row's visible keys are an interval, two numbers per
+row describe it: its first and its last visible key. These [b, q] determine the mask type. If the last key is the
+query's own, up to a fixed diagonal, the mask is causal. If the first key is the same for all queries, there is no
+window; otherwise, a fixed number of keys before the query is a window, and the start of the query's sequence means
+packed sequences. The first and last key of a sequence determine its padding, on either side.
 Recognition is exact: a mask with a single different element is not recognized. The mask is read once instead of in
 every layer, with one synchronization with the device.
 """
@@ -29,10 +29,12 @@ HIDDEN = -1e4
 class Masking:
     """The arguments of an equivalent DotProductAttention call.
 
-    window     (left, right) keys besides the query's own, None: no limit
-    keys       (begin, end) of the keys that any query sees, None: all
-    packed     sequences in [b * s, h, d], with tokens between them that belong to no sequence
-    arguments  lengths and masks, under the names of its forward
+    Attributes:
+        name: The mask type.
+        window: Visible keys (left, right) of the query's own; None: no limit.
+        keys: (begin, end) of the keys that any query sees; None: all.
+        packed: Sequences are packed in [b * s, h, d], with tokens between them that belong to no sequence.
+        arguments: Lengths and masks, under the argument names of its forward.
     """
 
     name: str
@@ -132,9 +134,10 @@ def _recognised(mask: Tensor, batch: int) -> Masking | None:
 
 
 class _Intervals(NamedTuple):
-    """First and last key of each query [b, q], and whether it sees none; key range of each sequence [b].
+    """First and last key of each query [b, q], whether it sees none, and the key range of each sequence [b].
 
-    intervals   bool, of the whole mask: every query sees all keys between its first and its last one
+    Attributes:
+        intervals: bool, for the whole mask: every query sees all keys between its first and its last one.
     """
 
     first: Tensor
@@ -148,10 +151,14 @@ class _Intervals(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Properties of all rows. everything: a query sees all keys of its sequence.
+    """Properties of all rows.
 
-    banded    query i sees keys up to i + diagonal, at most window of them (0: all)
-    longest   tokens of the longest packed sequence, 0: not packed; begins, ends: their (smallest, largest) value
+    Attributes:
+        everything: Every query sees all keys of its sequence.
+        banded: Query i sees keys up to i + diagonal, at most `window` keys (0: all).
+        begins: Smallest and largest first key of the sequences.
+        ends: Smallest and largest end of the sequences.
+        longest: Tokens of the longest packed sequence; 0: not packed.
     """
 
     everything: bool
@@ -282,9 +289,7 @@ def _ranges(
             arguments[f"cu_seqlens_{side}_padded"] = torch.cat((whole[:1], places, whole[1:])).int()
             arguments[f"max_seqlen_{side}"] = size
         arguments[f"cu_seqlens_{side}"] = cumulative(lengths)
-    if (
-        facts.queries == facts.keys and name != "padding"
-    ):  # the same numbers; as one tensor they are known to be
+    if facts.queries == facts.keys and name != "padding":  # equal numbers are passed as one tensor
         for end_of_name in ("", "_padded"):
             if f"cu_seqlens_q{end_of_name}" in arguments:
                 arguments[f"cu_seqlens_kv{end_of_name}"] = arguments[f"cu_seqlens_q{end_of_name}"]

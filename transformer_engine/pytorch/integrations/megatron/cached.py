@@ -133,8 +133,17 @@ class CachedAttention(MegatronModule):
     ) -> Tensor:  # fmt: skip
         """Rotate q and k by their positions, append k and v to the cache, and return out [b, s, heads, size].
 
-        sequence_len_offset   int32 [b] tokens in the caches [longest, b, groups, size]; the host does not wait for it
-        rotary_cos, rotary_sin   [positions, d / 2]
+        Args:
+            sequence_len_offset: int32 [b], tokens in the caches [longest, b, groups, size]; the host does not wait for
+                it.
+            query_layer: Queries of the new tokens.
+            key_layer: Keys of the new tokens.
+            value_layer: Values of the new tokens.
+            inference_key_memory: Cache of the keys.
+            inference_value_memory: Cache of the values.
+            rotary_cos: Cosines [positions, d / 2], or None.
+            rotary_sin: Sines [positions, d / 2], or None.
+            rotary_interleaved: Features are paired (0, 1), (2, 3), ...
         """
         new, batch = query_layer.shape[:2]
         positions = sequence_len_offset.long() + torch.arange(new, device=query_layer.device)[:, None]
@@ -166,9 +175,18 @@ class CachedAttention(MegatronModule):
     ) -> Tensor:  # fmt: skip
         """Return out [t, 1, heads, size] of queries over keys in pages, for a mix of prompts and single tokens.
 
-        q               [t, 1, heads, size]
-        k, v            [pages, page_size, groups, size]; block_table int32 [requests, pages per request]
-        seqlens_k       int32 [requests] keys of each; softmax_offset   [heads], a logit of the denominator only
+        Args:
+            q: Queries [t, 1, heads, size].
+            k: Keys [pages, page_size, groups, size].
+            v: Values, as k.
+            max_seqlen_q: Upper bound of the queries of a request.
+            max_seqlen_k: Upper bound of the keys of a request.
+            cu_seqlens_q: int32 [requests + 1], cumulative queries.
+            cu_seqlens_k: Cumulative keys, or None.
+            seqlens_k: int32 [requests], keys of each request.
+            block_table: int32 [requests, pages per request].
+            is_decode_only: Every request has one query.
+            softmax_offset: [heads], a logit that is added to the denominator only.
         """
         if self.training:
             raise RuntimeError("paged caches are for inference; call eval() on the layer first")

@@ -47,8 +47,10 @@ class StaticContext:
 class PagedContext:
     """Requests of different lengths in pages of a shared pool; the new tokens of a step are packed, request by request.
 
-        context.begin_step([7, 1, 1])      # request 0 has a prompt of 7 tokens, the others decode
-        y, bias = attention(hidden [9, 1, h], None, inference_context=context, ..)
+    ```python
+    context.begin_step([7, 1, 1])  # request 0 has a prompt of 7 tokens, the others decode
+    y, bias = attention(hidden, None, inference_context=context)  # hidden [9, 1, h]
+    ```
 
     Pages are allocated when needed and never released: the context serves one batch of requests.
 

@@ -67,14 +67,14 @@ class _WithBias(torch.nn.Module):
 
 
 class ColumnLinear(_WithBias, Linear):
-    """(y, None), y [.., output_size / ranks] = x @ weight.T + bias"""
+    """Return (y, None) with y [.., output_size / ranks] = x @ weight.T + bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(input_size, output_size, parallel_mode="column", **_arguments(config, **given))
 
 
 class NormColumnLinear(_WithBias, LayerNormLinear):
-    """(y, None), y [.., output_size / ranks] = norm(x) @ weight.T + bias"""
+    """Return (y, None) with y [.., output_size / ranks] = norm(x) @ weight.T + bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(
@@ -89,7 +89,7 @@ class NormColumnLinear(_WithBias, LayerNormLinear):
 
 
 class RowLinear(_WithBias, Linear):
-    """(y, bias or None), y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
+    """Return (y, bias or None) with y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(
@@ -129,9 +129,10 @@ _PACKED_KINDS: dict[str, str] = {"causal": "padding_causal", "no_mask": "padding
 
 
 class CoreAttention(attentions.DotProductAttention):
-    """[s, b, heads * size] of q, k, v [s, b, heads, size], or [t, ..] of packed ones.
+    """Core attention on q, k, v [s, b, heads, size], or [t, heads, size] if packed, that returns [s, b, heads * size].
 
-    current_max_attn_logits   [heads] under qk_clip: the largest logit of each head since it was last set to None
+    Attributes:
+        current_max_attn_logits: [heads] under qk_clip: the largest logit of each head since it was last set to None.
     """
 
     def __init__(

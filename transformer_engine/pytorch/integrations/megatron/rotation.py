@@ -84,8 +84,13 @@ def rotated(
 ) -> Tensor:
     """Return x [s, b, h, d], or [t, h, d] with cu_seqlens, rotated by freqs [s, 1, 1, d], and multiplied by mscale.
 
-    freqs   [s, b, 1, d] if the positions of sequences differ (multimodal positions); not with cu_seqlens
-    cp      ranks of the context-parallel group, and this one; x holds this rank's part, freqs the whole sequences
+    Args:
+        x: Queries or keys.
+        freqs: Angles; [s, b, 1, d] if the positions of sequences differ (multimodal positions), without cu_seqlens.
+        interleaved: Features are paired (0, 1), (2, 3), ... instead of (i, i + d/2).
+        mscale: Factor of the result.
+        cu_seqlens: Bounds of packed sequences, or None.
+        cp: (number, index) of the context-parallel ranks; x holds this rank's part, freqs the whole sequences.
     """
     if cu_seqlens is None and freqs.ndim == 4 and freqs.shape[1] > 1:
         if freqs.shape[0] < x.shape[0] or freqs.shape[1] != x.shape[1]:

@@ -134,8 +134,8 @@ class ActivationOperation(StepOperation):
         width = x.shape[-1]
         if gated and width % (2 * (self.glu_interleave_size or 1)):
             raise ValueError(
-                f"{kind} splits the last dimension in two halves of blocks of {self.glu_interleave_size or 1}, which "
-                f"{width} is not divisible into; change the size of the input"
+                f"{kind} splits the last dimension into two halves, so it must be a multiple of "
+                f"{2 * (self.glu_interleave_size or 1)} (2 * glu_interleave_size); the input has {width}"
             )
         shape = (*x.shape[:-1], width // 2 if gated else width)
         if self.scaled:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.numbers import to_bool, to_int
+from ....common.numbers import to_bool, to_int, to_ints
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
@@ -53,10 +53,11 @@ from .linear_contribution import linear_spec
 class GroupedLinear(StepOperation):
     """y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows.
 
-    The first extra input holds the rows of each group, the second one with `scale_bias` a scale per row that multiplies
-    the bias. Rows that belong to no group give zeros. On a GPU all groups are computed in one launch per step where
-    the table "grouped_linear" allows it, and the host does not wait for the rows of each group; otherwise it reads them
-    and computes group by group. NVTE_USE_CUTLASS_GROUPED_GEMM=0 always computes group by group.
+    The first extra input holds the split sizes, the rows of each group: a tensor of any integer dtype on any device, or
+    a sequence of whole numbers. The second one, with `scale_bias`, is a scale per row that multiplies the bias. Rows
+    that belong to no group give zeros. On a GPU all groups are computed in one launch per step where the table
+    "grouped_linear" allows it, and the host does not wait for a tensor of split sizes on the GPU; otherwise the host
+    reads them and computes group by group. NVTE_USE_CUTLASS_GROUPED_GEMM=0 always computes group by group.
 
     Args:
         num_groups: Number of groups.
@@ -242,6 +243,11 @@ class GroupedLinear(StepOperation):
         delayed = self.wgrad_store.delay_wgrad_compute()
         held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
         return delayed, tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+
+    def accept_extra_input(self, index: int, value: Any) -> Any:
+        """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
+        rows = None if index else to_ints("split sizes", value)
+        return value if rows is None else torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def contribute(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment

@@ -1,4 +1,4 @@
-"""GroupedLinear while a compiler traces: one operator per pass, as a graph does not know the rows of each group."""
+"""GroupedLinear while a compiler traces: one operator per pass, because a graph has unknown rows per group."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPa
 
 @dataclass(frozen=True)
 class ProducerCasts:
-    """Which of a layer's matrices the kernel that makes them may quantize.
+    """The matrices of a layer that the kernel which computes them may quantize.
 
     Attributes:
         input: Of the input.
@@ -147,7 +147,7 @@ def linear_spec(
         dtype: Dtype that the product is computed in.
         quantizers: Quantizers of input, weight and output gradient; None for an unquantized product.
         parallel: The boundary to the tensor-parallel group.
-        gradient: Where the weight gradient goes.
+        gradient: Destination of the weight gradient.
         needs: Whether the gradients of input and weight are needed.
         plain: Matrices are multiplied unquantized.
     """

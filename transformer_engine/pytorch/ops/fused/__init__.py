@@ -1,6 +1,6 @@
 """Fused operations that the fusion functions of this package insert, under the original's names.
 
-Each stands for consecutive basic operations. It contributes their steps, and the rules of passes merge these steps, so
+Each represents consecutive basic operations. It contributes their steps, and the rules of passes merge these steps, so
 the classes are what clients inspect in `_forward_ops` and `_backward_ops`.
 """
 

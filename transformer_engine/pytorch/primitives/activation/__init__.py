@@ -50,7 +50,7 @@ def activation_forward(
 ) -> Tensor | Quantized:
     """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype, or codes.
 
-    With a cast, of a matrix x, the codes of y are returned instead of y. On a GPU the kernel writes codes with one
+    With a cast, x is a matrix, and the codes of y are returned instead of y. On a GPU the kernel writes codes with one
     scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
     """
     facts = (name, x.shape, x.stride(), x.dtype, x.device, params.constants)
@@ -86,13 +86,19 @@ def activation_backward(
     cast: Cast | None = None,
     dbias: torch.dtype | None = None,
 ) -> Tensor | tuple[Quantized, Tensor | None]:
-    """Return dx, shaped and typed like x; dy is shaped like the output of activation_forward.
+    """Return dx, with the shape and dtype of x.
 
-    With a cast, return the codes of dx [M, N] and the sum over its rows [N], bit for bit those of separate steps.
+    With a cast, return the codes of dx [M, N] and the sum over its rows [N], bit-equal to separate steps.
 
-    dbias   dtype of the sum, which is computed in float32 from the rounded dx in an order that depends on the backend;
-            None: no sum. With a sum, codes of blocks in the row direction only are cast after dx is stored; for these,
-            `gradient_fuses` is False
+    Args:
+        name: Name of the activation.
+        dy: Gradient, with the shape of the output of `activation_forward`.
+        x: Input of the activation.
+        params: Constants of the activation.
+        cast: Cast of dx, or None.
+        dbias: Dtype of the sum, which is computed in float32 from the rounded dx in an order that depends on the
+            backend; None: no sum. With a sum, codes of row-wise blocks alone are cast after dx is stored; for these,
+            `gradient_fuses` is False.
     """
     constants, gradient = params.constants, (dy.stride(), dy.dtype)
     facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)

@@ -63,7 +63,7 @@ class ActivationParams:
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, float] | None) -> ActivationParams:
-        """Convert a dict with keys `limit`, `alpha`, `glu_linear_offset` or `offset`; ValueError for other keys."""
+        """Convert a dict with keys `limit`, `alpha`, `glu_linear_offset` or `offset`; other keys raise ValueError."""
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(
                 f"activation_params={described(params)} is a {type(params).__name__}; give a dict of limit, alpha and "
@@ -84,10 +84,13 @@ DEFAULT_PARAMS = ActivationParams()
 
 
 class ActivationRequest(NamedTuple):
-    """One call on x [..., width]; `backward` distinguishes the gradient from the function.
+    """One call on x [..., width].
 
-    dy          strides and dtype of the gradient; None forward
-    dbias       dtype of the sums of dx's columns; None: not requested
+    Attributes:
+        name: Name of the activation.
+        backward: Compute the gradient instead of the function.
+        dy: Strides and dtype of the gradient; None in a forward pass.
+        dbias: Dtype of the sums of dx's columns; None: not requested.
     """
 
     name: str
@@ -107,7 +110,7 @@ class ActivationRequest(NamedTuple):
 
     @property
     def made(self) -> tuple[int, int]:
-        """Extents of the matrix that is cast: f(x), or dx."""
+        """Shape of the matrix that is cast: f(x), or dx."""
         rows, width = self.shape
         return rows, width // 2 if self.gated and not self.backward else width
 
@@ -127,7 +130,8 @@ def request_of(
 ) -> ActivationRequest:
     """Return the request of a key; spec, given and records describe the cast.
 
-    Raises ValueError for an unknown name, and for a gated unit of an odd width.
+    Raises:
+        ValueError: The name is unknown, or a gated unit has an odd width.
     """
     activation = ACTIVATIONS.get(name)
     if activation is None:

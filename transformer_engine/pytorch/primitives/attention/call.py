@@ -64,7 +64,7 @@ class AttentionCall:
         slopes_shape: Shape of the ALiBi slopes, [h] or [b, h].
         masked_shape: Shape of the arbitrary mask.
         dropout: Probability in force; 0 in evaluation.
-        padded_between: thd: tokens that belong to no sequence lie between sequences.
+        padded_between: thd: there are tokens between sequences that belong to no sequence.
         padding_tensors: Padding is given as mask tensors, which may hide any tokens.
         same_lengths: Queries and keys have equal lengths, sequence by sequence.
         slopes_given: The ALiBi slopes are the caller's.

@@ -11,7 +11,7 @@ def are_bounds(
     """Raise ValueError unless bounds [b + 1] are those of sequences in a tensor.
 
     Args:
-        starts: Starts of the sequences if tokens lie between them (cu_seqlens_*_padded), else None.
+        starts: Starts of the sequences if there are tokens between them (cu_seqlens_*_padded), else None.
         tokens: Tokens of a packed tensor; None if sequences are padded to `longest` tokens.
         longest: Tokens of the longest sequence of the call.
     """

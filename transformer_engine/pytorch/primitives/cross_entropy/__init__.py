@@ -37,9 +37,9 @@ def cross_entropy_statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tens
 
 
 def cross_entropy_losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """(loss float32 [M], statistics float32 [M, 2]: max and sum(exp(x - max)) of whole rows) of partials [S, M, 4].
+    """Combine partials [S, M, 4] into (loss float32 [M], statistics float32 [M, 2]).
 
-    A target outside all strips has an infinite loss.
+    The statistics are max and sum(exp(x - max)) of whole rows. A target outside all strips has an infinite loss.
     """
     strips, rows, _ = partials.shape
     key = ("losses", rows, labels.total, torch.float32, partials.device, labels, strips)
@@ -49,9 +49,15 @@ def cross_entropy_losses(partials: Tensor, targets: Tensor, labels: Labels) -> t
 def cross_entropy_gradient(
     x: Tensor, targets: Tensor, statistics: Tensor, factor: Tensor, labels: Labels, in_place: bool = False
 ) -> Tensor:
-    """dx [M, V] = (softmax(x) - wanted) * factor in x's dtype; factor: float32 [M], or [1] for all rows.
+    """Return dx [M, V] = (softmax(x) - wanted) * factor in x's dtype.
 
-    in_place   write the gradient to x, which is returned
+    Args:
+        x: Logits [M, V].
+        targets: Class indices int64 [M].
+        statistics: Result of `cross_entropy_losses`.
+        factor: float32 [M], or [1] for all rows.
+        labels: Ignored label, smoothing and numbers of classes; `wanted` is the smoothed one-hot target.
+        in_place: Write the gradient to x, which is returned.
     """
     per_row = factor.shape[0] != 1
     key = ("gradient", *x.shape, x.dtype, x.device, labels, 1, per_row, in_place)
@@ -59,7 +65,7 @@ def cross_entropy_gradient(
 
 
 def cross_entropy_rescaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x [.., V] contiguous, multiplied in place by factor float32 [1]; a kernel reads it only if that is not 1."""
+    """Multiply contiguous x [.., V] in place by factor float32 [1]; a kernel reads x only if the factor is not 1."""
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     key = ("rescale", rows, x.shape[-1], x.dtype, x.device, _NO_LABELS)
     return TABLE.bound(key)(x, factor)

@@ -16,9 +16,12 @@ from ....common.operation_settings import Labels
 class CrossEntropyRequest(NamedTuple):
     """One of "statistics", "losses", "gradient" on logits [rows, width], or "rescale" of gradients.
 
-    strips     number of partial statistics per row
-    per_row    the gradient has one factor per row instead of one for all rows
-    in_place   the gradient overwrites the logits
+    Attributes:
+        operation: Name of the operation.
+        labels: Ignored label, smoothing and numbers of classes.
+        strips: Number of partial statistics per row.
+        per_row: The gradient has one factor per row instead of one for all rows.
+        in_place: The gradient overwrites the logits.
     """
 
     operation: str
@@ -41,8 +44,10 @@ def strips_of(rows: int, width: int) -> int:
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
     """Return the operation of a request.
 
-    (x, targets) -> partials; (partials, targets) -> (loss, statistics); (x, targets, statistics, factor) -> dx; or
-    (x, factor) -> x.
+    * statistics: (x, targets) -> partials
+    * losses: (partials, targets) -> (loss, statistics)
+    * gradient: (x, targets, statistics, factor) -> dx
+    * rescale: (x, factor) -> x
     """
     labels, in_place = request.labels, request.in_place
     if request.operation == "statistics":
@@ -55,7 +60,7 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
 
 
 def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
-    """[1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf on a rank without the target, sum(x / vocabulary)"""
+    """Return [1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf if it is on another rank, sum(x / vocabulary)."""
     values = x.to(torch.float32)
     greatest = values.amax(1)
     base = torch.where(greatest == -torch.inf, 0.0, greatest)
@@ -69,7 +74,7 @@ def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
 
 
 def losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """(loss [rows], statistics [rows, 2]) of partials [strips, rows, 4]"""
+    """Return (loss [rows], statistics [rows, 2]) from partials [strips, rows, 4]."""
     greatest, total, chosen, means = partials.unbind(2)
     highest = greatest.amax(0)
     base = torch.where(highest == -torch.inf, 0.0, highest)
@@ -86,7 +91,7 @@ def losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, T
 def gradient(
     x: Tensor, targets: Tensor, statistics: Tensor, factor: Tensor, labels: Labels, in_place: bool
 ) -> Tensor:
-    """dx [rows, width] in x's dtype; in_place: in x itself, which is returned"""
+    """Return dx [rows, width] in x's dtype; with `in_place`, written to x."""
     greatest, total = statistics[:, :1], statistics[:, 1:]
     probability = torch.exp(x.to(torch.float32) - greatest) / total
     column = torch.arange(x.shape[1], device=x.device)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """int64 [1] on the device, drawn from the generator, or from the device's default one."""
+    """Draw int64 [1] on the device, from the generator or from the device's default one."""
     # Not Tensor.random_, which torch.compile cannot trace.
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device, generator=generator)
 
@@ -41,7 +41,11 @@ def dropout_forward(
 ) -> tuple[Tensor, Tensor]:
     """(y, mask): y like x and contiguous; mask uint8 [ceil(numel / 8)], element i in bit i % 8 of byte i // 8.
 
-    A bit is 1 where the element was kept. seed: int64 [1] on x's device, None: draw_seed(generator). out receives y.
+    A bit is 1 if the element is kept.
+
+    Args:
+        seed: int64 [1] on x's device; None: draw_seed(generator).
+        out: Buffer that receives y.
     """
     return _forward(x, None, None, p, seed, generator, out)
 

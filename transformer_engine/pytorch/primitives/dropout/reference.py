@@ -97,7 +97,7 @@ def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 bits for each counter (below 2^32), as int64."""
+    """Return four words of 32 bits for each counter (below 2^32), as int64."""
     key = [seed & _WORD, (seed >> 32) & _WORD]
     zero = torch.zeros_like(counter)
     c0, c1, c2, c3 = counter, zero, zero, zero
@@ -110,7 +110,7 @@ def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Ten
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(upper, lower) 32 bits of a * b: in halves of b, so that no sum passes 2^63."""
+    """Return (upper, lower) 32 bits of a * b, computed in halves of b, so that no sum exceeds 2^63."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -45,7 +45,7 @@ def block_scale_memory(operand: Operand, codes: Tensor) -> Tensor:
 
 
 def aligned_scale(scale: Tensor) -> Tensor:
-    """The one scale of a tensor at a multiple of 16 bytes, as cuBLASLt has to have it.
+    """Return the scale of a tensor at a multiple of 16 bytes, as cuBLASLt requires.
 
     The scales of a stack's members are adjacent, so that they have other addresses and are copied here. Addresses are
     unknown while torch.compile traces; members of a stack then have copies, see `GroupedTensorStorage`.

@@ -32,12 +32,13 @@ KINDS = frozenset({GELU, GELU_GRADIENT, CODES})
 class FusedRequest:
     """A product and the operation that follows it.
 
-    kind      GELU, GELU_GRADIENT or CODES
-    product   of the operands; its dtype is that of the result, for CODES the nominal one
-    second    GELU: the activation's input is returned too; CODES: the maximum of the absolute values is recorded
-    x         layout of the activation's input, GELU_GRADIENT only
-    dtype     of the activation's input, of the codes; None for GELU
-    forced    reason to compute the two steps separately: a backend is forced for one of them
+    Attributes:
+        kind: GELU, GELU_GRADIENT or CODES.
+        product: Request of the product. Its dtype is that of the result; for CODES, the nominal dtype.
+        second: Whether there is a second result. GELU: the activation's input; CODES: the recorded absolute maximum.
+        x: Layout of the activation's input, for GELU_GRADIENT only.
+        dtype: Dtype of the activation's input or of the codes; None for GELU.
+        forced: Reason to compute the two steps separately, if a backend is forced for one of them.
     """
 
     kind: str

@@ -29,7 +29,7 @@ _SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5}
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    """Return the reason why the library is not asked for an algorithm, or None."""
+    """Return the reason why the library is not queried for an algorithm, or None."""
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
     if (reason := library.missing()) is not None:

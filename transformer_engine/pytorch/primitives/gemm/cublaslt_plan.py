@@ -1,4 +1,4 @@
-"""D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only started.
+"""D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only launched.
 
 A plan holds the descriptors, the algorithm and the host scalars of one `CublasProblem`. A call sets the pointers that
 differ between calls (scales, bias) and makes one library call. Interfaces that query an algorithm and build descriptors
@@ -37,12 +37,13 @@ class NoAlgorithm(RuntimeError):
 
 
 class Attached(NamedTuple):
-    """The tensors that an epilogue reads or writes besides the result [M, N].
+    """The tensors that an epilogue reads or writes in addition to the result [M, N].
 
-    bias    [N], added
-    aux     [M, N]: the activation's input, written by GELU_AUX and read by DGELU
-    scale   float32 [1], factor of the result before the cast to FP8
-    amax    float32 [1], written: the maximum of the absolute values that are multiplied by it
+    Attributes:
+        bias: Bias [N].
+        aux: Input of the activation [M, N], written by GELU_AUX and read by DGELU.
+        scale: float32 [1], factor of the result before the cast to FP8.
+        amax: float32 [1], receives the absolute maximum of the result before scaling.
     """
 
     bias: Tensor | None = None
@@ -54,9 +55,18 @@ class Attached(NamedTuple):
 class LibraryCall(NamedTuple):
     """The arguments of a library call except addresses, for `runtime/generated_pass.py`.
 
-    idle        idle descriptors; describe creates one if the list is empty
-    attributes  the numbers of POINTERS
-    layouts     left, right, result; the address of the algorithm
+    Attributes:
+        idle: Idle descriptors.
+        describe: Creates a descriptor if the list is empty.
+        set_attribute: Library function that sets an attribute of a descriptor.
+        matmul: Library function that computes the product.
+        attributes: The numbers of POINTERS.
+        scalars: The library handle, and the addresses of alpha and beta.
+        layouts: Handles of the left, right and result layouts, and the address of the algorithm.
+        alignment: Required alignment of the pointers, in bytes.
+        current_stream: Returns the stream of a device.
+        workspace: Returns the address of a workspace.
+        workspace_bytes: Size of the workspace.
     """
 
     idle: list[Descriptor]
@@ -73,7 +83,7 @@ class LibraryCall(NamedTuple):
 
 
 class CublasPlan:
-    """A problem's descriptors and algorithm; NoAlgorithm if the library has none."""
+    """A problem's descriptors and algorithm. The constructor raises NoAlgorithm if the library has none."""
 
     def __init__(self, problem: CublasProblem):
         self.problem = problem
@@ -83,7 +93,7 @@ class CublasPlan:
         self._alpha = ctypes.c_float(1.0)
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
-        self._idle: list[Descriptor] = []  # a thread that runs the plan removes one meanwhile
+        self._idle: list[Descriptor] = []  # a thread that runs the plan removes one during the call
         self._algorithm: ctypes.Array[ctypes.c_char] | None = None
         try:
             # C shares D's layout unless the result is FP8.
@@ -97,7 +107,7 @@ class CublasPlan:
                 result,
                 result if p.addend is None else create(types[p.addend], p.m, p.n, p.result_leading),
             )
-            # The library may be unloaded when the interpreter exits: then nothing is destroyed.
+            # The interpreter may have unloaded the library at exit; then nothing is destroyed.
             weakref.finalize(self, _destroy, lib, self._idle, self._layouts).atexit = False
             algorithms = self.candidates(1)
         except lib.cuBLASLtError as error:
@@ -132,7 +142,7 @@ class CublasPlan:
         )
 
     def run(self, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-        """a [M, K] @ b [N, K].T with its epilogue; allocates the result unless epilogue.out is given."""
+        """Compute a [M, K] @ b [N, K].T with its epilogue; allocate the result unless epilogue.out is given."""
         (
             shape,
             strides,
@@ -243,7 +253,7 @@ class CublasPlan:
         self._idle.append(descriptor)
 
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
-        """`run` for pointers with a smaller alignment than the plan's; epilogue.out is never None."""
+        """Compute `run` for pointers with a smaller alignment than the plan's; epilogue.out is never None."""
         problem = self.problem
         assert epilogue.out is not None
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:

@@ -1,7 +1,7 @@
 """D [N, M] = epilogue(left [N, K] @ right [K, M]) as data, and the cuBLASLt descriptor of its operation.
 
-A row-major result [M, N] = a [M, K] @ b [N, K].T is, read column by column, b @ a.T: b is cuBLASLt's left matrix,
-a its right one.
+A row-major result [M, N] = a [M, K] @ b [N, K].T is, read in column-major order, b @ a.T: b is cuBLASLt's left matrix
+and a its right matrix.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ POINTERS = (
 class CublasProblem(NamedTuple):
     """One product in cuBLASLt's terms; equal problems share a plan.
 
-    *_transposed    the matrix is the transpose of the column-major matrix in memory
-    *_leading       elements between its columns in memory
-    *_scale         cublasLtMatmulMatrixScale_t, NO_SCALE for an unquantized matrix
-    bias            cudaDataType_t of the bias, or NO_BIAS
-    alignment       bytes, a power of two up to 256: every pointer to a matrix is a multiple of it
-    activation      "GELU", "GELU_AUX" or "DGELU" of cublasLtEpilogue_t, "" without one
-    aux_leading     elements between the columns of the activation's input, 0 if it is not in memory
-    addend          dtype of C, which has no values, if the result is FP8
-    amax            also write the maximum of the unscaled result's absolute values
+    The fields that end in `_transposed` state that the matrix is the transpose of the column-major matrix in memory.
+    Those that end in `_leading` are the elements between its columns in memory. Those that end in `_scale` are values
+    of cublasLtMatmulMatrixScale_t, or NO_SCALE for an unquantized matrix.
+
+    Attributes:
+        bias: cudaDataType_t of the bias, or NO_BIAS.
+        alignment: Bytes, a power of two up to 256; every pointer to a matrix is a multiple of it.
+        activation: "GELU", "GELU_AUX" or "DGELU" of cublasLtEpilogue_t; "": none.
+        aux_leading: Elements between the columns of the activation's input; 0 if it is not in memory.
+        addend: Dtype of C, which has no values, if the result is FP8.
+        amax: Also write the absolute maximum of the unscaled result.
     """
 
     device: int
@@ -130,7 +132,7 @@ def make_descriptor(lib: ModuleType, problem: CublasProblem, attributes: tuple[i
         )
     pointers = array(
         "Q", [ALIGNMENT] * len(POINTERS)
-    )  # any nonzero address: the heuristic reads whether one is set
+    )  # the heuristic only checks that the address is not zero
     address = pointers.buffer_info()[0]
     for i, used in enumerate(p.reads):
         if used:

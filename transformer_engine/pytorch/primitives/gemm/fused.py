@@ -32,9 +32,12 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -
 
     With epilogue.out, the result is written there (accumulate=True: added to it) and returned. With a cast, the codes
     of y are returned instead of y. cuBLASLt computes row-wise FP8 codes if their multiplier is given, from products
-    that are not rounded to epilogue.dtype first. While compiling, max|y| is not recorded. Raises ValueError if the
-    extents of operands, bias and out do not match, and Unsupported if no backend supports the formats. Not
+    that are not rounded to epilogue.dtype first. While compiling, max|y| is not recorded. The function is not
     differentiable: its callers are the forward and backward functions of autograd functions.
+
+    Raises:
+        ValueError: The sizes of operands, bias and out do not match.
+        Unsupported: No backend supports the formats.
     """
     if cast is None:
         return product(a, b, epilogue)
@@ -50,7 +53,10 @@ def gemm_gelu(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, x): y [M, N] = gelu(x) with tanh, x = a [M, K] @ b [N, K].T (+ bias), both in epilogue.dtype.
 
-    With keeps_input=False, x is not stored and None is returned. Raises ValueError as `gemm` does.
+    With keeps_input=False, x is not stored and None is returned.
+
+    Raises:
+        ValueError: See `gemm`.
     """
     if type(a) is listed.SymbolicOperand:
         return listed.gelu(TABLE, keeps_input, a, b, epilogue)
@@ -62,7 +68,8 @@ def gemm_gelu(
 def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) -> Tensor:
     """dx [M, N] = (a [M, K] @ b [N, K].T) * gelu'(x [M, N]) in epilogue.dtype, GELU with tanh.
 
-    Raises ValueError as `gemm` does, and for an epilogue with a bias.
+    Raises:
+        ValueError: The epilogue has a bias; otherwise see `gemm`.
     """
     if epilogue.bias is not None:
         raise ValueError("a gradient has no bias to add; leave epilogue.bias out")

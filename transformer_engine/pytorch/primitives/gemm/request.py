@@ -1,4 +1,4 @@
-"""The epilogue of a product, and its request, by which a backend is chosen."""
+"""The epilogue of a product, and the product's request, from which a backend is chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Switch:
 
 
 _NAME = "NVTE_AUTOTUNE"
-asked = env.watch(_NAME)  # the value of the variable, None where it is not set
+asked = env.watch(_NAME)  # the value of the variable; None if it is not set
 asked_in_eager_mode = env.watch_in_eager_mode(_NAME)
 
 
@@ -43,11 +43,13 @@ dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes th
 class Epilogue(NamedTuple):
     """The operations on a @ b.T [M, N] that follow the product.
 
-    dtype       of the result when `out` is None
-    bias        [N], added in float32
-    out         [M, N], receives the result; accumulate=True adds to what it holds
-    exact       partial sums are promoted to float32 (the original's "split accumulator"); False allows the
-                faster accumulation of Hopper's FP8 tensor cores, which keeps about 14 bits
+    Attributes:
+        dtype: Dtype of the result if `out` is None.
+        bias: Bias [N], added in float32.
+        out: Buffer [M, N] of the result.
+        accumulate: Add to the values of `out`.
+        exact: Promote partial sums to float32 (the original's "split accumulator"). False allows the faster
+            accumulation of Hopper's FP8 tensor cores, which keeps about 14 bits.
     """
 
     dtype: torch.dtype
@@ -59,7 +61,7 @@ class Epilogue(NamedTuple):
     def finish(self, product: Tensor) -> Tensor:
         """Apply bias, accumulation and cast to a product that no library call has fused."""
         if self.bias is not None:
-            # An FP8 product takes its bias in bfloat16 when the result is float32, as cuBLASLt does.
+            # An FP8 product with a float32 result reads its bias in bfloat16, as in cuBLASLt.
             product = product.float() + self.bias.float()
         return self.store(product)
 
@@ -88,7 +90,7 @@ EPILOGUES = frozenset({BIAS, ACCUMULATION})
 
 
 class MatrixLayout(NamedTuple):
-    """The layout of a matrix: its last axis (row_major) or its first is contiguous; elements between lines.
+    """The layout of a matrix: whether its last axis (row_major) or its first is contiguous, and the other stride.
 
     A stride of 0 means that neither axis is contiguous.
     """
@@ -98,7 +100,7 @@ class MatrixLayout(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], strides: Sequence[int]) -> MatrixLayout:
-        """Return the layout of a matrix of these extents and strides; a single line counts as dense."""
+        """Return the layout of a matrix; a single row or column counts as contiguous."""
         rows, columns = shape
         down, along = strides
         if along == 1 and (down >= columns or rows == 1):
@@ -110,16 +112,18 @@ class MatrixLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmRequest:
-    """The properties by which a backend is chosen: formats, element types, extents, layouts and the device.
+    """The properties by which a backend is chosen: formats, element types, shapes, layouts and the device.
 
-    dtype       of the result
-    device      "cuda", "cpu" ..; index is its number, -1 for a device without one
-    bias        dtype of the bias, None without one
-    native      the operands are plain tensors, not of a subclass, and no TorchDispatchMode (for example a flop
-                counter) observes the operators of torch
-    tf32        torch allows float32 products to round their operands to TF32
-    tuned       autotuning is on
-    into        the result is written to epilogue.out
+    Attributes:
+        dtype: Dtype of the result.
+        device: Type of the device, such as "cuda" or "cpu".
+        index: Index of the device; -1 for a device without an index.
+        bias: Dtype of the bias; None without a bias.
+        native: Whether the operands are plain tensors, not of a subclass, and no TorchDispatchMode (for example a flop
+            counter) observes the operators of torch.
+        tf32: Whether torch allows float32 products to round their operands to TF32.
+        tuned: Whether autotuning is on.
+        into: Whether the result is written to epilogue.out.
     """
 
     a_format: TensorFormat | None
@@ -155,7 +159,7 @@ class GemmRequest:
 
     @property
     def empty(self) -> bool:
-        """Whether an extent is 0."""
+        """Whether a dimension is 0."""
         return self.m == 0 or self.n == 0 or self.k == 0
 
 
@@ -224,7 +228,7 @@ def described(
     tf32: bool,
     tuned: bool,
 ) -> GemmRequest:
-    """Return the request of a key; raise ValueError where extents or devices of operands, bias and out do not match."""
+    """Return the request of a key; raise ValueError for sizes or devices of operands, bias and out that differ."""
     a_form, b_form = format_named(a_format), format_named(b_format)
     a_depth = a_shape[1] * (1 if a_form is None else a_form.packing)
     b_depth = b_shape[1] * (1 if b_form is None else b_form.packing)

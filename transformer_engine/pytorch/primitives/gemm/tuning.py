@@ -1,7 +1,7 @@
 """Choosing the fastest of cuBLASLt's candidate algorithms for a plan: timed once, kept in a file of the user's.
 
-The heuristic guesses well but not always. Tuning is off unless asked for, because two algorithms may add in a
-different order: with it, results depend on what was measured. The file holds text only, one for a GPU model and a
+The heuristic is usually right. Tuning is off by default, because two algorithms may add in a
+different order: with it, results depend on the measured times. The file holds text only, one for a GPU model and a
 version of cuBLASLt; an algorithm read from it is checked by the library before it is used.
 """
 
@@ -59,7 +59,7 @@ def tune(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
 
 
 def _fastest(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> bytes:
-    """The algorithm to keep, which the plan then has: the heuristic's first unless another clearly beats it."""
+    """Return and adopt the fastest algorithm: the heuristic's first unless another is clearly faster."""
     problem = plan.problem
     scratch = torch.empty_strided(
         (problem.n, problem.m), (problem.result_leading, 1), dtype=problem.result, device=a.codes.device
@@ -134,6 +134,6 @@ class Choices:
 
 @functools.cache
 def choices_of(device: int) -> Choices:
-    """The choices for this model of GPU and this version of cuBLASLt."""
+    """Return the choices for this model of GPU and this version of cuBLASLt."""
     name = f"{torch.cuda.get_device_name(device)}-cublaslt-{library.bindings().get_version()}"
     return Choices(env.cache_directory() / "autotune" / (re.sub(r"[^A-Za-z0-9.]+", "_", name) + ".json"))

@@ -1,8 +1,8 @@
-"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e, all groups of rows at once.
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e, for all groups of rows at once.
 
-A stack of parameters, which torch.nn.functional.grouped_mm requires, is not needed. On an H200, its kernels and these
-Triton kernels take the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of the three
-products against 641, 605 and 496), and these read the parameters in place.
+torch.nn.functional.grouped_mm requires a stack of parameters; these Triton kernels read the parameters in place. On an
+H200 both take about the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of torch for the
+three products, 641, 605 and 496 of these kernels).
 """
 
 from __future__ import annotations
@@ -100,9 +100,16 @@ def product_of_columns(
     accumulate: bool = False,
     exact: bool = True,
 ) -> None:
-    """out[e] [N, K] = a_e.T @ b_e of a [total, N] and b [total, K]; accumulate: added to the present values.
+    """Compute out[e] [N, K] = a_e.T @ b_e for every group e.
 
-    out   a stack [groups, N, K], or a tensor for every group
+    Args:
+        a: Columns of a [total, N].
+        b: Columns of b [total, K].
+        groups: The rows of each group.
+        extents: (N, K).
+        out: A stack [groups, N, K], or one tensor per group.
+        accumulate: Add to the values of out.
+        exact: Promote partial sums of FP8 products to float32.
     """
     if groups.total == 0:
         for result in () if accumulate else out:

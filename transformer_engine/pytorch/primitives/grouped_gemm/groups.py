@@ -1,4 +1,4 @@
-"""Groups: positions of consecutive groups of rows; Matrices: one matrix per group. Neither needs the host.
+"""Groups: positions of consecutive groups of rows; Matrices: one matrix per group. The host needs neither.
 
 Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_layout` describes, and a
 table of addresses. Tables of numbers that are known on the host are cached, so that a repeated call copies nothing.
@@ -19,7 +19,7 @@ from ....common.kernels import launch
 from ....common.memory import Memory
 from ...runtime.launching import run
 
-TILE_ROWS = 128  # as in common/kernels/grouped_layout, which needs Triton to be imported
+TILE_ROWS = 128  # equal to common/kernels/grouped_layout, whose import requires Triton
 
 _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
@@ -32,7 +32,8 @@ _tables: Memory[_Numbers, dict[int, Tensor]] = Memory(lambda numbers: {}, _KEPT_
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on the device, cached for later calls; the host does not wait.
 
-    Raises RuntimeError while a graph is captured, unless an earlier call has cached the numbers.
+    Raises:
+        RuntimeError: A graph is being captured, and no earlier call has cached the numbers.
     """
     tables = _tables[device, dtype, numbers]
     on_gpu = device.type == "cuda" and device.index is not None and launch.missing() is None
@@ -64,10 +65,13 @@ def _copied(
 class Groups(NamedTuple):
     """`count` consecutive groups of rows of a matrix with `total` rows.
 
-    rows     of each group if known on the host, otherwise None
-    layout   int32, on the matrix's device: first row and first tile of 128 rows of every group and of the end
-             [2 x (count + 1)], then the group of every tile (count: no such tile)
-    padded   rows of all groups, each rounded up to 128; if the rows are unknown on the host, an upper bound
+    Attributes:
+        count: Number of groups.
+        total: Number of rows of the matrix.
+        rows: Rows of each group if known on the host, otherwise None.
+        layout: int32 on the matrix's device: first row and first tile of 128 rows of every group and of the end
+            [2 x (count + 1)], then the group of every tile (count: no such tile).
+        padded: Sum of the groups' rows, each rounded up to 128. If the rows are unknown on the host, an upper bound.
     """
 
     count: int
@@ -78,7 +82,7 @@ class Groups(NamedTuple):
 
     @property
     def known_rows(self) -> tuple[int, ...]:
-        """The rows of each group; the host waits for the device if it does not know them."""
+        """Return the rows of each group; the host waits for the device if it does not know them."""
         if self.rows is not None:
             return self.rows
         starts = self.layout[: self.count + 1].tolist()
@@ -98,8 +102,10 @@ def tiles_at_most(total: int, count: int) -> int:
 def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) -> Groups:
     """Return the groups of a matrix with `total` rows on `device`, with `splits` rows each.
 
-    A tensor on the device is not copied to the host or checked: rows past `total` are ignored. Raises ValueError for
-    numbers that are negative or do not add up.
+    A tensor on the device is not copied to the host or checked: rows past `total` are ignored.
+
+    Raises:
+        ValueError: Numbers on the host are negative or do not add up to `total`.
     """
     if isinstance(splits, Tensor):
         if splits.dim() != 1 or splits.is_floating_point():
@@ -146,7 +152,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Matrices:
-        """Read the addresses in every call, because the owner of a tensor may have changed its storage."""
+        """Return the matrices. The addresses are read in every call, because a tensor's storage may change."""
         first = tensors[0]
         if not first.is_cuda:
             return cls(tuple(tensors), None)

@@ -20,9 +20,11 @@ Rebuilt = Callable[[list[Any]], tuple[Any, int]]
 class GroupedRows(NamedTuple):
     """The rows of all groups [total, K], contracted along K.
 
-    codes   [total, K] contiguous: FP8, or high precision if format is None
-    scale   FLOAT8 float32 [groups, 4], of which only the first column is read, so that scales are 16 bytes apart;
-            BLOCK_1D float32, group after group [ceil(K / 128), rows], as one dimension
+    Attributes:
+        codes: [total, K] contiguous: FP8, or high precision if format is None.
+        scale: FLOAT8: float32 [groups, 4], of which only the first column is read, so that scales are 16 bytes apart.
+            BLOCK_1D: float32, group after group [ceil(K / 128), rows], flattened.
+        format: Format of the codes, or None.
     """
 
     codes: Tensor
@@ -41,9 +43,11 @@ class GroupedRows(NamedTuple):
 class GroupedColumns(NamedTuple):
     """The rows of all groups, contracted along the rows of each group.
 
-    codes   high precision [total, K] if format is None; otherwise the transpose of every group, group after group
-            [K, rows rounded up to 128] with zeros at the end, as one dimension
-    scale   FLOAT8 float32 [groups, 4]; BLOCK_1D float32, group after group [ceil(rows / 128), K], as one dimension
+    Attributes:
+        codes: High precision [total, K] if format is None. Otherwise the transpose of every group, group after group
+            [K, rows rounded up to 128] with zeros at the end, flattened.
+        scale: FLOAT8: float32 [groups, 4]. BLOCK_1D: float32, group after group [ceil(rows / 128), K], flattened.
+        format: Format of the codes, or None.
     """
 
     codes: Tensor
@@ -62,9 +66,12 @@ class GroupedColumns(NamedTuple):
 class GroupedMatrices(NamedTuple):
     """One matrix per group, b_e [N, K], contracted along K.
 
-    matrices     high precision, not copied; transposed: [K, N] each
-    codes        FP8 [groups, N, K] instead
-    scale        FLOAT8 float32 [groups, 4]; BLOCK_2D float32 [groups, ceil(N / 128), ceil(K / 128)]
+    Attributes:
+        matrices: High-precision matrices, not copied.
+        transposed: Whether the matrices are [K, N].
+        codes: FP8 [groups, N, K], instead of matrices.
+        scale: FLOAT8: float32 [groups, 4]. BLOCK_2D: float32 [groups, ceil(N / 128), ceil(K / 128)].
+        format: Format of the codes, or None.
     """
 
     matrices: Matrices | None = None
@@ -83,7 +90,7 @@ class GroupedMatrices(NamedTuple):
 
     @property
     def extents(self) -> tuple[int, int]:
-        """(N, K) of a matrix."""
+        """Return (N, K) of a matrix."""
         if self.codes is not None:
             _, rows, columns = self.codes.shape
             return rows, columns
@@ -114,12 +121,18 @@ def _rebuilt(
 
 
 class GroupedProduct(NamedTuple):
-    """One call: along the columns if b holds matrices, along the rows if it holds columns too.
+    """One call: a product of rows if b holds matrices, or a product of columns if b holds columns.
 
-    extents   (N, K) of b_e or of the result
-    out       [total, N]; along the rows a stack [groups, N, K] or one tensor per group, added to with accumulate
-    bias      [groups, N], along the columns only
-    clears    along the columns: rows of out behind the last group become zero
+    Attributes:
+        a: Left operand.
+        b: Right operand.
+        groups: The rows of each group.
+        extents: (N, K) of b_e or of the result.
+        out: [total, N]; in a product of columns, a stack [groups, N, K] or one tensor per group.
+        bias: Biases [groups, N], in a product of rows only.
+        accumulate: Add to the values of out.
+        exact: Promote partial sums of FP8 products to float32.
+        clears: In a product of rows, set rows of out after the last group to zero.
     """
 
     a: GroupedRows | GroupedColumns
@@ -134,13 +147,15 @@ class GroupedProduct(NamedTuple):
 
 
 class GroupedGemmRequest(NamedTuple):
-    """The facts a backend may judge, and plan by; never values.
+    """The properties by which a backend is chosen; they do not depend on values.
 
-    along       "columns": y_e = a_e @ b_e.T; "rows": dw_e = a_e.T @ b_e
-    fits        FP8 only: is every group's number of rows a multiple of 16?
-    n, k        extents of a group's result and contraction, but for its rows
-    transposed  b holds matrices [K, N]
-    by_address  one tensor a group is read or, along the rows, written where it is
+    Attributes:
+        along: "columns": y_e = a_e @ b_e.T; "rows": dw_e = a_e.T @ b_e.
+        fits: FP8 only: whether every group's number of rows is a multiple of 16.
+        n: N of b_e or of the result.
+        k: K of b_e or of the result.
+        transposed: Whether b holds matrices [K, N].
+        by_address: Whether one tensor per group is read or, along the rows, written in place.
     """
 
     along: str
@@ -168,7 +183,7 @@ class GroupedGemmRequest(NamedTuple):
 
 
 def request_of(product: GroupedProduct) -> GroupedGemmRequest:
-    """The request of one call."""
+    """Return the request of one call."""
     a, b, groups, (n, k), out, _, accumulate, exact, clears = product
     rows = groups.rows
     if isinstance(b, GroupedMatrices):

@@ -32,9 +32,10 @@ TABLE: Table[GroupedQuantizeRequest] = Table(
 def quantize_rows(
     x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None
 ) -> GroupedQuantized:
-    """Each group of rows of x [total, K] by itself: FLOAT8 by the scales of slots or its own amax, or in 1x128 blocks.
+    """Quantize each group of rows of x [total, K]: FLOAT8 by the scales of slots or its own amax, or in 1x128 blocks.
 
-    Raises ValueError for another format.
+    Raises:
+        ValueError: The format is unsupported.
     """
     if spec.format not in (FLOAT8, BLOCK_1D):
         raise ValueError(f"groups of rows are quantized to float8 or block1d, not to {spec.format.name}")
@@ -54,9 +55,10 @@ def quantize_rows(
 def quantize_matrices(
     matrices: Matrices, spec: QuantizeSpec, slots: ScaleSlots | None = None
 ) -> GroupedQuantized:
-    """Each matrix [M, K] by itself: FLOAT8 by the scales of slots or its own amax, or in 128x128 blocks.
+    """Quantize each matrix [M, K]: FLOAT8 by the scales of slots or its own amax, or in 128x128 blocks.
 
-    Raises ValueError for another format.
+    Raises:
+        ValueError: The format is unsupported.
     """
     if spec.format not in (FLOAT8, BLOCK_2D):
         raise ValueError(f"matrices are quantized to float8 or block2d, not to {spec.format.name}")

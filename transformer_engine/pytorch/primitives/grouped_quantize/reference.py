@@ -1,6 +1,6 @@
 """Grouped quantization as a loop of `quantize`, one call a group, its results put where the kernels put theirs.
 
-It needs every group's number of rows on the host, and waits for the device where it has to ask.
+It needs every group's number of rows on the host, and waits for the device if it must read them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _joined(tensors: list[Tensor | None]) -> Tensor | None:
 
 
 def _flat(tensors: list[Tensor | None]) -> Tensor | None:
-    """One after another as they lie: scales of 1x128 blocks keep their rows contiguous, hence the transpose."""
+    """Concatenate scales in memory order: those of 1x128 blocks have contiguous rows, hence the transpose."""
     found = [tensor for tensor in tensors if tensor is not None]
     if not found:
         return None
@@ -72,7 +72,7 @@ def _flat(tensors: list[Tensor | None]) -> Tensor | None:
 
 
 def _padded(codes_t: Tensor | None) -> Tensor | None:
-    """[K, rows] with zero codes up to a multiple of 128 rows."""
+    """Pad [K, rows] with zero codes to a multiple of 128 rows."""
     if codes_t is None:
         return None
     more = round_up(codes_t.shape[1], 128) - codes_t.shape[1]
@@ -80,7 +80,7 @@ def _padded(codes_t: Tensor | None) -> Tensor | None:
 
 
 def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
-    """torch joins no FP8 tensors on every device."""
+    """Apply a function to FP8 tensors viewed as bytes, because torch cannot join them on every device."""
     if tensors[0].element_size() != 1:
         return function(tensors)
     return function([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)

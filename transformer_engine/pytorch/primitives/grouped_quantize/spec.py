@@ -13,10 +13,13 @@ from ..quantize import QuantizeSpec
 
 
 class ScaleSlots(NamedTuple):
-    """One scale per group: scale[offset + e * stride]; the amax of the same index becomes max(amax, max|x|).
+    """One scale per group: scale[offset + e * stride]; the amax at the same index becomes max(amax, max|x|).
 
-    scale   float32, one dimension
-    amax    float32 of as many elements, or with more rows, the first of which counts
+    Attributes:
+        scale: float32, one dimension.
+        amax: float32 of the same size, or a matrix whose first row has that size.
+        stride: Distance between the slots of consecutive groups.
+        offset: Index of the first group's slot.
     """
 
     scale: Tensor
@@ -25,16 +28,17 @@ class ScaleSlots(NamedTuple):
     offset: int
 
     def of_group(self, group: int) -> tuple[Tensor, Tensor]:
-        """(scale [1], amax [1]) of a group, as views."""
+        """Return (scale [1], amax [1]) of a group, as views."""
         slot = self.offset + group * self.stride
         return self.scale[slot : slot + 1], self.amax.view(-1)[slot : slot + 1]
 
 
 class GroupedQuantized(NamedTuple):
-    """Codes of all groups; None where a direction was not asked for.
+    """Codes of all groups; None for directions that were not requested.
 
-    Of groups of rows [total, K], how `GroupedRows` and `GroupedColumns` of `grouped_gemm` hold them; of matrices
-    [M, K] codes [groups, M, K] and codes_t [groups, K, M], scales [groups, 4] or [groups, blocks, blocks].
+    For groups of rows [total, K], the layouts are those of `GroupedRows` and `GroupedColumns` of `grouped_gemm`. For
+    matrices [M, K], codes are [groups, M, K], codes_t [groups, K, M] and scales [groups, 4] or [groups, blocks,
+    blocks].
     """
 
     codes: Tensor | None
@@ -44,10 +48,12 @@ class GroupedQuantized(NamedTuple):
 
 
 class GroupedQuantizeRequest(NamedTuple):
-    """The facts a backend may judge.
+    """The properties by which a backend is chosen.
 
-    shape   of all rows, or of one matrix where there are matrices
-    slots   of given scales: how far apart they are, and where the first is
+    Attributes:
+        matrices: Whether the groups are matrices instead of rows.
+        shape: Shape of all rows, or of one matrix.
+        slots: (stride, offset) of given scales, or None.
     """
 
     spec: QuantizeSpec

@@ -32,7 +32,7 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 
 
 def bind(request: GroupedQuantizeRequest) -> Call:
-    """Its launches are planned; the space of groups of rows follows from the groups."""
+    """Return the call of the planned launches; the buffers of groups of rows depend on the groups."""
     spec = request.spec
     quantize = _by_tensor(request) if spec.format == FLOAT8 else _by_blocks(request)
 
@@ -105,7 +105,7 @@ def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
 def _space_for_matrices(
     spec: QuantizeSpec, count: int, rows: int, depth: int, device: torch.device
 ) -> GroupedQuantized:
-    """Room for the codes and scales of count matrices [rows, depth]."""
+    """Allocate the codes and scales of count matrices [rows, depth]."""
     codes_dtype = torch_dtype(spec.element)
     codes = codes_t = scale = scale_t = None
     if spec.rowwise:

@@ -22,16 +22,21 @@ def append(
     tensor_format: str,
     longest: int,
 ) -> None:
-    """cache[b, cached_b - new_b + i] = new token i of sequence b, i < new_b; keys and values, in place.
-
-    new_k, new_v      [s, b, h, d] (sbhd), [b, s, h, d] (bshd; real tokens first) or [t, h, d] (thd)
-    k_cache, v_cache  contiguous [sequences, tokens, h, d]; with page_table [pages, page size, h, d]
-    page_table        int32 [b, pages per sequence]: indices of each sequence's pages
-    cu_new, cu_cached int32 [b + 1]: cumulative new tokens, and cumulative tokens with the new ones
-    longest           upper bound of new_b, known on the host
+    """cache[b, cached_b - new_b + i] = new token i of sequence b, i < new_b, for keys and values, in place.
 
     Lengths and pages are not checked here; see `check_append`. Tokens outside the cache, or whose page does not exist,
     are skipped. Values are cast to the cache's dtype; nothing is read on the host.
+
+    Args:
+        new_k: Keys [s, b, h, d] (sbhd), [b, s, h, d] (bshd; real tokens first) or [t, h, d] (thd).
+        new_v: Values, in the same layout.
+        k_cache: Contiguous [sequences, tokens, h, d]; with page_table [pages, page size, h, d].
+        v_cache: As k_cache.
+        page_table: int32 [b, pages per sequence]: indices of each sequence's pages.
+        cu_new: int32 [b + 1]: cumulative new tokens.
+        cu_cached: int32 [b + 1]: cumulative tokens, including the new ones.
+        tensor_format: "sbhd", "bshd" or "thd".
+        longest: Upper bound of new_b, known on the host.
     """
     new_k, new_v = rows_dense(new_k), rows_dense(new_v)
     key = (

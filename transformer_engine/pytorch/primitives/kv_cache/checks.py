@@ -11,9 +11,15 @@ from ...runtime.device_checks import demand
 
 
 class CacheExtents(NamedTuple):
-    """tokens: new tokens per sequence or, packed, of all sequences; the other fields describe the cache.
+    """Sizes of an append and of the cache.
 
-    longest   upper bound of a sequence's new tokens;  capacity  tokens per sequence;  page_size, pages  0 without pages
+    Attributes:
+        tokens: New tokens per sequence or, if packed, of all sequences.
+        packed: Whether the new tokens are packed (thd).
+        longest: Upper bound of a sequence's new tokens.
+        capacity: Tokens per sequence.
+        page_size: Tokens per page; 0 without pages.
+        pages: Number of pages; 0 without pages.
     """
 
     tokens: int
@@ -36,7 +42,10 @@ def check_append(
 ) -> None:
     """Raise ValueError, before anything is written, for lengths or pages that `append` cannot process.
 
-    own_table   the page table was filled by a cache manager: its entries are not checked again
+    The other arguments are those of `append`.
+
+    Args:
+        own_table: The page table was filled by a cache manager, so its entries are not checked again.
     """
     packed = tensor_format == "thd"
     batch = cu_new.shape[0] - 1
@@ -67,7 +76,7 @@ def check_append(
 def fits(
     cu_new: list[int], cu_cached: list[int], table: list[list[int]] | None, extents: CacheExtents
 ) -> None:
-    """Raise ValueError unless every new token has a place in the cache; see check_append."""
+    """Raise ValueError unless every new token has a place in the cache; see `check_append`."""
     for name, bounds in (("new", cu_new), ("cached", cu_cached)):
         if bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
             raise ValueError(f"cumulative {name} lengths {bounds} do not begin at 0 and grow; add lengths up")

@@ -13,12 +13,17 @@ from ....common.dispatch import Backend
 
 
 class CacheRequest(NamedTuple):
-    """new, cache: dtypes of the new tokens and of the cache.
+    """One append to a cache.
 
-    caches   shapes of keys and values
-    strides  of the new keys and values, whose features are contiguous
-    table    (pages per sequence, row stride) of the page table
-    batch    number of sequences; longest: upper bound of new tokens per sequence; empty: there are no new tokens
+    Attributes:
+        new: Dtype of the new tokens.
+        cache: Dtype of the cache.
+        caches: Shapes of the caches of keys and values.
+        strides: Strides of the new keys and values, whose features are contiguous.
+        table: (pages per sequence, row stride) of the page table.
+        batch: Number of sequences.
+        longest: Upper bound of new tokens per sequence.
+        empty: Whether there are no new tokens.
     """
 
     new: torch.dtype
@@ -34,7 +39,7 @@ class CacheRequest(NamedTuple):
 
 
 def bind(request: CacheRequest) -> Callable[..., None]:
-    """(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None"""
+    """Return the operation (new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None."""
     return functools.partial(append, tensor_format=request.tensor_format)
 
 
@@ -48,7 +53,7 @@ def append(
     cu_cached: Tensor,
     tensor_format: str,
 ) -> None:
-    """cache[slot of token i of sequence b] = new token, for the real tokens."""
+    """Write each real token: cache[slot of token i of sequence b] = new token."""
     if new_k.numel() + new_v.numel() == 0 or cu_new.shape[0] < 2:
         return
     sequence, place, real = _tokens(new_k, cu_new, tensor_format)
@@ -70,7 +75,7 @@ def append(
     for cache, tokens in ((k_cache, new_k), (v_cache, new_v)):
         flat = cache.view(-1, *cache.shape[2:])
         tokens = tokens.detach()
-        if tensor_format != "thd":  # [tokens, h, d], sequence by sequence
+        if tensor_format != "thd":  # make it [tokens, h, d], sequence by sequence
             tokens = (tokens.transpose(0, 1) if tensor_format == "sbhd" else tokens).flatten(0, 1)
         tokens = tokens.to(cache.dtype)
         tokens = torch.where(real[:, None, None], tokens, tokens[first])

@@ -52,12 +52,17 @@ def squares_of_all(tensors: Sequence[Tensor], factor: Tensor | None = None) -> T
 def adam_step(
     lists: Lists, rates: Tensor, how: Adam, flag: Tensor | None = None, extents: Extents | None = None
 ) -> None:
-    """One step of [gradients, parameters, first moments, second moments(, masters)], in place except for gradients.
+    """Compute one step of Adam on [gradients, parameters, first moments, second moments(, masters)], in place.
 
-    rates     float32 [10] of `adam_rates`
-    masters   the parameters in higher precision, of which the parameters are copies; int16: the lower halves of
-              float32 numbers whose upper halves, rounded half up, are the parameters
-    flag      int32 [1]: nothing is changed if it is not 0
+    Gradients are not changed. The parameters are copies of the masters, which have higher precision. Masters of int16
+    are the lower halves of float32 numbers whose upper halves, rounded half up, are the parameters.
+
+    Args:
+        lists: The lists of tensors.
+        rates: float32 [10] of `adam_rates`.
+        how: Settings of the step.
+        flag: int32 [1]: nothing is changed if it is not 0.
+        extents: Sizes of the tensors, for repeated steps.
     """
     facts = _facts(lists)
     extents = Extents(map(Tensor.numel, lists[0])) if extents is None else extents
@@ -65,9 +70,13 @@ def adam_step(
 
 
 def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
-    """One step of [gradients, parameters, momenta(, copies of the parameters)], in place except for gradients.
+    """Compute one step on [gradients, parameters, momenta(, copies of the parameters)], in place except for gradients.
 
-    rates   float32 [5]: weight decay, momentum, 1 - dampening, learning rate, factor of the gradients
+    Args:
+        lists: The lists of tensors.
+        rates: float32 [5]: weight decay, momentum, 1 - dampening, learning rate, factor of the gradients.
+        how: Settings of the step.
+        flag: int32 [1]: nothing is changed if it is not 0.
     """
     TABLE.bound(("sgd", *_facts(lists), how, True))(lists, Extents(map(Tensor.numel, lists[0])), rates, flag)
 

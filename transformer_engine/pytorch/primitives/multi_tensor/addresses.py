@@ -19,9 +19,10 @@ _ALIGNMENT = 16
 class ChunkTable(NamedTuple):
     """Parallel lists of tensors in chunks.
 
-    table     int64 [chunks, 1 + lists] on the device: the elements of a chunk, and its first address in each list
-    aligned   every size and every address is a multiple of 16
-    each      number of chunks of each tensor, int64 [n] on the device
+    Attributes:
+        table: int64 [chunks, 1 + lists] on the device: the elements of a chunk, and its first address in each list.
+        aligned: Whether every size and every address is a multiple of 16.
+        each: Number of chunks of each tensor, int64 [n] on the device.
     """
 
     table: Tensor
@@ -63,7 +64,7 @@ _captured: dict[tuple[Any, ...], ChunkTable] = {}
 def chunks_of(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
     """Return the table of the lists in chunks of at most `size` elements.
 
-    None for unknown addresses while a CUDA graph is captured, which cannot copy a table from the host.
+    Returns None for unknown addresses during the capture of a CUDA graph, which cannot copy a table from the host.
     """
     device = lists[0][0].device
     kind = (tuple([tensors[0].element_size() for tensors in lists]), size, device)

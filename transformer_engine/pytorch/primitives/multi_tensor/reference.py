@@ -16,10 +16,13 @@ from ....common.operation_settings import Adam, Sgd
 
 
 class MultiTensorRequest(NamedTuple):
-    """One of "scale", "squares", "adam", "sgd" on lists of tensors of one device; kinds: the dtype of each list.
+    """One of "scale", "squares", "adam", "sgd" on lists of tensors of one device.
 
-    how    settings of a step
-    flag   whether a flag can skip the step
+    Attributes:
+        operation: Name of the operation.
+        kinds: Dtype of each list.
+        how: Settings of a step.
+        flag: Whether a flag can skip the step.
     """
 
     operation: str
@@ -65,7 +68,11 @@ def squares(tensors: Sequence[Tensor], factor: Tensor | None) -> Tensor:
 def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
-    rates   lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, factor of the gradients
+    Args:
+        lists: The lists of tensors.
+        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, factor of the gradients.
+        flag: int32 [1]: nothing is changed if it is not 0.
+        how: Settings of the step.
     """
     lr, keeps_first, takes_first, keeps_second, takes_second, epsilon, decay, *rest = rates.unbind()
     first_bias, second_bias, factor = rest
@@ -92,7 +99,11 @@ def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
 def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
     """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, otherwise m).
 
-    rates   decay, momentum, 1 - dampening, lr, scale
+    Args:
+        lists: The lists of tensors.
+        rates: decay, momentum, 1 - dampening, lr, scale.
+        flag: int32 [1]: nothing is changed if it is not 0.
+        how: Settings of the step.
     """
     decay, momentum, takes, lr, factor = rates.unbind()
     for grad, parameter, moment, *copy in zip(*lists, strict=True):
@@ -111,7 +122,7 @@ def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
 
 
 def joined(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return float32 numbers of a bfloat16 that was rounded half up from them, and of their lower 16 bits, int16."""
+    """Return float32 numbers from their upper halves (bfloat16, rounded half up) and lower 16 bits (int16)."""
     low = lower.to(torch.int32)
     high = upper.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)

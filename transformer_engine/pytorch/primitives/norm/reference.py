@@ -22,10 +22,13 @@ StridesAndDtype = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
 
 
 class NormRequest(NamedTuple):
-    """One call on x [rows, width]; operation is the name of the called public function.
+    """One call on x [rows, width].
 
-    eps       forward only
-    dy, add   layouts of the gradients that a backward pass reads
+    Attributes:
+        operation: Name of the called public function.
+        eps: Forward only.
+        dy: Strides and dtype of the gradient of the output, which a backward pass reads.
+        add: Strides and dtype of a gradient that is added to dx.
     """
 
     operation: str
@@ -70,8 +73,8 @@ def request_of(
 def bind(request: NormRequest) -> Callable[..., Any]:
     """Return the requested operation; with a cast, (.., multiplier, record) -> codes in y's place.
 
-    layernorm_forward(x, weight, bias), layernorm_backward(dy, x, mean, rstdev, weight), rmsnorm_forward(x, weight),
-    rmsnorm_backward(dy, x, rstdev, weight, add)
+    The operations are layernorm_forward(x, weight, bias), layernorm_backward(dy, x, mean, rstdev, weight),
+    rmsnorm_forward(x, weight) and rmsnorm_backward(dy, x, rstdev, weight, add).
     """
     zero_centered, eps = request.zero_centered, request.eps
     if request.operation == "layernorm_forward":

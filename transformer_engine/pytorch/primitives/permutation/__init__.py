@@ -68,7 +68,13 @@ def send(
     """Return y [rows, H] and row_probs [rows]: y[row] = x[token], row_probs[row] = probs[token, column].
 
     A row without a token is zero, and with probs also a row with probability 0.
-    every_row   every row receives a token, so that rows are not checked
+
+    Args:
+        x: Tokens [T, H].
+        routes: The rows of the tokens.
+        rows: Number of rows of y.
+        probs: Probabilities [T, columns], or None.
+        every_row: Every row receives a token, so that rows are not checked.
     """
     key = _key("send", (routes.tokens, x.shape[1]), x, routes, rows, probs, every_row)
     return TABLE.bound(key)(x, routes.map, routes.pad_offsets, probs)
@@ -91,7 +97,12 @@ def send_weighted(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `collect`'s gradients dy [rows, H] = weight * dx[token], dweights [T, columns] = sum(y[row] * dx[token]).
 
-    y   None if the weights need no gradient
+    Args:
+        dx: Gradient [T, H].
+        routes: The rows of the tokens.
+        rows: Number of rows.
+        weights: Weights [T, columns].
+        y: Rows [rows, H]; None if the weights need no gradient.
     """
     beside = None if y is None else weights
     key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, rows, beside, False)

@@ -61,7 +61,7 @@ def _facts(request: PermutationRequest) -> dict[str, Any]:
 
 
 def _with_optional(first: Tensor, like: Tensor | None, *shape: int) -> list[Tensor]:
-    """Return the first result and, where there is a tensor like it, an optional second one."""
+    """Return the first result and, if there is a tensor like it, an optional second one."""
     return [first] if like is None else [first, like.new_empty(shape)]
 
 

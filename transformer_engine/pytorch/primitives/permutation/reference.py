@@ -17,10 +17,14 @@ MASK, INDEX = "mask", "index"
 class Routes(NamedTuple):
     """The rows of tokens; a route of a token has a row and a column of probabilities [T, columns].
 
-    layout       MASK: map int32 [T, 2 E + 1], a token's rows, the highest first, from E on their experts, at 2 E their
-                 number; other cells are arbitrary. A column is an expert.
-                 INDEX: map int32 [J * T], row of token t's route j at j * T + t, -1 if it is dropped; a column is j
-    pad_offsets  by mask: int64 [E], offsets of the experts' rows
+    Attributes:
+        map: Layout MASK: int32 [T, 2 E + 1]. A token's rows are at 0, the highest first, their experts at E, and their
+            number at 2 E; other cells are arbitrary. Layout INDEX: int32 [J * T], with the row of token t's route j at
+            j * T + t, or -1 if the route is dropped.
+        layout: MASK, where a column is an expert, or INDEX, where column j belongs to route j.
+        tokens: Number of tokens.
+        columns: Number of columns.
+        pad_offsets: Layout MASK: int64 [E], offsets of the experts' rows.
     """
 
     map: Tensor
@@ -31,12 +35,15 @@ class Routes(NamedTuple):
 
 
 class PermutationRequest(NamedTuple):
-    """One operation on routes; shape is that of the mask, of the chunks [T, N] or of the tokens [T, H].
+    """One operation on routes.
 
-    strides    of the mask
-    rows       of the permuted tokens
-    weights    dtype of probabilities, or of values per row
-    every_row  every row receives a token
+    Attributes:
+        operation: Name of the operation.
+        shape: Shape of the mask, of the chunks [T, N] or of the tokens [T, H].
+        rows: Number of permuted tokens.
+        weights: Dtype of the probabilities, or of values per row.
+        every_row: Whether every row receives a token.
+        strides: Strides of the mask.
     """
 
     operation: str

@@ -63,16 +63,20 @@ def quantize(
     random: tuple[Tensor, Tensor] | None = None,
     record: Tensor | None = None,
 ) -> Quantized:
-    """x [M, K] -> codes and scales of the directions that spec asks for.
+    """Quantize x [M, K] to codes and scales in the directions that spec requests.
 
-    multiplier  FLOAT8: values are multiplied with it, not with what their maximum gives; the scale is its inverse
-    amax        FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group; [M] where the
-                format has one scale per row
-    amax_t      NVFP4: the same for the columnwise direction
-    record      FLOAT8 with a given multiplier: float32 [1] that keeps the larger of itself and max|x|; the result's
-                amax is then this tensor. Not while compiling, where a write has to go through its base tensor
-    random      NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
-                the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
+    Args:
+        x: Matrix [M, K], in high precision.
+        spec: Target format and scaling.
+        multiplier: FLOAT8: multiplier of the values, instead of one computed from their maximum. The scale is its
+            inverse.
+        amax: FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group; [M] if the format has
+            one scale per row.
+        amax_t: NVFP4: the same for the columnwise direction.
+        random: NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for the
+            columnwise codes. With two_dimensional, the first is used for both, as the columnwise codes are a transpose.
+        record: FLOAT8 with a given multiplier: float32 [1], which becomes the maximum of itself and max|x|. The
+            result's amax is then this tensor. Unsupported while compiling, where only a base tensor can be written.
     """
     if spec.stochastic:
         if random is None:
@@ -115,7 +119,7 @@ def _described(
     multiplier_given: bool,
     amax_given: bool,
 ) -> QuantizeRequest:
-    """The request of a key; ValueError or TypeError for a matrix that the format cannot take."""
+    """Return the request of a key; raise ValueError or TypeError for a matrix that the format does not support."""
     if len(shape) != 2:
         raise ValueError(f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes")
     if not dtype.is_floating_point:

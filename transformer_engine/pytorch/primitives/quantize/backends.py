@@ -18,7 +18,7 @@ _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 
 
 def dequantize(operand: Operand) -> Tensor:
-    """values [rows, K] = codes * scale, in float32 with one final rounding to operand.dtype."""
+    """Return values [rows, K] = codes * scale, in float32 with one final rounding to operand.dtype."""
     form = operand.format
     if form is None:
         return operand.codes.to(operand.dtype)

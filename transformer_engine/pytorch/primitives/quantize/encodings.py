@@ -12,7 +12,7 @@ _SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 b
 
 
 def divide(numerator: float, denominator: Tensor) -> Tensor:
-    """numerator / denominator, correctly rounded on every device.
+    """Return numerator / denominator, correctly rounded on every device.
 
     `number / tensor` is tensor.reciprocal() * number in torch, which rounds twice.
     """
@@ -110,7 +110,7 @@ def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """float32 values of uint8 codes 0..15, the sign in bit 3."""
+    """Return float32 values of uint8 codes 0..15, with the sign in bit 3."""
     # Computed on the device: the capture of a CUDA graph does not allow a copy from the host.
     every = torch.arange(16, dtype=torch.float32, device=codes.device)
     place = every % 8.0
@@ -122,14 +122,14 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def pack_fp4(codes: Tensor) -> Tensor:
-    """uint8 codes [..., K] -> bytes [..., K / 2]; the even index in the low nibble."""
+    """Pack uint8 codes [..., K] into bytes [..., K / 2]; the even index is in the low nibble."""
     if codes.shape[-1] % 2:
         raise ValueError(f"K={codes.shape[-1]} codes do not fill whole bytes; pad K to a multiple of 2")
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
-    """bytes [..., K / 2] -> uint8 codes [..., K]."""
+    """Unpack bytes [..., K / 2] into uint8 codes [..., K]."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 

@@ -1,4 +1,4 @@
-"""FormatRow: the maths of one format, as code that serves every format calls it."""
+"""FormatRow: the maths of one format, as called by code that serves every format."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ def as_float32(value: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class FormatRow:
-    """One format's maths.
+    """The maths of one format.
 
-    format       its description
-    quantize     the reference: codes of x [M, K] by literal float32 operations on any device
-    dequantize   (operand, its scale) -> values [rows, K] in operand.dtype
-    check        (rows, depth, spec): raises ValueError where the shape does not fit; None: every shape fits
-    plan         (request) -> the kernels' call for these matrices; None: there are no kernels
-    maxima       (x, spec, amax, amax_t) -> the maxima that blocks are scaled with, of a format with two levels
-    empty_scale  (x, rows, depth) -> uninitialized scales in the kernels' layout; None: row-major
+    Attributes:
+        format: Description of the format.
+        quantize: The reference: codes of x [M, K] by literal float32 operations on any device.
+        dequantize: `dequantize(operand, scale)` returns the values [rows, K] in operand.dtype.
+        check: `check(rows, depth, spec)` raises ValueError for an unsupported shape; None: every shape is supported.
+        plan: `plan(request)` returns the kernels' call for these matrices; None: there are no kernels.
+        maxima: `maxima(x, spec, amax, amax_t)` returns the maxima for the second level of scales; None: one level.
+        empty_scale: `empty_scale(x, rows, depth)` returns uninitialized scales in the kernels' layout; None: row-major.
     """
 
     format: TensorFormat

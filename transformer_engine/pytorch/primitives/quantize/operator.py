@@ -90,7 +90,7 @@ def _as_operator(
     record: Tensor | None,
     random: tuple[Tensor, Tensor] | None = None,
 ) -> Quantized:
-    """What `quantize` returns, of the operator's results. record is None: a graph writes it by itself."""
+    """Return the result of `quantize` from the operator's results; record is None, because a graph writes it."""
     form, maxima = spec.format, FORMATS[spec.format.name].maxima
     if maxima is not None:
         amax, amax_t = maxima(x, spec, amax, amax_t)

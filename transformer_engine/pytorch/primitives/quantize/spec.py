@@ -15,15 +15,17 @@ _TORCH_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E
 
 
 def torch_dtype(element: Element) -> torch.dtype:
-    """The torch dtype that holds an element's codes (E2M1: uint8, two codes per byte)."""
+    """Return the torch dtype of an element's codes (E2M1: uint8, two codes per byte)."""
     return _TORCH_DTYPES[element.name]
 
 
 class Cast(NamedTuple):
     """The quantization of an operation's result: from `Quantizer.cast`, passed to the operation.
 
-    multiplier   FLOAT8: float32 [1] that values are multiplied with; None: made from them
-    record       with a multiplier: float32 [1] that keeps the larger of itself and the absolute maximum
+    Attributes:
+        spec: Target format and scaling.
+        multiplier: FLOAT8: float32 [1], multiplier of the values; None: computed from the values.
+        record: With a multiplier: float32 [1], which becomes the maximum of itself and the absolute maximum.
     """
 
     spec: QuantizeSpec
@@ -34,8 +36,12 @@ class Cast(NamedTuple):
 class CastRequest(NamedTuple):
     """The properties of a cast by which a backend is chosen.
 
-    given    the multiplier is; records: so is a tensor for the maximum
-    inside   a kernel that makes the values makes the codes too: they are those of the backend that would quantize them
+    Attributes:
+        spec: Target format and scaling.
+        given: Whether the multiplier is given.
+        records: Whether a tensor for the maximum is given.
+        inside: Whether the kernel that computes the values may also compute the codes. They are equal to those of the
+            backend that would quantize the values.
     """
 
     spec: QuantizeSpec
@@ -45,13 +51,16 @@ class CastRequest(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The matrix [M, K] in narrow codes; None where a direction was not asked for.
+    """The codes of a matrix [M, K]; None for directions that were not requested.
 
-    codes    [M, K] float8, NVFP4 uint8 [M, K / 2];   scale    how `Operand` describes it for [M, K]
-    codes_t  [K, M] float8, NVFP4 uint8 [K, M / 2];   scale_t  the same for the transposed matrix [K, M]
-    amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by; [M] of a format
-             with one scale per row
-    amax_t   float32 [1]: NVFP4, the same for the column direction, after the Hadamard transform if any
+    Attributes:
+        codes: [M, K] float8; NVFP4: uint8 [M, K / 2].
+        scale: Scales as in `Operand`, for [M, K].
+        codes_t: [K, M] float8; NVFP4: uint8 [K, M / 2].
+        scale_t: Scales as in `Operand`, for the transposed matrix [K, M].
+        amax: FLOAT8 and NVFP4: float32 [1], the absolute maximum that determined the rowwise scale; [M] if the format
+            has one scale per row.
+        amax_t: NVFP4: float32 [1], the same for the columnwise direction, after a Hadamard transform.
     """
 
     codes: Tensor | None = None

@@ -30,9 +30,14 @@ def tile_scaled(
 ) -> FormatRow:
     """Return the row of a format with one level of scales.
 
-    encode     (x [R, K], spec) -> (codes [R, K], scales [ceil(R/r), ceil(K/c)]), one scale per tile of spec.tile
-    decoded    converts the scales to float32; None: they are float32
-    launch     (spec, shape, dtype, device) -> the launch that writes the directions of spec; None: there is no kernel
+    Args:
+        form: The format.
+        encode: `encode(x [R, K], spec)` returns (codes [R, K], scales [ceil(R/r), ceil(K/c)]), with one scale per tile
+            of spec.tile.
+        decoded: Converts the scales to float32; None: they are float32.
+        launch: `launch(spec, shape, dtype, device)` returns the launch that writes the directions of spec; None: there
+            is no kernel.
+        empty_scale: `empty_scale(x, rows, depth)` returns uninitialized scales; None: row-major.
     """
 
     def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
@@ -73,7 +78,7 @@ def tile_scaled(
 
 def transposed(matrix: Tensor) -> Tensor:
     """Return the transpose [K, R] of a matrix [R, K], row-major."""
-    # Not contiguous(): it would keep [K, 1] with strides (1, K), which cannot be viewed as another dtype.
+    # contiguous() would keep [K, 1] with strides (1, K), which cannot be viewed as another dtype.
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding in float32 torch operations, any device."""
+"""Rotary position embedding in float32 torch operations, on any device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from ....common.dispatch import Backend
 
 
 class RopeSpec(NamedTuple):
-    """tensor_format sbhd [s, b, h, d], bshd [b, s, h, d] or thd [t, h, d].
+    """Settings of a rotation.
 
-    interleaved  features are paired (0, 1), (2, 3), ... instead of (i, i + d/2)
-    cp_size, cp_rank  context parallelism: of 2 * cp_size equal chunks of a sequence, this rank has the two
-                 numbered cp_rank and 2 * cp_size - 1 - cp_rank
-    clamps       a token whose position is outside of the angles is padding, and uses the nearest ones; otherwise
-                 such a token becomes NaN. Tokens after the last packed sequence are always padding
+    Attributes:
+        tensor_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d].
+        interleaved: Features are paired (0, 1), (2, 3), ... instead of (i, i + d/2).
+        cp_size: Number of context-parallel ranks. A sequence has 2 * cp_size equal chunks.
+        cp_rank: This rank, which has the chunks cp_rank and 2 * cp_size - 1 - cp_rank.
+        clamps: Tokens whose position is outside of the angles are padding and use the nearest angles; otherwise they
+            become NaN. Tokens after the last packed sequence are always padding.
     """
 
     tensor_format: str
@@ -29,7 +31,12 @@ class RopeSpec(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """start [b]: position of each sequence's first token (None: 0); cu_seqlens [b + 1]: bounds of thd."""
+    """Positions of the tokens.
+
+    Attributes:
+        start: Position of each sequence's first token [b]; None: 0.
+        cu_seqlens: Bounds of the sequences [b + 1], for thd.
+    """
 
     start: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -38,11 +45,12 @@ class Positions(NamedTuple):
 class RopeRequest(NamedTuple):
     """The properties of one call.
 
-    operation     forward, backward; qkv_forward, qkv_backward
-    x             shape and strides of the rotated tensor, or of the joint tensor; of qkv_backward, of dk
-    angles        shapes of the angles, of q and of k
-    sequences     of a packed tensor
-    sizes         parts of a group's features, for a joint tensor
+    Attributes:
+        operation: "forward", "backward", "qkv_forward" or "qkv_backward".
+        x: Shape and strides of the rotated tensor, or of the joint tensor; for qkv_backward, of dk.
+        angles: Shapes of the angles; for a joint tensor, of q and of k.
+        sequences: Number of packed sequences.
+        sizes: Sizes of the parts of a group's features, for a joint tensor.
     """
 
     operation: str
@@ -56,10 +64,13 @@ class RopeRequest(NamedTuple):
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
-    """Return the operation: (x, angles, start, cu_seqlens) -> y, likewise dy -> dx; or on the joint tensor.
+    """Return the operation.
 
-    (qkv, q_angles, k_angles, start, cu_seqlens) -> q, k, v; (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) ->
-    dqkv."""
+    * forward: (x, angles, start, cu_seqlens) -> y
+    * backward: (dy, angles, start, cu_seqlens) -> dx
+    * qkv_forward: (qkv, q_angles, k_angles, start, cu_seqlens) -> q, k, v
+    * qkv_backward: (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) -> dqkv
+    """
     spec, sizes = request.spec, request.sizes
     if request.operation == "forward":
         return lambda x, angles, *positions: forward(x, angles, Positions(*positions), spec)
@@ -73,14 +84,14 @@ def bind(request: RopeRequest) -> Callable[..., Any]:
 
 
 def forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
-    """y[..., :r] = x * cos(a) + pair(x) * sin(a); y[..., r:] = x[..., r:]"""
+    """Return y: y[..., :r] = x * cos(a) + pair(x) * sin(a); y[..., r:] = x[..., r:]."""
     cosine, sine, rotated, rest = _split(x, angles, positions, spec)
     y = rotated * cosine + _pair(rotated, spec.interleaved) * sine
     return torch.cat((y.to(x.dtype), rest), dim=-1)
 
 
 def backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
-    """dx[..., :r] = dy * cos(a) - pair(dy * sin(a)); pair is antisymmetric: its transpose is -pair."""
+    """Return dx: dx[..., :r] = dy * cos(a) - pair(dy * sin(a)); pair is antisymmetric, so its transpose is -pair."""
     cosine, sine, rotated, rest = _split(dy, angles, positions, spec)
     dx = rotated * cosine - _pair(rotated * sine, spec.interleaved)
     return torch.cat((dx.to(dy.dtype), rest), dim=-1)

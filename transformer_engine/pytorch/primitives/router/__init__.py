@@ -1,4 +1,4 @@
-"""probs [T, E] of the k experts of each token, their gradient, and the loss that balances experts, by backends."""
+"""probs [T, E] of the k experts of each token, their gradient, and the load-balancing loss; table of backends."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ def choose(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return probs [T, E] in dtype, map, and scores float32 [T, E] of logits [T, E]; computed in float32.
 
-    bias      [E], added to the scores for the choice; weights do not include it
-    indices   [T, k], written in place with the experts, the best first; the map is None then
-    keeps     return the scores for `choose_backward`; for a softmax after the choice its result (-inf elsewhere), for
-              sqrtsoftplus the logits
+    Args:
+        logits: Logits [T, E].
+        choice: Settings of the choice.
+        dtype: Dtype of the probabilities.
+        bias: [E], added to the scores for the choice; weights do not include it.
+        indices: [T, k], receives the experts, the best first. The map is then None.
+        keeps: Return the scores for `choose_backward`: for a softmax after the choice, its result (-inf elsewhere); for
+            sqrtsoftplus, the logits.
     """
     key = ("choose", logits.shape, logits.dtype, dtype, logits.device, choice, keeps)
     return TABLE.bound(key)(logits, bias, indices)
@@ -94,7 +98,11 @@ def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bound
 def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
     """Return [1] = factor * sum over c of tokens[c] * sum over r of probs[r, c], in float32, in probs' dtype.
 
-    total   number on the device whose square is a divisor
+    Args:
+        probs: Probabilities [rows, columns].
+        tokens: Number of tokens of each column.
+        factor: Factor of the loss.
+        total: Number on the device by whose square the loss is divided, or None.
     """
     key = (
         "loss",

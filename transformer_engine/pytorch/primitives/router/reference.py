@@ -16,13 +16,16 @@ BYTES, BITS, INDICES = "bytes", "bits", "indices"
 
 
 class Choice(NamedTuple):
-    """The k experts of each token.
+    """The choice of the k experts of each token.
 
-    score    SOFTMAX, SIGMOID, SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: the logits, and a softmax over the chosen ones
-    whole    return weights of all experts, which sum to 1; otherwise of the chosen ones
-    groups   (number of groups, number of groups to choose from, by the sum of their k / that many largest); None: one
-    scale    factor of the weights of chosen experts
-    map      BYTES uint8 [T, E], BITS uint8 [T, ceil(E / 8)], expert e in bit e % 8 of byte e // 8, or INDICES, [T, k]
+    Attributes:
+        k: Number of experts per token.
+        score: SOFTMAX, SIGMOID or SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: a softmax over the chosen logits.
+        whole: Return weights of all experts, which sum to 1, instead of those of the chosen experts.
+        groups: (number of groups, number of groups with candidates). A group's score is the sum of its largest scores,
+            as many as k divided by the second number. None: all experts are candidates.
+        scale: Factor of the weights of chosen experts.
+        map: BYTES: uint8 [T, E]. BITS: uint8 [T, ceil(E / 8)], expert e in bit e % 8 of byte e // 8. INDICES: [T, k].
     """
 
     k: int
@@ -36,10 +39,16 @@ class Choice(NamedTuple):
 class RouterRequest(NamedTuple):
     """One operation: "choose", "gradient" and "margins" of logits [T, E], the "loss" of probabilities [rows, columns].
 
-    dtype   of the logits or probabilities that are read;  made  dtype of the results
-    keeps   return scores for the gradient
-    factor  of a loss; dynamic: divide by the square of a number of tokens on the device
-    bins    of a histogram of margins
+    Attributes:
+        operation: Name of the operation.
+        shape: Shape of the logits or probabilities.
+        dtype: Dtype of the logits or probabilities that are read.
+        made: Dtype of the results.
+        choice: Settings of the choice.
+        keeps: Whether the scores are returned for the gradient.
+        factor: Factor of a loss.
+        dynamic: Whether the loss is divided by the square of a number of tokens on the device.
+        bins: Number of bins of a histogram of margins.
     """
 
     operation: str
@@ -57,8 +66,11 @@ class RouterRequest(NamedTuple):
 def bind(request: RouterRequest) -> Callable[..., Any]:
     """Return the operation as a callable.
 
-    choose: (logits, bias, indices) -> (probs, map, scores); gradient: (map, scores, grad_probs) -> grad_logits;
-    margins: (logits, bias, histogram, bounds) -> None; loss: (probs, tokens, total) -> loss [1]."""
+    * choose: (logits, bias, indices) -> (probs, map, scores)
+    * gradient: (map, scores, grad_probs) -> grad_logits
+    * margins: (logits, bias, histogram, bounds) -> None
+    * loss: (probs, tokens, total) -> loss [1]
+    """
     choice, made = request.choice, request.made
     if request.operation == "choose":
         return lambda logits, bias, indices: choose(logits, bias, indices, choice, made, request.keeps)
@@ -134,9 +146,9 @@ def gradient(
 
 
 def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
-    """histogram[e, bin] += 1 for every token, by the margin c - score of e; c: the k + 1st largest biased score.
+    """histogram[e, bin] += 1 for every token, by the margin c - score of e; c: the (k + 1)st largest biased score.
 
-    bin = floor((c - score - lower) * bins / (upper - lower)), clamped to the first and last bin
+    bin = floor((c - score - lower) * bins / (upper - lower)), clamped to the first and last bin.
     """
     bins = histogram.shape[1]
     score = logits.to(torch.float32).sigmoid()

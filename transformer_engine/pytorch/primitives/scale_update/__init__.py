@@ -1,4 +1,4 @@
-"""scale = (fp8_max / amax) / 2^margin for many delayed-scaling states, and their histories moved on by one step."""
+"""scale = (fp8_max / amax) / 2^margin for many delayed-scaling states, and one step of their amax histories."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ def advance_scales(
     margin: float,
     keep_idle: bool,
 ) -> None:
-    """histories float32 [length, n] and scales float32 [n], in place: one step of delayed scaling for each pair.
+    """Advance delayed scaling by one step, in place, for each pair of histories and scales.
 
-    algorithm   "max" over the history, or "most_recent"
-    keep_idle   columns whose latest amax is 0 keep scale and history
-    Row 0 is the running step; it becomes the last row, row 1 is dropped, and row 0 is cleared.
+    Row 0 of a history is the running step. It becomes the last row, row 1 is dropped, and row 0 is cleared.
+
+    Args:
+        histories: Amax histories, float32 [length, n].
+        scales: Scales, float32 [n].
+        algorithm: "max" over the history, or "most_recent".
+        fp8_max: Largest value of the format.
+        margin: Exponent of the safety factor.
+        keep_idle: Columns whose latest amax is 0 keep scale and history.
     """
     length: int | None = histories[0].shape[0]
     columns = 0

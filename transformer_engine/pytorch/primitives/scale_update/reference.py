@@ -37,12 +37,12 @@ def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tens
 
 
 def amax_of(history: Tensor, algorithm: str) -> Tensor:
-    """amax [n] of a history [length, n] whose row 0 is the latest step."""
+    """Return amax [n] of a history [length, n] whose row 0 is the latest step."""
     return history.amax(dim=0) if algorithm == "max" else history[0].clone()
 
 
 def rolled(history: Tensor) -> Tensor:
-    """Rows moved up by one, so that row 0 becomes the last; then row 0 is cleared."""
+    """Move rows up by one, so that row 0 becomes the last, and clear row 0."""
     cleared = torch.zeros_like(history[:1])
     if history.shape[0] == 1:
         return cleared

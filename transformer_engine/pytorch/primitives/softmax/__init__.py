@@ -1,4 +1,4 @@
-"""y [.., q, k] = softmax(scale * x) over the keys that are seen, its gradient, and the table of backends."""
+"""y [.., q, k] = softmax(scale * x) over the keys that are not masked, its gradient, and the table of backends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ __all__ = ["CAUSAL", "TABLE", "SoftmaxRequest", "scaled_softmax_backward", "scal
 def scaled_softmax_forward(
     x: Tensor, scale: float, *, mask: Tensor | None = None, causal: str | None = None
 ) -> Tensor:
-    """y [.., q, k] = softmax(scale * x) along the last axis, float32 inside, in x's dtype, contiguous.
+    """y [.., q, k] = softmax(scale * x) along the last axis, computed in float32, in x's dtype, contiguous.
 
-    mask     bool or uint8, not 0 where a key is hidden, broadcastable to x
-    causal   "top_left": query i sees the keys j <= i; "bottom_right": j <= i + k - q
-    A hidden key has probability 0; a query that sees no key gets zeros.
+    A hidden key has probability 0. A query without visible keys gets zeros.
+
+    Args:
+        x: Scores [.., q, k].
+        scale: Factor of the scores.
+        mask: bool or uint8, nonzero where a key is hidden, broadcastable to x.
+        causal: "top_left": query i sees the keys j <= i; "bottom_right": j <= i + k - q.
     """
     _check(x, causal)
     layout = None
@@ -41,8 +45,8 @@ def scaled_softmax_forward(
 def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, *, causal: str | None = None) -> Tensor:
     """dx [.., q, k] = scale * y * (dy - sum(dy * y)), in y's dtype, contiguous.
 
-    causal leaves out the keys that y is zero for: the same gradient for less reading. dy has to be finite where
-    y is zero for another reason.
+    With `causal`, the keys that it hides are not read; the gradient is the same. dy must be finite where y is zero for
+    another reason.
     """
     _check(y, causal)
     if dy.shape != y.shape:

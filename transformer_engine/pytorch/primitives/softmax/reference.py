@@ -28,7 +28,7 @@ class SoftmaxRequest(NamedTuple):
 
 
 def shift_of(causal: str | None, shape: torch.Size) -> int | None:
-    """How many keys beyond its own number a query sees; None without a causal mask."""
+    """Return the number of keys beyond its own index that a query sees; None without a causal mask."""
     if causal is None:
         return None
     return 0 if causal == "top_left" else shape[-1] - shape[-2]

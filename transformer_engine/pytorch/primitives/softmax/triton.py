@@ -55,7 +55,7 @@ def _backward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _four(shape: torch.Size) -> tuple[int, int, int, int]:
-    """[batch, heads, queries, keys]"""
+    """Return the shape as [batch, heads, queries, keys]."""
     if len(shape) == 4:
         return (shape[0], shape[1], shape[2], shape[3])
     if len(shape) == 2:
@@ -64,7 +64,7 @@ def _four(shape: torch.Size) -> tuple[int, int, int, int]:
 
 
 def _hidden(mask: Tensor, shape: torch.Size) -> Tensor:
-    """The mask as uint8 [batch, heads, queries, keys], repeated by strides of 0."""
+    """Return the mask as uint8 [batch, heads, queries, keys], expanded by strides of 0."""
     if mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     mask = mask.expand(shape)

@@ -1,8 +1,7 @@
-"""Statistics kept [6] of the quantization of x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
+"""Accumulated statistics [6] of the quantization of x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
 
-The maximum is that of finite values; underflow counts values that are not 0 and became 0, saturation those that
-became the largest code and lie more than half a step beyond it; signal and noise are the sums of x^2 and (x - q)^2 over
-finite values.
+The maximum is that of finite values. Underflow counts nonzero values that became 0. Saturation counts values more than
+half a step beyond the largest code. Signal and noise are the sums of x^2 and (x - q)^2 over finite values.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from .reference import StatisticsRequest
 
 __all__ = ["FIELDS", "TABLE", "StatisticsRequest", "take_in_statistics"]
 
-# As the kernel has them (`common.kernels.statistics`), whose module imports triton.
+# Equal to those of the kernel (`common.kernels.statistics`), whose module imports triton.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
 
 TABLE: Table[StatisticsRequest] = Table(
@@ -26,10 +25,12 @@ TABLE: Table[StatisticsRequest] = Table(
 
 
 def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
-    """Update kept float64 [6] in place: the larger maximum, and the sums, by those of x [M, K].
+    """Update the statistics in place: the maximum and the sums. Nothing is read on the host.
 
-    operand   x quantized, in the same order of rows; None: not quantized, three of the statistics are 0
-    Nothing is read on the host.
+    Args:
+        x: Matrix [M, K].
+        operand: x quantized, in the same order of rows; None: not quantized, three of the statistics are 0.
+        kept: float64 [6].
     """
     facts = (x.shape, x.stride(), x.dtype, x.device)
     if operand is None or operand.format is None:

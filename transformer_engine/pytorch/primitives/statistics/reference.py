@@ -17,11 +17,13 @@ from ..quantize.encodings import decode_e2m1, unpack_fp4
 
 
 class StatisticsRequest(NamedTuple):
-    """One matrix [M, K], and the layout of its codes if there are any.
+    """One matrix [M, K], and the layout of its codes if it is quantized.
 
-    format    of the codes; None: the matrix was not quantized
-    element   dtype of the codes
-    codes     strides of the codes;  scales  of the scales, () for one
+    Attributes:
+        format: Format of the codes; None: the matrix was not quantized.
+        element: Dtype of the codes.
+        codes: Strides of the codes.
+        scales: Strides of the scales; () for one scale.
     """
 
     shape: tuple[int, int]
@@ -63,14 +65,14 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
 
 
 class Greatest(NamedTuple):
-    """The largest code's magnitude, and how many times it a number has to be to lie half a step beyond."""
+    """Magnitude of the largest code, and the multiple of it above which a value is half a step beyond."""
 
     code: float
     beyond: float
 
 
 def greatest(element: torch.dtype) -> Greatest:
-    """Of the codes that a dtype holds."""
+    """Return the largest code of a dtype."""
     if element == torch.uint8:
         largest, step = _FOUR_BITS
     else:

@@ -56,7 +56,7 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
 
 
 def _one(scale: Tensor | None) -> Tensor | None:
-    """A number without dimensions as [1]: a kernel wants an address of elements."""
+    """Return a number without dimensions as [1], because a kernel needs an address of elements."""
     return scale if scale is None or scale.dim() else scale.view(1)
 
 

@@ -9,7 +9,7 @@ from ....common.folder import exports_of, modules_of
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """The classes of the files."""
+        """Return a class of one of the files."""
 
 
 globals().update(exports_of(modules_of(__name__, __path__, "_tensor_storage")))

@@ -22,7 +22,7 @@ from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_sha
 
 
 def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
-    """Return scale [r, c] padded with zeros to multiples of both; the scale itself if nothing has to be added."""
+    """Return scale [r, c] padded with zeros to multiples of both; the scale itself if no padding is needed."""
     rows, columns = scale.shape
     if rows % row_multiple or columns % column_multiple:
         more_rows = round_up(rows, row_multiple) - rows
@@ -45,10 +45,11 @@ def _without_base(tensor: Tensor | None) -> Tensor | None:
 class BlockScaledStorage(QuantizedTensorStorage):
     """Two independent directions, each with codes and scales. A subclass only needs a format.
 
-    ELEMENT              the attribute with the number of the codes' element
-    PACKING              codes in one byte
-    COLUMNS_TRANSPOSED   column-wise codes have the transposed shape; otherwise the values' shape
-    SCALE_PADDING        multiples to which scales [rows, blocks] are padded
+    Attributes:
+        ELEMENT: Name of the attribute that identifies the codes' element type.
+        PACKING: Number of codes per byte.
+        COLUMNS_TRANSPOSED: Whether column-wise codes have the transposed shape; otherwise they have the values' shape.
+        SCALE_PADDING: Multiples to which scales [rows, blocks] are padded.
     """
 
     TENSORS = {

@@ -21,7 +21,7 @@ from .quantized_tensor_storage import QuantizedTensorStorage
 
 
 def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> QuantizedTensorStorage | None:
-    """storage[start:stop] along dimension 0, codes shared; None where that would cut a block of one scale."""
+    """Return storage[start:stop] along dimension 0, with shared codes; None if that would split a block."""
     shape = storage.shape
     if len(shape) < 2:
         return None
@@ -36,7 +36,7 @@ def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
 
 
 def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantized:
-    """The codes and scales, as views, of storage[start:stop], where `row_slice` can cut."""
+    """Return the codes and scales, as views, of storage[start:stop], if `row_slice` supports it."""
     shape = storage.shape
     inner = prod(shape[1:-1])
     return _cut(storage, shape[0] * inner, start * inner, stop * inner)
@@ -150,7 +150,7 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
 def join_payload(
     tensors: Sequence[Tensor], payload: GatheredPayload, dtype: torch.dtype, columnwise: bool | None = None
 ) -> QuantizedTensorStorage:
-    """The storage whose rows are the gathered ones; columnwise: derive column-wise data (None: as the shards have)."""
+    """Return the storage of the gathered rows; columnwise: derive column-wise data (None: as in the shards)."""
     parts: dict[str, Tensor] = {name: part.clone() for name, part in payload.whole.items()}
     for name, kind, tensor in zip(payload.fields, payload.dtypes, tensors, strict=True):
         tensor = tensor.view(kind)

@@ -136,7 +136,7 @@ def check_variant(quantizer: Any, swizzled: bool, settings: Mapping[str, tuple[A
 
     Args:
         quantizer: Quantizer of the group; None: plain values.
-        swizzled: Are scales in the order of a matrix product's hardware?
+        swizzled: Whether scales are in the order that the hardware of a matrix product reads.
         settings: By attribute of the quantizer, the given value and the value of a quantizer without the attribute.
 
     Raises:

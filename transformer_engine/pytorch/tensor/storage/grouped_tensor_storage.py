@@ -201,7 +201,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         )
 
     def members(self) -> list[Any]:
-        """The members: storages, or plain tensors, of views of the buffers."""
+        """Return the members, as storages or plain tensors, of views of the buffers."""
         members: list[Any] = []
         for member in self._members:
             parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}

@@ -185,7 +185,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
 
 def _agreed(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorStorage:
-    """The first part, after a check that the parts are storages of one tensor, each with its direction."""
+    """Return the first part, after a check that the parts are storages of one tensor, each with its direction."""
     given = {name: part for name, part in parts.items() if part is not None}
     if not given:
         raise ValueError(

@@ -82,7 +82,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return {"rowwise": True, "columnwise": True}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Nothing: the values serve both directions."""
+        """Do nothing, because the values serve both directions."""
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         return self._first_tensor().to(dtype)

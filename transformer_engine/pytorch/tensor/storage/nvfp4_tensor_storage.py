@@ -144,7 +144,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
 
 
 def _in_row_order(scale: Tensor | None) -> Tensor | None:
-    """Scales [128 r, 4 c] out of tiles of 128 x 4, whose element (i, j) is at 16 (i % 32) + 4 (i // 32) + j."""
+    """Return scales [128 r, 4 c] from tiles of 128 x 4, with element (i, j) at 16 (i % 32) + 4 (i // 32) + j."""
     if scale is None:
         return None
     rows, columns = scale.shape

@@ -36,7 +36,7 @@ def plain_matrix(tensor: Tensor) -> Tensor:
 
 
 class Rebuild:
-    """rebuild(tensors) returns a new storage with the class and the constants of `flatten`.
+    """Callable that rebuilds a storage from tensors, with the class and the constants of `flatten`.
 
     Not a dataclass: torch 2.11 cannot trace a call of a frozen dataclass that was created in the same graph.
     """
@@ -50,7 +50,7 @@ class Rebuild:
         return self.storage_class(**fields, **dict(self.constants))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether bytes have the same meaning, regardless of quantizer and nominal dtype."""
+        """Return whether two layouts give bytes the same meaning, regardless of quantizer and nominal dtype."""
         if not isinstance(other, Rebuild):
             return NotImplemented
         ours, theirs = (
@@ -60,7 +60,7 @@ class Rebuild:
         return ours == theirs
 
     def __hash__(self) -> int:
-        # torch 2.11 hashes an object that has no attributes yet.
+        # torch 2.11 hashes an object before its attributes exist.
         return hash(getattr(self, "storage_class", None))
 
 
@@ -109,10 +109,11 @@ class QuantizedTensorStorage:
 
     An abstract class without abc's metaclass, which is incompatible with that of torch.Tensor.
 
-    TENSORS    attribute -> constructor keyword, of all tensors (which may be None)
-    CONSTANTS  the same for all other fields
-    ROWWISE    the tensors of row-wise data alone, with the codes first
-    COLUMNWISE the tensors of column-wise data alone, with the codes first
+    Attributes:
+        TENSORS: {attribute: constructor keyword} of all tensors, which may be None.
+        CONSTANTS: {attribute: constructor keyword} of all other fields.
+        ROWWISE: Attributes of the tensors of row-wise data alone, with the codes first.
+        COLUMNWISE: Attributes of the tensors of column-wise data alone, with the codes first.
     """
 
     TENSORS: ClassVar[dict[str, str]]
@@ -165,7 +166,8 @@ class QuantizedTensorStorage:
     def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
         """Return the same codes with another shape, in which one extent may be -1.
 
-        Raises RuntimeError if scales or directions do not allow it.
+        Raises:
+            RuntimeError: Scales or directions do not allow the shape.
         """
         extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
         whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore

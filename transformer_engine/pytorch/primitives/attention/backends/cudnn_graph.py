@@ -37,7 +37,7 @@ _FIRST_OFFSET = 1000
 FRONTEND = (1, 23)
 MINIMUM_CUDNN = (9, 13, 1)
 
-# Plans in a process before all are dropped. A dropped plan unloads its kernels, which a captured CUDA graph would lose:
+# Plans in a process before all are dropped. A dropped plan unloads its kernels, which captured CUDA graphs still use:
 # the limit is for lengths that occur only once, not for the shapes of a model.
 MOST_PLANS = 4096
 
@@ -187,8 +187,9 @@ class Description:
 class CudnnPlan:
     """A graph with its kernels, built from its description or read from disk.
 
-    roles     roles whose addresses `run` needs, in the library's order
-    offsets   (side, step) of the ragged tensors, whose addresses follow
+    Attributes:
+        roles: Roles whose addresses `run` needs, in the library's order.
+        offsets: (side, step) of the ragged tensors, whose addresses follow.
     """
 
     __slots__ = ("graph", "offsets", "roles", "steps", "workspace")
@@ -225,7 +226,8 @@ class CudnnPlan:
 def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> CudnnPlan:
     """Return the plan of describe(*arguments) on a device, from disk if stored there, unless TE_CUDNN_PLAN_CACHE=0.
 
-    Raises RuntimeError with the library's reason if it has no engine for the graph.
+    Raises:
+        RuntimeError: The library has no engine for the graph; the message contains its reason.
     """
     with torch.cuda.device(device):
         description = describe(*arguments, handle=handles.current(device))
@@ -331,7 +333,7 @@ def ragged_offsets(
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Return the strides of a dense tensor, last axis fastest."""
+    """Return the strides of a contiguous tensor."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)

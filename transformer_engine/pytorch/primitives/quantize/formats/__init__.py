@@ -9,7 +9,7 @@ FORMATS: dict[str, FormatRow] = {}
 
 
 def register(row: FormatRow) -> None:
-    """Let code that serves every format know of one more."""
+    """Register one more format with the code that serves every format."""
     FORMATS[row.format.name] = row
 
 

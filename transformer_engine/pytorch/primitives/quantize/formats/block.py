@@ -18,7 +18,7 @@ from ..tile_scaled import tile_scaled
 
 
 def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """x [R, K] -> codes [R, K], decode scales float32 [ceil(R/r), ceil(K/128)]."""
+    """Return codes [R, K] of x [R, K], and decode scales float32 [ceil(R/r), ceil(K/128)]."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     scale = scale_from_amax(

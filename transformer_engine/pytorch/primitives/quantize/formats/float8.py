@@ -15,7 +15,7 @@ from ..tile_scaled import transposed
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
-    """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
+    """Return codes of x [M, K] in the directions of spec, one scale [1] for both, and the maximum."""
     multiplier, amax, record = given.multiplier, given.amax, given.record
     if amax is None:
         amax = absolute_maximum(x)
@@ -39,7 +39,7 @@ def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
 
 
 def dequantize(operand: Operand, scale: Tensor) -> Tensor:
-    """codes * scale."""
+    """Return codes * scale."""
     return (widen(operand.codes) * scale).to(operand.dtype)
 
 

@@ -17,7 +17,7 @@ from ..tile_scaled import tile_scaled
 
 
 def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """x [R, K] -> codes [R, K], exponents uint8 [ceil(R/r), ceil(K/32)], one per tile of r x 32."""
+    """Return codes [R, K] of x [R, K], and exponents uint8 [ceil(R/r), ceil(K/32)], one per tile of r x 32."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     exponents = e8m0_from_float(tiles.tile_amax(cut) * (1.0 / spec.element.maximum))

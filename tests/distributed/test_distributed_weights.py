@@ -1,0 +1,165 @@
+"""Layers whose weights are shards of a `DistributedWeight` group, over two ranks, against layers with whole weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
+from tests.support.layers import RECIPES
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
+
+SIZE, ROWS = 2, 64
+LAYERS: dict[str, tuple[Any, list[list[str]]]] = {
+    "linear": (lambda **options: te.Linear(64, 128, **options), [["weight"]]),
+    "norm_linear": (lambda **options: te.LayerNormLinear(64, 128, **options), [["weight"]]),
+    "mlp": (lambda **options: te.LayerNormMLP(64, 128, **options), [["fc1_weight"], ["fc2_weight"]]),
+    "grouped": (lambda **options: te.GroupedLinear(2, 64, 128, **options), [["weight0", "weight1"]]),
+    "pieces": (
+        lambda **options: te.Linear(64, 128, parameters_split=("a", "b"), **options),
+        [["a_weight", "b_weight"]],
+    ),
+}
+CASES = [(kind, name) for kind in LAYERS for name in ("none", "current", "mxfp8")]
+
+
+class Shard(torch.nn.Parameter):
+    """This rank's rows of a weight; gradients are summed over the ranks."""
+
+    is_distributed_weight = True
+    group: list[Shard]
+    calls: list[str]
+    buffer: torch.Tensor
+
+    def materialize_group_for_forward(self) -> Any:
+        self.calls.append("forward")
+        return self._materialized()
+
+    def materialize_group_for_backward(self) -> Any:
+        self.calls.append("backward")
+        return self._materialized()
+
+    def _materialized(self) -> Any:
+        made = []
+        for shard in self.group:
+            whole = torch.empty(
+                SIZE * shard.shape[0], *shard.shape[1:], dtype=shard.dtype, device=shard.device
+            )
+            dist.all_gather_into_tensor(whole, shard.detach())
+            made.append(whole)
+        return made[0] if len(made) == 1 else made
+
+    def finalize_group_grads(self, wgrads: Any) -> Any:
+        self.calls.append("gradients")
+        single = isinstance(wgrads, torch.Tensor)
+        made = []
+        for grad in [wgrads] if single else wgrads:
+            total = grad.clone()
+            dist.all_reduce(total)
+            made.append(total.to(self.dtype).chunk(SIZE)[dist.get_rank()])
+        return made[0] if single else made
+
+    def grad_buffer(self) -> torch.Tensor:
+        return self.buffer
+
+
+def sharded(layer: Any, groups: list[list[str]], size: int = SIZE, rank: int = 0) -> list[str]:
+    """Replace the weights of a layer by this rank's shards; return the list that records calls of the protocol."""
+    calls: list[str] = []
+    for names in groups:
+        shards = []
+        for name in names:
+            whole = getattr(layer, name).detach()
+            shard = Shard(whole.chunk(size)[rank].clone())
+            shard.calls, shard.buffer = calls, torch.zeros(whole.shape, device=whole.device)
+            layer._parameters[name] = shard
+            shards.append(shard)
+        for shard in shards:
+            shard.group = shards
+    return calls
+
+
+def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> list[Any]:
+    """Return the output and the gradient of the input of a step with the batch of a rank."""
+    generator = torch.Generator().manual_seed(batch)
+    x = torch.randn(ROWS, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    with te.autocast(enabled=name != "none", recipe=RECIPES[name]):
+        y = layer(x, [32, 32]) if kind == "grouped" else layer(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+def case(device: torch.device, kind: str, name: str, fused: bool) -> dict[str, Any]:
+    """Compare a layer of shards with a layer of whole weights that trains on the batches of all ranks."""
+    make, groups = LAYERS[kind]
+    names = [member for group in groups for member in group]
+    options = {"device": device, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        layers.append(make(**options))
+    one, layer = layers
+    for member in names:
+        getattr(one, member).main_grad = torch.zeros(getattr(one, member).shape, device=device)
+    rank = dist.get_rank()
+    calls = sharded(layer, groups, SIZE, rank)
+    expected = [step(one, kind, name, batch, device) for batch in range(SIZE)][rank]
+    actual = step(layer, kind, name, rank, device)
+    for member in names:
+        weight = getattr(one, member)
+        whole = weight.main_grad.to(weight.dtype) if fused else weight.grad
+        expected.append(whole.chunk(SIZE)[rank])
+        actual.append(getattr(layer, member).grad)
+    equal = [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)]
+    error = max(
+        float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+        for ours, theirs in zip(actual, expected, strict=True)
+    )
+    return {"equal": equal, "error": error, "calls": calls}
+
+
+def compared(device: torch.device) -> dict[str, Any]:
+    found = {}
+    with emulate():
+        for kind, name in CASES:
+            for fused in (False, True):
+                if fused and kind == "pieces":
+                    continue  # needs a weight that is one parameter
+                FP8GlobalStateManager.reset()
+                found[f"{kind}/{name}/{fused}"] = case(device, kind, name, fused)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> list[dict[str, Any]]:
+    return run_on_ranks(compared, SIZE, tmp_path_factory.mktemp("weights"))
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_layers_of_shards_equal_layers_of_whole_weights(measured, kind, name):
+    for rank in measured:
+        found = rank[f"{kind}/{name}/False"]
+        assert all(found["equal"]), found
+        if kind != "pieces":
+            # Sums of main_grad in float32 and of the ranks' sums round once more.
+            assert rank[f"{kind}/{name}/True"]["error"] < 2**-8
+
+
+def test_an_unquantized_whole_weight_is_dropped_until_the_backward_pass(measured):
+    for rank in measured:
+        assert rank["linear/none/False"]["calls"] == ["forward", "backward", "gradients"]
+        assert rank["grouped/none/True"]["calls"] == ["forward", "backward", "gradients"]
+        assert rank["linear/mxfp8/False"]["calls"] == ["forward", "gradients"], "codes are saved"
+
+
+def test_delayed_weight_gradients_of_shards_raise_an_error():
+    layer = te.Linear(16, 16, device="cpu", delay_wgrad_compute=True)
+    sharded(layer, [["weight"]])
+    with pytest.raises(
+        NotImplementedError, match=r"delay_wgrad_compute=True with a distributed weight.*leave it"
+    ):
+        layer(torch.randn(2, 16))
