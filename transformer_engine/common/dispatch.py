@@ -1,10 +1,8 @@
 """Choice of a backend: the first backend of a table that supports a request is bound to the request once.
 
-Every operation has one `Table`. A request is a hashable record of properties (features, extents, dtypes, the device),
-never of a tensor's values. A backend declares three things: the features that it supports (`takes`), the reason why
-it does not support a request on this hardware (`unsupported_reason`), and a callable that computes equal requests
-(`bind`). The table selects the backend, reports all reasons if none supports the request, and explains the choice
-from the same reasons. The table alone caches, forces, observes, and registers operators of tracing compilers.
+Every operation has one `Table`. A request is a hashable record of properties, never of a tensor's values. A backend
+declares the features that it supports (`takes`), the reason why this hardware does not (`unsupported_reason`), and a
+callable for equal requests (`bind`). The table alone selects, explains, caches, forces, observes and registers operators.
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
