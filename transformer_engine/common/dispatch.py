@@ -2,7 +2,7 @@
 
 Every operation has one `Table`. A request is a hashable record of properties, never of a tensor's values. A backend
 declares the features that it supports (`takes`), the reason why this hardware does not (`unsupported_reason`), and a
-callable for equal requests (`bind`). The table alone selects, explains, caches, forces, observes and registers operators.
+callable for equal requests (`bind`). The table alone selects, explains, caches, forces, observes and registers.
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
