@@ -425,10 +425,17 @@ def test_masks_and_biases_that_do_not_fit_are_rejected(device):
         module(q, k, v, core_attention_bias_type="alibi", alibi_slopes=torch.ones(3, device=device))
 
 
-@pytest.mark.parametrize("option", ["score_mod_bprop"])
-def test_unavailable_options_are_rejected(option, device):
-    with pytest.raises(NotImplementedError, match=f"{option}.* is not available"):
-        DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **{option: lambda *_: None})
+@pytest.mark.parametrize(
+    ("given", "reader"),
+    [
+        ({"score_mod_bprop": lambda *_: None}, "score_mod"),
+        ({"score_mod_tensors": {}}, "score_mod"),
+        ({"score_mod_bprop_tensors": {}}, "score_mod_bprop"),
+    ],
+)
+def test_a_gradient_or_tensors_without_their_function_are_rejected(given, reader, device):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}=.* without {reader}; give both"):
+        DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **given)
 
 
 def test_context_parallel_groups_of_one_rank_are_accepted_and_errors_change_nothing(monkeypatch):

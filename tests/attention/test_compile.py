@@ -15,15 +15,15 @@ from transformer_engine.pytorch.attention.rope import (
 )
 
 
-def compiled(function):
+def compiled(function, dynamic=None):
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
 
 
-def assert_same_as_eager(function, leaves, parameters=()):
+def assert_same_as_eager(function, leaves, parameters=(), dynamic=None):
     """Outputs and gradients of function(*leaves), eager and compiled."""
     results = []
-    for run in (function, compiled(function)):
+    for run in (function, compiled(function, dynamic)):
         inputs = [x.detach().clone().requires_grad_() for x in leaves]
         out = run(*inputs)
         out = out if isinstance(out, tuple) else (out,)
@@ -134,3 +134,43 @@ def test_multihead_attention_compiles(device):
         return module(x, encoder_output=encoder, rotary_pos_emb=angles)
 
     assert_same_as_eager(run, leaves, list(module.parameters()))
+
+
+def capped(graph, score, tensors):
+    bias = graph.add(score, tensors["bias"])
+    return graph.mul(graph.tanh(bias), tensors["cap"])
+
+
+def shifted(score, b, h, i, j, bias, cap):
+    return cap * torch.tanh(score + bias[0, h, i, j])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("score_mod", [shifted, capped])
+def test_score_mod_compiles_with_gradients_of_its_tensors(score_mod, dynamic, device):
+    module = DotProductAttention(2, 16, attn_mask_type="no_mask", qkv_format="bshd")
+
+    def attend(q, k, v, bias, cap):
+        return module(q, k, v, score_mod=score_mod, score_mod_tensors={"bias": bias, "cap": cap})
+
+    leaves = [sample(device, 1, 5, 2, 16, seed=seed) for seed in range(3)]
+    leaves += [sample(device, 1, 2, 5, 5), sample(device, 1)]
+    assert_same_as_eager(attend, leaves, dynamic=dynamic)
+
+
+def test_a_score_mod_that_the_compiled_function_defines_compiles(device):
+    module = DotProductAttention(2, 16, qkv_format="bshd")
+
+    def attend(q, k, v, slope):
+        return module(q, k, v, score_mod=lambda score, b, h, i, j: score + slope * (i - j))
+
+    assert_same_as_eager(
+        attend, [*(sample(device, 1, 5, 2, 16, seed=seed) for seed in range(3)), sample(device, 1)]
+    )
+
+    def graphs(q, k, v, slope):
+        return module(q, k, v, score_mod=lambda graph, score, tensors: graph.mul(score, slope))
+
+    assert_same_as_eager(
+        graphs, [*(sample(device, 1, 5, 2, 16, seed=seed) for seed in range(3)), sample(device, 1)]
+    )

@@ -117,6 +117,37 @@ def test_a_given_gradient_replaces_the_derivative():
         twice[0].sum().backward()
 
 
+def test_gradient_of_a_function_of_indices_is_the_given_one():
+    leaves, calls = inputs(), []
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+
+    def change(score, b, h, i, j, slope):
+        return score + slope * (i - j) + 0.1 * score * score
+
+    def derivative(gradient, score, b, h, i, j, factor):
+        calls.append((score.shape, b.numel(), j.numel()))
+        return factor * gradient * (1 + 0.2 * score)
+
+    slope = torch.tensor(0.3, requires_grad=True)
+    options = {"score_mod": change, "score_mod_tensors": {"slope": slope}}
+    plain = attention(*leaves, **options)
+    expected = torch.autograd.grad(plain.square().sum(), leaves)
+    for factor in (1.0, 2.0):
+        out = attention(
+            *leaves,
+            **options,
+            score_mod_bprop=derivative,
+            score_mod_bprop_tensors={"factor": torch.tensor(factor)},
+        )
+        assert torch.equal(out, plain)
+        *found, unused = torch.autograd.grad(out.square().sum(), [*leaves, slope], allow_unused=True)
+        torch.testing.assert_close(found[0], factor * expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1], factor * expected[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-6)
+        assert unused is None
+    assert len(calls) == 2
+
+
 def test_the_contracts_are_told_apart_by_their_parameters():
     assert builds_a_graph(softcap) and builds_a_graph(lambda graph, score, tensors, cap=1.0: score)
     assert not builds_a_graph(lambda score, b, h, i, j: score)

@@ -1,9 +1,12 @@
 """Blocks and scale updates under torch.compile(fullgraph=True), with two Linear layers."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
+from transformer_engine.common import recipe
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import quantization as q
 from transformer_engine.pytorch.module.linear import Linear
@@ -156,3 +159,64 @@ def test_the_registered_operators_fulfil_their_schemas(device):
         operators.update_scales, (histories, scales, "max", 448.0, 0, True, ""), test_utils=checks
     )
     torch.library.opcheck(operators.scale_snapshot, (scales[0],), test_utils=checks)
+
+
+class _Shifted(DelayedScaling):
+    """A user's recipe."""
+
+
+def _loose() -> recipe.Recipe:
+    parameters = recipe.MMParams(use_split_accumulator="false")  # pyright: ignore[reportArgumentType]
+    return Float8CurrentScaling(fp8_gemm_fprop=parameters)
+
+
+# Factories, which a compiled function calls.
+MADE_INSIDE = {
+    "current": _loose,
+    "delayed": lambda: DelayedScaling(1, recipe.Format.E4M3, amax_history_len="4"),  # pyright: ignore[reportArgumentType]
+    "mxfp8": lambda: recipe.MXFP8BlockScaling(fp8_format=recipe.Format.E4M3),
+    "block": lambda: recipe.Float8BlockScaling(fp8_gemm_dgrad={"use_split_accumulator": True}),  # pyright: ignore[reportArgumentType]
+    "nvfp4": lambda: recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "subclass": lambda: _Shifted(margin=2),
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_a_recipe_made_inside_a_compiled_function_has_the_fields_of_an_eager_one(name):
+    make = MADE_INSIDE[name]
+
+    def inside(x):
+        with q.autocast(recipe=make()):
+            return x + 1, q.current().recipe
+
+    torch._dynamo.reset()
+    run = torch.compile(inside, fullgraph=True, backend="eager")
+    for length in (2, 3, 4):
+        _, found = run(torch.zeros(length))
+        gc.collect()
+        assert found == make() and repr(found) == repr(make()) and type(found) is type(make())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_a_recipe_made_inside_a_compiled_function_equals_eager_bit_for_bit(name, device):
+    make, results = MADE_INSIDE[name], []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        module = Linear(32, 32, device=device, params_dtype=torch.bfloat16)
+
+        def step(x, module=module):
+            with q.autocast(recipe=make()):
+                return module(x)
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+        found = []
+        for scale in (1.0, 3.0, 9.0):
+            x = (torch.randn(32, 32, device=device, dtype=torch.bfloat16) * scale).requires_grad_()
+            y = run(x)
+            y.sum().backward()
+            gc.collect()
+            found += [y, x.grad, module.weight.grad.clone()]
+        results.append(found)
+    assert all(torch.equal(traced, eager) for eager, traced in zip(*results, strict=True))

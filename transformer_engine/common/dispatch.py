@@ -1,15 +1,11 @@
 """Choice of a backend: the first backend of a table that supports a request is bound to the request once.
 
-Every operation has one `Table`. A request is a hashable record of properties (features, extents, dtypes, the device),
-never of a tensor's values. A backend declares three things: the features that it supports (`takes`), the reason why
-it does not support a request on this hardware (`unsupported_reason`), and a callable that computes equal requests
-(`bind`). The table selects the backend, reports all reasons if none supports the request, and explains the choice
-from the same reasons. The table alone caches, forces, observes, and registers operators of tracing compilers.
+Every operation has one `Table`. A request is a hashable record of properties, never of a tensor's values. A backend
+declares the features that it supports (`takes`), the reason why this hardware does not (`unsupported_reason`), and a
+callable for equal requests (`bind`). The table alone selects, explains, caches, forces, observes and registers.
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
-
-`Table.choose` returns the name of the backend for tables whose backends have no `bind`.
 """
 
 from __future__ import annotations
@@ -112,6 +108,11 @@ def trace_when(tracing: Callable[[], bool]) -> None:
     """Set the function that returns whether a compiler is tracing; a framework calls this once."""
     global _tracing
     _tracing = tracing
+
+
+def is_tracing() -> bool:
+    """Return whether a compiler is tracing the running function; False without a framework that has one."""
+    return _tracing()
 
 
 _demands_repeatable: Callable[[], bool] = _never

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from .dispatch import is_tracing
 
 # Keywords of operands, in the order of the operands.
 _OPERANDS = ("a", "b", "loss", "input", "input0", "input1", "comparison", "mask", "bias", "scale")
@@ -146,5 +149,13 @@ def _inspected(function: Callable[..., Any]) -> int | None:
 
 
 def builds_a_graph(score_mod: Callable[..., Any]) -> bool:
-    """Return whether a score_mod takes (graph, score, tensors): three required positional parameters."""
+    """Return whether a score_mod takes (graph, score, tensors): three required positional parameters.
+
+    A compiler can read the code of a function that the traced function defines, but not inspect its signature. There
+    a function of indices is one that takes five positional arguments.
+    """
+    if is_tracing() and type(score_mod) is FunctionType:
+        return (
+            score_mod.__code__.co_argcount in (3, 4) and not score_mod.__code__.co_flags & inspect.CO_VARARGS
+        )
     return required_parameters(score_mod) == 3

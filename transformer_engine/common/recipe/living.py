@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from ..dispatch import is_tracing
 from ..warning import warn_of_unused
 from .field_checks import demand_readable_defaults
 
@@ -41,6 +43,63 @@ def recipe_described_as(description: str) -> Any:
 RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
+class _Construction(threading.local):
+    """Whether this thread constructs an object for a tracing compiler, in eager mode."""
+
+    running = False
+
+
+class _Constructed:
+    """Objects of traced constructor calls as attributes, because a compiler copies a dict before its first read."""
+
+
+_construction = _Construction()
+_constructed = _Constructed()
+
+
+def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
+    """Class decorator: a compiler that traces a constructor call reads the finished object.
+
+    Compilers cannot trace the inspection of a dataclass's fields. `__new__` constructs the object in eager mode, and
+    the `__init__` that follows it leaves the object unchanged.
+    """
+    initialize = cls.__init__
+
+    @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
+    def __new__(new: type, *args: Any, **keywords: Any) -> Any:
+        if is_tracing() and not _construction.running:
+            return getattr(_constructed, _construct(new, *args, **keywords))
+        return object.__new__(new)
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+        if not is_tracing() or _construction.running:
+            initialize(self, *args, **keywords)
+
+    cls.__new__, cls.__init__ = __new__, __init__
+    return cls
+
+
+def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
+    """Construct an object in eager mode, and return the name of the attribute of `_constructed` that equals it."""
+    _construction.running = True
+    try:
+        made = cls(*args, **keywords)
+    finally:
+        _construction.running = False
+    kept = vars(_constructed)
+    for name, other in kept.items():
+        if type(other) is cls and other == made:
+            return name
+    name = f"record_{len(kept)}"
+    kept[name] = made
+    return name
+
+
+# A tracing compiler treats the result as a constant, like that of torch.compiler.assume_constant_result.
+_construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def recipe_class(cls: RecipeClass) -> RecipeClass:
     """Decorate a recipe class: register instances, and drop keywords of other versions with a warning."""
     strict = cls.__init__
@@ -63,7 +122,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
 
     cls.__init__ = __init__
     cls._is_recipe_class = True  # pyright: ignore[reportAttributeAccessIssue]
-    return cls
+    return constant_while_tracing(cls)
 
 
 def enroll(recipe: Any) -> None:

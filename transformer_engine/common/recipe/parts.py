@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..checks import number
 from ..numbers import parse_bool, parse_float, parse_int
 from .field_checks import convert_fields, instance_of_fields, member_of_value
+from .living import constant_while_tracing
 
 
 class _FormatHelper(NamedTuple):
@@ -30,6 +31,7 @@ class Format(enum.Enum):
         return f"Format.{self.name}"
 
 
+@constant_while_tracing
 @dataclass(frozen=True, repr=False)
 class MMParams:
     """Parameters of a matrix product.
@@ -47,6 +49,7 @@ class MMParams:
         return described_fields(self)
 
 
+@constant_while_tracing
 @dataclass(frozen=True, repr=False)
 class QParams:
     """How a recipe quantizes one kind of tensor.

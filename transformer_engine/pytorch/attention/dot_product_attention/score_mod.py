@@ -1,7 +1,8 @@
 """score_mod of an attention, in either contract, with its tensors bound.
 
 score_mod(score, b, h, i, j, **tensors) takes indices. score_mod(graph, score, tensors) builds a graph of cuDNN, whose
-operations `ScoreGraph` computes on tensors; score_mod_bprop(graph, gradient, tensors) builds the gradient.
+operations `ScoreGraph` computes on tensors. score_mod_bprop computes the gradient of the scores in the same contract:
+score_mod_bprop(gradient, score, b, h, i, j, **tensors), or score_mod_bprop(graph, gradient, tensors).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.checks import described
+from ....common.checks import described, function_or_none
 from ....common.score_graph import ScoreGraph, builds_a_graph
 from ...runtime.double_backward import once_differentiable
 
@@ -20,25 +21,10 @@ Places = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class BoundScoreMod:
-    """A score_mod with named tensors; equal to another one of the same function and the same tensor objects."""
+    """A score_mod with named tensors; equal to another one of the same functions and the same tensor objects.
 
-    def __init__(self, function: Callable[..., Tensor], tensors: Mapping[str, Tensor]):
-        self.function = function
-        self.tensors = dict(tensors)
-        self._key = (function, tuple((name, id(tensor)) for name, tensor in self.tensors.items()))
-
-    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return self.function(score, b, h, i, j, **self.tensors)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._key == other._key  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-class GraphScoreMod(BoundScoreMod):
-    """A score_mod that builds a graph; `bprop` is its gradient, None for that of autograd."""
+    `bprop` is its gradient with tensors of its own, None for that of autograd.
+    """
 
     def __init__(
         self,
@@ -47,17 +33,37 @@ class GraphScoreMod(BoundScoreMod):
         bprop: Callable[..., Tensor] | None,
         bprop_tensors: Mapping[str, Tensor],
     ):
-        super().__init__(function, tensors)
+        self.function = function
+        self.tensors = dict(tensors)
         self.bprop = bprop
         self.bprop_tensors = dict(bprop_tensors)
-        kept = tuple((name, id(tensor)) for name, tensor in self.bprop_tensors.items())
-        self._key = (*self._key, bprop, kept)
+        named = (*self.tensors.items(), *self.bprop_tensors.items())
+        self._key = (function, bprop, len(self.tensors), tuple((name, id(tensor)) for name, tensor in named))
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         places = (b, h, i, j)
         if self.bprop is None:
             return self.forward(score, places)
         return _WithGradient.apply(score, places, self)  # pyright: ignore[reportReturnType]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._key == other._key  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def forward(self, score: Tensor, places: Places) -> Tensor:
+        """Return the modified scores."""
+        return self.function(score, *places, **self.tensors)
+
+    def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
+        """Return the gradient of the scores, from that of the modified scores."""
+        assert self.bprop is not None
+        return self.bprop(gradient, score, *places, **self.bprop_tensors)
+
+
+class GraphScoreMod(BoundScoreMod):
+    """A score_mod that builds a graph."""
 
     def forward(self, score: Tensor, places: Places) -> Tensor:
         """Return the modified scores."""
@@ -74,7 +80,7 @@ class _WithGradient(torch.autograd.Function):
     """Scores modified by a function whose gradient is given; the tensors get none."""
 
     @staticmethod
-    def forward(ctx: Any, score: Tensor, places: Places, modifier: GraphScoreMod) -> Tensor:
+    def forward(ctx: Any, score: Tensor, places: Places, modifier: BoundScoreMod) -> Tensor:
         ctx.save_for_backward(score)
         ctx.places, ctx.modifier = places, modifier
         return modifier.forward(score, places)
@@ -107,37 +113,38 @@ def _at(tensors: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
 def bound_score_mod(
     score_mod: Callable[..., Tensor] | None,
     tensors: Mapping[str, Tensor] | None,
-    bprop: Callable[..., Tensor] | None,
+    score_mod_bprop: Callable[..., Tensor] | None,
     bprop_tensors: Mapping[str, Tensor] | None,
 ) -> Callable[..., Tensor] | None:
     """Return the score_mod of a call with its tensors bound.
 
     Raises:
-        NotImplementedError: A gradient is given for a score_mod that takes indices.
-        TypeError, ValueError: The tensors are not a mapping of names, or are given without their function.
+        TypeError: A function or the tensors have the wrong type.
+        ValueError: Tensors or a gradient are given without the function that they belong to.
     """
-    if bprop is None and bprop_tensors is not None:
-        raise ValueError(
-            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop, which would read them; "
-            "leave it None"
-        )
-    graph = score_mod is not None and builds_a_graph(score_mod)
-    if bprop is not None and not graph:
-        raise NotImplementedError(
-            f"score_mod_bprop={described(bprop)} is not available for a score_mod of indices: autograd differentiates "
-            "score_mod, and a gradient given in addition could differ from it; leave it None, or give a "
-            "score_mod(graph, score, tensors)"
-        )
-    if tensors is None and not graph:
-        return score_mod
+    function_or_none("score_mod", score_mod)
+    function_or_none("score_mod_bprop", score_mod_bprop)
+    without = {}
     if score_mod is None:
+        without = {"score_mod_bprop": score_mod_bprop, "score_mod_tensors": tensors}
+    for name, value in without.items():
+        if value is not None:
+            raise ValueError(f"{name}={described(value)} without score_mod; give both, or neither")
+    if score_mod_bprop is None and bprop_tensors is not None:
         raise ValueError(
-            f"score_mod_tensors={described(tensors)} without score_mod, which would read them; give both"
+            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop; give both, or neither"
         )
-    given = _checked("score_mod_tensors", tensors)
-    if graph:
-        return GraphScoreMod(score_mod, given, bprop, _checked("score_mod_bprop_tensors", bprop_tensors))
-    return BoundScoreMod(score_mod, given)
+    if score_mod is None:
+        return None
+    graph = builds_a_graph(score_mod)
+    if tensors is None and score_mod_bprop is None and not graph:
+        return score_mod
+    return (GraphScoreMod if graph else BoundScoreMod)(
+        score_mod,
+        _checked("score_mod_tensors", tensors),
+        score_mod_bprop,
+        _checked("score_mod_bprop_tensors", bprop_tensors),
+    )
 
 
 def _checked(name: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -62,7 +62,10 @@ def from_text(text: str) -> AttentionCall:
 def choose_when_traced(call: AttentionCall) -> Bound:
     """Choose a backend for a tracing compiler, which sees a constant: backends may query libraries."""
     if call.score_mod is not None:
-        return cast(Bound, TABLE.bound((call,)))
+        with_bprop = getattr(call.score_mod, "bprop", None) is not None
+        backend = TABLE.named(_name_with_score_mod(as_text(call), with_bprop))
+        assert backend.bind is not None
+        return cast(Bound, backend.bind(call))
     return _when_traced(_chosen_name(as_text(call)), call)
 
 
@@ -92,6 +95,16 @@ def passes_when_traced(call: AttentionCall) -> Passes:
 @constant_while_tracing
 def _chosen_name(text: str) -> str:
     return choose(from_text(text)).name
+
+
+@constant_while_tracing
+def _name_with_score_mod(text: str, with_bprop: bool) -> str:
+    # Text holds no code. Backends read only whether there is a score_mod and whether it has a gradient of its own.
+    def score_mod(score: Tensor, *indices: Tensor) -> Tensor:
+        return score
+
+    score_mod.bprop = score_mod if with_bprop else None  # pyright: ignore[reportFunctionMemberAccess]
+    return choose(replace(from_text(text), score_mod=score_mod)).name
 
 
 @constant_while_tracing
