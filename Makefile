@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= passive
 # Without bytecode on disk, each subprocess of the tests compiles all of torch again, which takes four seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test clients test-clients check coverage docs setup clean
+.PHONY: check-tests help train test clients test-clients check coverage docs setup clean
 
 help:
 	@echo "make train         train a small GPT in FP8 and in high precision"
@@ -56,6 +56,10 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Types of the tests, which pass wrong arguments on purpose: rules on types of arguments and attributes are off.
+check-tests: $(VENV)/.test
+	$(BIN)/pyright -p tests --pythonpath $(BIN)/python
 
 coverage: $(VENV)/.test $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
