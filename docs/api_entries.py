@@ -228,6 +228,9 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
     definition = _found(loader, target)
     if definition is not None and not definition.is_module and not definition.is_attribute:
         module.members[name] = griffe.Alias(name, definition, parent=module)
+    elif inspect.isclass(value) and issubclass(value, enum.Enum):
+        text = with_code_spans(inspect.getdoc(value) or "")
+        module.members[name] = griffe.Class(name, docstring=griffe.Docstring(text), parent=module)
     elif callable(value):
         module.members[name] = _function_of(module, name, value)
 
