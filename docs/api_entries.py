@@ -1,13 +1,15 @@
 """Griffe extension that completes the entries of the API reference.
 
-Static analysis alone misreads this package in six ways, and each hook below corrects one of them:
+Static analysis alone misreads this package in several ways, and each hook below corrects one of them:
 
 - A public name may share its name with a submodule (`autocast`) or be assigned at import (`gelu`). Public names that
-  static analysis resolves to a module, or not at all, become aliases of their definition, or functions with the
-  signature and docstring of the runtime object.
+  static analysis resolves to a module, to the attribute of a callable, or not at all, become aliases of their
+  definition, or functions with the signature and docstring of the runtime object.
 - A class without an `__init__` in its source (a Flax module, a tensor with `__new__`) gets the one of its runtime
-  signature.
-- "The other arguments are those of `Linear`." copies the missing entries into the table of arguments.
+  signature. An enumeration has no signature, and its entry lists the members.
+- Signatures show neither private parameters nor the names of private constants.
+- "The other arguments are those of `Linear`." copies the missing entries into the table of arguments, also in a method
+  ("those of `Linear.forward`"). If the table is then complete, the sentence is dropped.
 - The low-level functions have the original's signatures, whose arguments are alike in families of functions.
   `api_arguments.json` describes them once per family; a description in a docstring has priority.
 - Shapes such as [*batch, f] would turn italic in Markdown, so they become code spans.
@@ -16,6 +18,7 @@ Static analysis alone misreads this package in six ways, and each hook below cor
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import inspect
@@ -64,6 +67,9 @@ FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "api_arguments.js
 _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 _OTHERS = re.compile(r"[Oo]ther arguments are those of ((?:`[\w.]+`(?:,? and |, )?)+)")
+_OTHERS_SENTENCE = re.compile(
+    r"The\s+other\s+arguments\s+are\s+those\s+of\s+(?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+\.[ \n]?"
+)
 
 
 def public_names(package: str) -> Iterator[tuple[str, Any]]:
@@ -128,6 +134,9 @@ class ApiEntries(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         """Correct the docstrings of a package, then the public names that belong to it."""
         for definition in _definitions(pkg):
+            if isinstance(definition, griffe.Function):
+                shown = [one for one in definition.parameters if not one.name.startswith("_")]
+                definition.parameters = griffe.Parameters(*shown)
             if definition.docstring is not None:
                 text = re.sub(r"^Example:$", "Examples:", definition.docstring.value, flags=re.MULTILINE)
                 definition.docstring.value = with_code_spans(text)
@@ -137,12 +146,18 @@ class ApiEntries(griffe.Extension):
                     _complete_name(loader, package, name, value)
                     _complete_constructor(loader, package, name, value)
                     _complete_arguments(loader, package, name, value)
+                    _complete_methods(loader, package, name, value)
 
 
 def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Give a class without an `__init__` in its source, which therefore shows no signature, its runtime signature."""
     entry = _found(loader, f"{package}.{name}")
     if not isinstance(entry, griffe.Class):
+        return
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        members = "Members: " + ", ".join(f"`{member}`" for member in value.__members__) + "."
+        if entry.docstring is not None and members not in entry.docstring.value:
+            entry.docstring.value += f"\n\n{members}\n"
         return
     if "__init__" in entry.all_members and "__new__" not in entry.all_members:
         return
@@ -163,7 +178,24 @@ def _complete_arguments(loader: griffe.GriffeLoader, package: str, name: str, va
         return
     entries = {argument: with_code_spans(text) for argument, text in arguments_of(package, value).items()}
     if set(entries) > set(described(entry.docstring)):
-        entry.docstring.value = _with_arguments(entry.docstring.value, entries)
+        text = _with_arguments(entry.docstring.value, entries)
+        is_complete = set(parameter_names(value)) <= set(entries)
+        entry.docstring.value = _OTHERS_SENTENCE.sub("", text) if is_complete else text
+
+
+def _complete_methods(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
+    """Write the arguments that the docstrings of methods attribute to other methods into their own sections."""
+    entry = _found(loader, f"{package}.{name}")
+    for method in entry.members.values() if isinstance(entry, griffe.Class) else ():
+        if (
+            isinstance(method, griffe.Function)
+            and method.docstring
+            and _OTHERS_SENTENCE.search(method.docstring.value)
+        ):
+            found = arguments_of(package, getattr(value, method.name))
+            entries = {argument: with_code_spans(text) for argument, text in found.items()}
+            text = _OTHERS_SENTENCE.sub("", method.docstring.value)
+            method.docstring.value = _with_arguments(text, entries)
 
 
 def _definitions(module: griffe.Object) -> Iterator[griffe.Object]:
@@ -187,15 +219,27 @@ def _found(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
 def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Correct a public name that static analysis resolves to a module, or not at all."""
     entry = _found(loader, f"{package}.{name}")
-    if entry is not None and not entry.is_module:
+    is_function = callable(value) and not inspect.isclass(value)
+    if entry is not None and not entry.is_module and not (entry.is_attribute and is_function):
+        _complete_defaults(entry, value)
         return
     module = loader.modules_collection[package]
     target = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
     definition = _found(loader, target)
-    if definition is not None and not definition.is_module:
+    if definition is not None and not definition.is_module and not definition.is_attribute:
         module.members[name] = griffe.Alias(name, definition, parent=module)
+    elif inspect.isclass(value) and issubclass(value, enum.Enum):
+        text = with_code_spans(inspect.getdoc(value) or "")
+        module.members[name] = griffe.Class(name, docstring=griffe.Docstring(text), parent=module)
     elif callable(value):
         module.members[name] = _function_of(module, name, value)
+
+
+def _complete_defaults(entry: griffe.Object, value: Any) -> None:
+    """Replace defaults that are private constants by their values."""
+    for parameter in entry.parameters if isinstance(entry, griffe.Function) else ():
+        if str(parameter.default).startswith("_"):
+            parameter.default = _default_of(inspect.signature(value).parameters[parameter.name].default)
 
 
 def _function_of(module: griffe.Module, name: str, value: Any) -> griffe.Function:
@@ -226,7 +270,14 @@ def _parameters_of(signature: inspect.Signature, names: list[str]) -> list[griff
 
 
 def _default_of(value: Any) -> str:
-    """Return a default as source code; functions and classes have no readable repr and are named."""
+    """Return a default as source code; functions and classes have no readable repr and are named.
+
+    The default of a field with a factory is "...": its description states the value.
+    """
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if repr(value) == "<factory>":
+        return "..."
     return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
 
 
@@ -250,9 +301,8 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
         entries |= described(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
     reference = _OTHERS.search(" ".join(text.split()))
     for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():
-        for argument, description in arguments_of(
-            package, getattr(importlib.import_module(package), name)
-        ).items():
+        other = functools.reduce(getattr, name.split("."), importlib.import_module(package))
+        for argument, description in arguments_of(package, other).items():
             entries.setdefault(argument, description)
     for base in inspect.getmro(value)[1:] if inspect.isclass(value) else ():
         if base.__module__.startswith("transformer_engine"):

@@ -33,7 +33,7 @@ def _forward(name: str) -> Forward:
         _check(name, "input", input, quantizer)
         return given_or_quantized(activation_forward(name, input), quantizer)
 
-    return _named(forward, name, f"{name}(input), as quantizer makes it.")
+    return _named(forward, name, f"Return {name}(input), quantized by `quantizer`.")
 
 
 def _backward(name: str) -> Backward:
@@ -41,7 +41,9 @@ def _backward(name: str) -> Backward:
         grad = _gradient(name, grad, fwd_input, quantizer)
         return given_or_quantized(activation_backward(name, grad, fwd_input), quantizer)
 
-    return _named(backward, f"d{name}", f"The gradient of {name}'s input, as quantizer makes it.")
+    return _named(
+        backward, f"d{name}", f"Return the gradient of the input of {name}, quantized by `quantizer`."
+    )
 
 
 def _backward_with_bias(name: str) -> Backward:
@@ -49,7 +51,11 @@ def _backward_with_bias(name: str) -> Backward:
         grad = _gradient(name, grad, fwd_input, quantizer)
         return bgrad_quantize(activation_backward(name, grad, fwd_input), quantizer)
 
-    return _named(backward, f"dbias_d{name}", f"[sum over rows, the gradient of {name}'s input].")
+    return _named(
+        backward,
+        f"dbias_d{name}",
+        f"Return [sum over rows, the gradient of the input of {name}], the latter quantized.",
+    )
 
 
 def _check(name: str, argument: str, x: Any, quantizer: Any) -> None:
@@ -197,7 +203,7 @@ def _scaled_forward(name: str) -> Forward:
     return _named(
         forward,
         f"scaled_{name}",
-        f"({keywords}): {name}(input) times a scale per row, as quantizer makes it.\n\nArgs:\n"
+        f"({keywords}): return {name}(input) times a scale per row, quantized by `quantizer`.\n\nArgs:\n"
         f"    input: Values [..., F], of a gated activation [..., 2 F].\n{_SCALED_ARGUMENTS}",
     )
 
@@ -225,7 +231,7 @@ def _scaled_backward(name: str) -> Backward:
     return _named(
         backward,
         f"scaled_d{name}",
-        f"({keywords}, compute_scale_grad=True): the gradients of scaled_{name}'s input, as quantizer makes it, and "
+        f"({keywords}, compute_scale_grad=True): return the gradients of scaled_{name}'s input, quantized, and "
         "of its scales, or None.\n\nArgs:\n    grad: Gradient [..., F] of the result.\n"
         f"    fwd_input: Input of scaled_{name}.\n{_SCALED_ARGUMENTS}\n"
         "    compute_scale_grad: Whether the gradient of the scales is computed.",

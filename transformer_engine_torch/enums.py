@@ -35,7 +35,7 @@ __all__ = [
 
 
 class FP8FwdTensors(enum.IntEnum):
-    """Slots of a module's forward scaling state: three a product."""
+    """Slots of a module's forward scaling state: three per product."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -49,7 +49,7 @@ class FP8FwdTensors(enum.IntEnum):
 
 
 class FP8BwdTensors(enum.IntEnum):
-    """Slots of a module's backward scaling state: two a product."""
+    """Slots of a module's backward scaling state: two per product."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1

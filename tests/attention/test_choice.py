@@ -198,7 +198,7 @@ def test_an_unknown_bias_shape_is_an_error(kind):
 
 def test_a_forced_backend_that_rejects_raises_its_reason(device):
     module = DotProductAttention(2, 4, qkv_format="bshd", softmax_type="off-by-one")
-    reason = "does not know softmax_type='off-by-one'"
+    reason = "does not support softmax_type='off-by-one'"
     with use_backend(attention="torch_sdpa"), pytest.raises(Unsupported, match=reason):
         module(*qkv(device))
 
@@ -321,7 +321,7 @@ def test_the_choice_is_logged_on_request(monkeypatch, caplog):
     monkeypatch.setenv("NVTE_DEBUG", "0")
     AttentionLogging.setup_logging()
     assert "Selected backend = reference" in caplog.text
-    assert "torch_sdpa: it does not know softmax_type='off-by-one'" in caplog.text
+    assert "torch_sdpa: it does not support softmax_type='off-by-one'" in caplog.text
     assert AttentionLogging._log_level == logging.WARNING
 
 

@@ -54,7 +54,7 @@ def test_a_backend_rejects_by_its_name_what_it_does_not_say_that_it_takes(featur
     assert asked.features == (feature,)
     for backend in TABLE.backends:
         if feature not in backend.takes:
-            assert backend.rejection_reason(asked) == f"it does not know {feature.value}", backend.name
+            assert backend.rejection_reason(asked) == f"it does not support {feature.value}", backend.name
 
 
 def test_a_plain_request_asks_for_no_feature():
@@ -66,7 +66,7 @@ def test_a_feature_that_nobody_knows_is_rejected_by_all(table, monkeypatch):
     monkeypatch.setattr(AttentionCall, "features", ("an attention of tomorrow",))
     asked = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
     for verdict in table.explain(asked):
-        assert verdict.reason == "it does not know an attention of tomorrow", verdict.backend
+        assert verdict.reason == "it does not support an attention of tomorrow", verdict.backend
 
 
 def test_a_request_hashes_and_compares_by_its_fields():

@@ -78,10 +78,10 @@ def sample(*shape, seed=0):
 
 def test_every_backend_without_the_option_is_unsupported_by_its_name(option, device):
     q = sample(5, 1, HEADS, SIZE).to(device)
-    with pytest.raises(NoBackend, match=f"it does not know {FEATURE}") as error:
+    with pytest.raises(NoBackend, match=f"it does not support {FEATURE}") as error:
         te.DotProductAttention(HEADS, SIZE)(q, q, q)
     for backend in TABLE.backends:
-        assert f"{backend.name}: it does not know {FEATURE}" in str(error.value)
+        assert f"{backend.name}: it does not support {FEATURE}" in str(error.value)
 
 
 def test_the_core_attention_computes_a_supported_option_and_its_gradients(supported, device):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import transformer_engine
 from tests.conversion.tiny_models import write_checkpoint
@@ -93,14 +94,19 @@ def test_every_relative_link_leads_to_a_file(page: str):
     assert missing == []
 
 
-def test_the_examples_of_the_quickstart_in_torch_run():
+def test_the_examples_of_the_quickstart_in_torch_run(capsys):
     """The one in JAX, which these do not need, runs in tests/jax."""
     names: dict[str, object] = {}
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     in_torch = [example for example in examples if "transformer_engine.jax" not in example]
     for example in in_torch:
         exec(compile(example, "quickstart.md", "exec"), names)
     assert len(in_torch) == len(examples) - 1
+    if not torch.cuda.is_available():
+        shapes, _, backends = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+        printed = capsys.readouterr().out
+        assert shapes in printed and backends in printed
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,11 @@ def test_a_request_is_described_and_planned_once(doubler):
 def test_a_feature_that_a_backend_does_not_declare_is_rejected(doubler):
     negated, squared = frozenset({"negated"}), frozenset({"squared"})
     assert doubler.table.bound((2, negated))(2) == -4
-    with pytest.raises(Unsupported, match=r"small: n=12 >= 10; even: it does not know negated"):
+    with pytest.raises(Unsupported, match=r"small: n=12 >= 10; even: it does not support negated"):
         doubler.table.bound((12, negated))
-    with pytest.raises(Unsupported, match=r"small: it does not know squared; even: it does not know squared"):
+    with pytest.raises(
+        Unsupported, match=r"small: it does not support squared; even: it does not support squared"
+    ):
         doubler.table.bound((2, squared))
 
 
@@ -229,7 +231,7 @@ def test_a_table_of_ways_to_go_decides_and_is_observed():
         with dispatch.observing(lambda operation, request: seen.append(request.n)), use_backend(ways="right"):
             assert table.choose((-1, ())) == "right"
         assert seen == [-1]
-        with pytest.raises(Unsupported, match="right: it does not know snow"):
+        with pytest.raises(Unsupported, match="right: it does not support snow"):
             table.choose((1, ("snow",)))
     finally:
         del dispatch.tables["ways"]

@@ -26,7 +26,8 @@ WIDTH, HIDDEN, ROWS = 128, 512, 32  # 512 rows over four ranks end where blocks 
 class Trained:
     """A model and its optimizer, sharded over a mesh; mesh=None is one device.
 
-    Delayed scaling takes maxima over all ranks unless it is given the group of those that train.
+    `scaling_group` is the group of the ranks that train. Delayed scaling reduces its maxima over this group, or over
+    all ranks if it is None.
     """
 
     def __init__(self, name: str, quantized: bool, mesh: DeviceMesh | None, scaling_group: Any):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-# Ranks are forked from a process that has imported what takes a process of its own four seconds, and nothing else.
+# A server process imports these modules once (four seconds), and each rank is forked from it.
 START = "forkserver"
-TIMEOUT = timedelta(minutes=5)  # of a collective that some rank does not join
+TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
 multiprocessing.get_context(START).set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.multiprocessing.spawn", "transformer_engine.pytorch"]
 )

@@ -94,7 +94,7 @@ def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> 
 
 
 def case(device: torch.device, kind: str, name: str, fused: bool) -> dict[str, Any]:
-    """Compare a layer of shards with a layer of whole weights that trains on the batches of all ranks."""
+    """Compare a step of a layer of shards with a layer of whole weights that trains on the batches of all ranks."""
     make, groups = LAYERS[kind]
     names = [member for group in groups for member in group]
     options = {"device": device, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
@@ -128,7 +128,7 @@ def compared(device: torch.device) -> dict[str, Any]:
         for kind, name in CASES:
             for fused in (False, True):
                 if fused and kind == "pieces":
-                    continue  # needs a weight that is one parameter
+                    continue  # main_grad requires a weight that is a single parameter
                 FP8GlobalStateManager.reset()
                 found[f"{kind}/{name}/{fused}"] = case(device, kind, name, fused)
     return found

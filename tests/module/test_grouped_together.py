@@ -104,8 +104,8 @@ def test_they_go_together_when_asked_to_and_one_by_one_when_not(name, device, mo
 REASONS = {
     "NVTE_USE_CUTLASS_GROUPED_GEMM=0": ({}, torch.bfloat16, "0"),
     "the input is torch.float32": ({"params_dtype": torch.float32}, torch.float32, "1"),
-    "it does not know delayed weight gradients": ({"delay_wgrad_compute": True}, torch.bfloat16, "1"),
-    "it does not know save_original_input": ({"save_original_input": True}, torch.bfloat16, "1"),
+    "it does not support delayed weight gradients": ({"delay_wgrad_compute": True}, torch.bfloat16, "1"),
+    "it does not support save_original_input": ({"save_original_input": True}, torch.bfloat16, "1"),
 }
 
 

@@ -120,4 +120,4 @@ def test_a_feature_that_nobody_has_declared_is_rejected_by_every_backend(table, 
     monkeypatch.setattr(type(request), "features", ("a rotation",))
     with pytest.raises(dispatch.Unsupported) as refused:
         table.chosen(request)
-    assert str(refused.value).count("it does not know a rotation") == len(table.backends)
+    assert str(refused.value).count("it does not support a rotation") == len(table.backends)

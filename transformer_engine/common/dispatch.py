@@ -60,7 +60,7 @@ class Backend(Generic[Request]):
         """Return the reason why the request is unsupported, or None. Plans nothing."""
         for feature in getattr(request, "features", ()):
             if feature not in self.takes:
-                return f"it does not know {feature}"
+                return f"it does not support {feature}"
         if self.varies is not None and _demands_repeatable():
             return f"its results differ from run to run, {self.varies}"
         return self.unsupported_reason(request)

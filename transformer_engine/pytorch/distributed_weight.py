@@ -130,7 +130,7 @@ def finalize_weight_grads(weights: Sequence[Tensor], wgrads: Sequence[Tensor | N
 
 
 class _Gather(torch.autograd.Function):
-    """Whole weights of shards; the gradients of the whole weights are finalized by the group of the shards."""
+    """Materializes the whole weights of shards; the backward pass calls `finalize_group_grads` of their group."""
 
     @staticmethod
     def forward(ctx: Any, fused: bool, *shards: Tensor) -> tuple[Tensor, ...]:
@@ -156,17 +156,20 @@ class _Rematerialization:
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._groups = groups
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size, of weights in use
-        self._dropped: set[tuple[int, int]] = set()
+        # {(address, number of elements): place}; a place is (index of the group, index in the group). The caller keeps
+        # the weights alive, so that no other tensor gets their addresses.
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}
+        self._dropped: set[tuple[int, int]] = set()  # places of the weights that were saved
         self._materialized: dict[tuple[int, int], Tensor] = {}
 
     def add(self, group: int, wholes: Sequence[Tensor]) -> None:
-        """Drop the whole weights of a group where they are saved."""
+        """Register the whole weights of a group, which `pack` then drops."""
         for i, whole in enumerate(wholes):
             if type(whole) is Tensor and whole.numel() and whole.is_contiguous():
                 self._places[whole.data_ptr(), whole.numel()] = group, i
 
     def pack(self, tensor: Tensor) -> Any:
+        """Return a saved tensor, or the place and layout of a whole weight."""
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         place = self._places.get((tensor.data_ptr(), tensor.numel())) if plain else None
         if place is None:
@@ -175,10 +178,11 @@ class _Rematerialization:
         return place, tensor.shape, tensor.stride()
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that `pack` received; a whole weight is materialized again."""
         if isinstance(packed, Tensor):
             return packed
         place, shape, stride = packed
-        if place not in self._materialized:  # once for all weights of a group
+        if place not in self._materialized:  # one call materializes all weights of the group
             found = materialize_weight_for_backward(self._groups[place[0]])
             for group, i in self._dropped:
                 if group == place[0]:

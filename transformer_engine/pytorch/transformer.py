@@ -242,9 +242,20 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Return y, shaped like hidden_states, in their dtype or torch.autocast's.
 
-        attention_mask, self_attn_mask_type, window_size, rotary_pos_emb, inference_params and the core attention bias
-        apply to the self attention; enc_dec_* and encoder_output to the cross attention of a decoder. cu_seqlens_q and
-        max_seqlen_q apply to both, cu_seqlens_kv and max_seqlen_kv to the cross attention.
+        The masks, windows, positions and biases without the prefix enc_dec apply to the self-attention. cu_seqlens_q
+        and max_seqlen_q apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross attention.
+
+        Args:
+            hidden_states: Input x.
+            self_attn_mask_type: Mask type of the self-attention, by default the constructor's.
+            encoder_output: Input of the keys and values of the cross attention, in a decoder.
+            enc_dec_attn_mask: Mask of the cross attention, in the form of attention_mask.
+            enc_dec_attn_mask_type: Mask type of the cross attention, by default the constructor's.
+            enc_dec_window_size: Window of the cross attention, by default the constructor's.
+            enc_dec_bottom_right_diagonal: Alignment of the cross attention's causal mask and window.
+            rotary_pos_emb: Angles [s, 1, 1, d] of queries and keys, or a pair of them.
+
+        The other arguments are those of `MultiheadAttention.forward`.
         """
         # fmt: off
         of_self = pack_arguments(

@@ -143,8 +143,8 @@ class DelayedScaling(Recipe):
         reduce_amax: Take the maximum over the amax_reduction_group of `autocast`.
         fp8_dpa: Quantize inside of `DotProductAttention`.
         fp8_mha: Also keep the tensors between attention and its projections in FP8.
-        backward_override: Backward pass of the layers: None, "high_precision" or "dequantized". DelayedScaling
-            accepts None only.
+        backward_override: None for a quantized backward pass, "high_precision" for the unquantized operands, or
+            "dequantized" for the values of the operands' codes. `DelayedScaling` accepts only None.
 
     Raises:
         ValueError: A field is outside of its range.
@@ -222,8 +222,8 @@ class Float8BlockScaling(Recipe):
         w_block_scaling_dim: The same for weights.
         grad_block_scaling_dim: The same for gradients. At most one of the three is 2.
 
-    The other arguments are those of `Float8CurrentScaling`, except that partial sums are always split and that
-    fp8_dpa and fp8_mha must be False.
+    Products always use split accumulation, and fp8_dpa and fp8_mha must be False. The other arguments are those of
+    `Float8CurrentScaling`.
     """
 
     use_f32_scales: bool = bool(default_of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))

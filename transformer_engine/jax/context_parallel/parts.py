@@ -99,13 +99,13 @@ class _Problem:
 
     def _within_window(self, rows: int, tokens: int, rank: Array, step: int) -> _Block:
         assert self.request.window is not None
-        side = self.request.window[0 if step > 0 else 1]
+        reach = self.request.window[0 if step > 0 else 1]  # tokens before a query, or after it
         chunk = jnp.stack((rank, 2 * self.plan.devices - 1 - rank)[: self.chunks])
         other = chunk - step
         counts = jnp.tile((other >= 0) & (other < self.chunks * self.plan.devices), rows // self.chunks)
         # Query i attends to the keys from i - limit on in an earlier chunk, and up to i + limit in a later one.
-        limit = side - abs(step) * tokens
-        if side < 0 or limit >= tokens - 1:
+        limit = reach - abs(step) * tokens
+        if reach < 0 or limit >= tokens - 1:
             return _Block(0, tokens, 0, tokens, counts)
         if limit >= 0:
             return _Block(0, tokens, 0, tokens, counts, (limit, -1) if step > 0 else (-1, limit))

@@ -50,10 +50,13 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """Compute the softmax of inputs [b, h, q, k].
+        """Return the softmax of inputs over their last axis.
 
-        A bias has the inputs' shape or 1 in place of an extent; True in a mask hides a key; softmax_offset is [1, h, 1,
-        1], for LEARNABLE_SOFTMAX.
+        Args:
+            inputs: Scores [b, h, q, k].
+            mask: Mask in which True hides a key.
+            bias: Bias that broadcasts to the shape of inputs.
+            softmax_offset: Offset [1, h, 1, 1] for LEARNABLE_SOFTMAX.
         """
         check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)
@@ -207,7 +210,19 @@ class DotProductAttention(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """Attend; the shapes are those of qkv_layout. sequence_descriptor can be a mask, in which True hides a key."""
+        """Return the attention of query to key and value, with the shapes of qkv_layout.
+
+        Args:
+            query: Queries, or a packed array of them and of keys and values.
+            key: Keys, or keys and values packed; None if query holds them.
+            value: Values; None if another array holds them.
+            sequence_descriptor: Descriptor of the sequences, or a mask in which True hides a key.
+            bias: Bias of the scores [1 or b, heads, q, k].
+            deterministic: Whether to disable dropout.
+            mask: Another name of sequence_descriptor.
+            score_mod_tensors: Arrays of score_mod.
+            score_mod_bprop_tensors: Arrays of score_mod_bprop.
+        """
         if mask is not None:
             if sequence_descriptor is not None:
                 raise ValueError(

@@ -57,7 +57,11 @@ class DenseGeneral(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        """inputs [..], of which the axes called `axis` are replaced by the features, which come last."""
+        """Return y, in which the features replace the contracted axes and come last.
+
+        Args:
+            inputs: Inputs with the contracted axes `axis`.
+        """
         check_call(self, inputs=inputs)
         features = _canonicalize_tuple(self.features)
         if not features:

@@ -69,7 +69,11 @@ class LayerNormDenseGeneral(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
-        """Compute the layer for inputs [..]; the features replace the axes called `axis`, and come last."""
+        """Return y, in which the features replace the contracted axes and come last, and norm(inputs) or None.
+
+        Args:
+            inputs: Inputs with the contracted axes `axis`.
+        """
         assert self.kernel_init is not None and self.scale_init is not None, "__post_init__ sets them"
         check_call(self, inputs=inputs)
         features = _canonicalize_tuple(self.features)

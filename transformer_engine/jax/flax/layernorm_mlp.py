@@ -28,7 +28,7 @@ from .norm import norm_of_inputs, norm_parameters, scale_initializer
 class LayerNormMLP(TransformerEngineBase):
     """Normalize x [*batch, h] and apply a feed-forward block: (y [*batch, h], norm(x) or None), in the dtype of x.
 
-    Parameters: scale, ln_bias [h], wi_kernel [h, n_act, f], wo_kernel [f, h], wi_bias [n_act, f], wo_bias [h].
+    The variables are scale, ln_bias [h], wi_kernel [h, n_act, f], wo_kernel [f, h], wi_bias [n_act, f], wo_bias [h].
 
     Args:
         intermediate_dim: Size f of the hidden features.
@@ -92,7 +92,12 @@ class LayerNormMLP(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
-        """Compute the layer for inputs [*batch, h]; deterministic: without dropout."""
+        """Return the output and the normalized inputs, or None unless return_layernorm_output.
+
+        Args:
+            inputs: Inputs [*batch, h].
+            deterministic: Whether to disable dropout.
+        """
         check_call(self, inputs=inputs)
         switch("deterministic", deterministic)
         whole("intermediate_dim", self.intermediate_dim)

@@ -17,8 +17,8 @@ from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_i
 class _MoEBlock(TransformerEngineBase):
     """Mixture of experts: (y [b, s, h], the balancing loss or None, received rows), in the dtype of x.
 
-    Parameters: gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h], with use_ffn_bias wi_0_bias, wi_1_bias and
-    wo_bias, with use_expert_routing_bias expert_bias [E] float32.
+    The variables are gate_kernel [h, E], wi_0 and wi_1 [E, h, f] and wo [E, f, h]; with use_ffn_bias also wi_0_bias,
+    wi_1_bias and wo_bias; with use_expert_routing_bias also expert_bias [E] in float32.
 
     Args:
         num_experts: Number E of experts.
@@ -76,7 +76,11 @@ class _MoEBlock(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None, Array]:
-        """inputs [b, s, h]."""
+        """Return the output, the balancing loss or None, and the received rows.
+
+        Args:
+            inputs: Inputs [b, s, h].
+        """
         assert self.kernel_init is not None, "__post_init__ sets it"
         check_call(self, inputs=inputs)
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):

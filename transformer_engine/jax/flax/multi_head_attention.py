@@ -60,7 +60,8 @@ class MultiHeadAttention(nn.Module):
         enable_rotary_pos_emb: Rotate queries and keys by their positions.
         rotary_pos_emb_windows: (least, greatest) wavelength of the rotation.
         rotary_pos_emb_group_method: "consecutive" or "alternate" pairs of features.
-        low_rank_adaptation_scope: Projections with low-rank adaptation: "none", "all", "qkv_proj", "mlp" or others.
+        low_rank_adaptation_scope: Projections with low-rank adaptation: "none", "all", "qkv_proj", "output_proj" or
+            "mlp"; "exclude_qkv_proj", "exclude_output_proj" or "exclude_mlp" for the others.
         fuse_qkv_params: One parameter holds the kernels of several projections.
         transpose_batch_sequence: The sequence axis of all arrays precedes the batch axis.
         enable_sequence_parallel: Shard the inputs of norms over tokens along the tensor-parallel axis.

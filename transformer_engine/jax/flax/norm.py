@@ -74,6 +74,10 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Compute y for x [..., width]."""
+        """Return the normalized x, with its shape and dtype.
+
+        Args:
+            x: Values [.., width].
+        """
         check_call(self, x=x)
         return _norm(self, x, self.bias_init, self.bias_axes)

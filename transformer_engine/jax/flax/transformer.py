@@ -57,8 +57,8 @@ class TransformerLayerType(enum.Enum):
 class TransformerLayer(nn.Module):
     """Transformer layer: y [b, s, h] in the dtype of the inputs; with transpose_batch_sequence [s, b, h].
 
-    Parameters: `attention` (of a decoder `self_attention` and `encoder_decoder_attention`), `mlp`, `relpos_bias`,
-    `output_layernorm`.
+    The submodules are `attention` (`self_attention` and `encoder_decoder_attention` in a decoder), `mlp`,
+    `relpos_bias` and `output_layernorm`.
 
     Args:
         hidden_size: Size h of the features.
@@ -79,7 +79,7 @@ class TransformerLayer(nn.Module):
         layer_type: TransformerLayerType.ENCODER or DECODER.
         enable_relative_embedding: Add T5's relative biases.
         relative_embedding: Module of the relative biases, by default a new `RelativePositionBiases`.
-        enable_rotary_pos_emb: Rotate queries and keys of self-attention and of a decoder's attention to `encoded`.
+        enable_rotary_pos_emb: Rotate queries and keys of self-attention, and of a decoder's cross-attention.
         drop_path: Rate at which a row of the batch skips self-attention or the feed-forward block.
         enable_sequence_parallel: Shard the inputs of norms over tokens along the tensor-parallel axis.
 
@@ -149,7 +149,7 @@ class TransformerLayer(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """Run the layer on inputs [b, s, h] and, in a decoder, encoded [b, k, h]; a mask's True hides a key.
+        """Return the output for inputs [b, s, h] and, in a decoder, encoded [b, k, h]; True in a mask hides a key.
 
         The output has the width of the inputs; hidden_size // num_attention_heads is the width of a head.
 

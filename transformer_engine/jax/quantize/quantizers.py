@@ -74,7 +74,7 @@ class Quantizer:
         q_dtype: dtype of the codes.
         scaling_mode: Scaling mode, which determines the format and the source of the scales.
         q_layout: Directions that are quantized.
-        data_layout: Layout of the row-wise and of the column-wise codes: N not transposed, T transposed.
+        data_layout: Two letters, for the row-wise and the column-wise codes: "N" not transposed, "T" transposed.
         checkpoint_name: Name of the codes and scales for recomputation policies; None gives no name.
     """
 
@@ -95,8 +95,18 @@ class Quantizer:
     ) -> ScaledTensor:  # fmt: skip
         """Quantize x [*rows, *columns] in the layout's directions, or in the given ones.
 
-        A quantizer with a state advances by one step. `over` names manual mesh axes whose devices share the maximum.
-        Codes have no derivative: NotImplementedError.
+        A quantizer with a state advances by one step.
+
+        Args:
+            x: Values.
+            is_rowwise: Whether to compute the row direction; None: as in q_layout.
+            is_colwise: Whether to compute the column direction; None: as in q_layout.
+            dq_dtype: dtype of the dequantized values, by default that of x.
+            flatten_axis: First axis of the columns.
+            over: Manual mesh axes whose devices share the maximum.
+
+        Raises:
+            NotImplementedError: The codes are differentiated.
         """
         tensor, amax = self.encode(constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, over)
         self.update(amax)
@@ -106,7 +116,10 @@ class Quantizer:
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
         flatten_axis: int = -1, over: tuple[str, ...] = (),
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
-        """Return the tensor and its absolute maximum or None, without a change of state; see `quantize`."""
+        """Return the tensor and its absolute maximum or None, without a change of state.
+
+        The other arguments are those of `Quantizer.quantize`.
+        """
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
             switch(name, asked)
@@ -239,10 +252,10 @@ class DelayedScaleQuantizer(Quantizer):
 
     Args:
         margin: Powers of two that the scale stays below the largest code.
-        amax_compute_algo: How the history gives the maximum.
-        scale: Multiplier of the values, float32 [1]. It is 0, JAX's gradient of a state that a step did not read, only
-            until a kernel loads it as 1: a conversion before the kernel would need an XLA kernel per tensor.
-        amax_history: Maxima of earlier steps, float32 [length].
+        amax_compute_algo: The maximum of the history, or its latest element.
+        scale: Multiplier of the values, float32 [1], initially 1. Kernels read 0 as 1, because JAX returns 0 as the
+            gradient of a state that a step did not use.
+        amax_history: Maxima of earlier steps, float32 [length], by default 1024 zeros.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("scale", "amax_history")

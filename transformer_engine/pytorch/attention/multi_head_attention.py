@@ -249,6 +249,8 @@ class MultiheadAttention(nn.Module):
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
         Args:
+            hidden_states: Input of the queries, and of the keys and values of self-attention.
+            is_first_microbatch: See `Linear.forward`.
             rotary_pos_emb: Angles [s, 1, 1, d] of queries and keys, or a pair of them, for all positions that occur. On
                 a GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
                 (cu_seqlens_*_padded) the last angles are used.

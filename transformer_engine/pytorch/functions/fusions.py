@@ -50,7 +50,7 @@ def _unsupported_codes(fusion: Fusion) -> str | None:
     return (
         None
         if fusion.codes is not None
-        else "the quantizer of the product asks no kernel for codes: it quantizes a tensor that is in memory"
+        else "the quantizer of the product reads a tensor in memory and cannot run inside another kernel"
     )
 
 

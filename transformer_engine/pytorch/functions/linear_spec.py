@@ -161,16 +161,16 @@ def gathering(
     Args:
         spec: The spec.
         shard: Number of rows of the sharded matrix on this rank.
-        quantized_as: Class of the input if it is quantized. Each pass gathers the direction of its codes that it reads,
-            if they can be joined; otherwise, and if values are saved, both passes gather the quantized tensor.
+        quantized_as: Class of the input if it is a quantized tensor. Each pass gathers the direction of the codes that
+            it reads. If shards of codes cannot be joined, or values are saved, both passes gather the quantized tensor.
         histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
     """
     parallel = spec.parallel
     if parallel.gathers_input:
-        whole = quantized_as is not None and (
+        as_tensor = quantized_as is not None and (
             spec.backward != "quantized" or spec.keep_input or not spec.input.joins_shards_of(quantized_as)
         )
-        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or whole)
+        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or as_tensor)
         return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))
     if parallel.gathers_gradient and not spec.needs_grad_bias:
         way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)

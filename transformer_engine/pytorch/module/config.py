@@ -55,7 +55,7 @@ def configured(
     written: Callable[[Any, str, Any], object] | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> Callable[[type[M]], type[M]]:
-    """Return a class decorator that makes a property of every public field of a config.
+    """Return a class decorator that defines a property for every public field of a config.
 
     The class also gets the method `fast_setattr`. Fields whose names begin with an underscore get no property.
 

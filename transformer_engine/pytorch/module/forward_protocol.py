@@ -52,7 +52,7 @@ class ForwardInterface(torch.nn.Module):
     _model_init_recipe: Recipe | None
     _input_device: torch.device | None = None  # of the last input, in a module without parameters
 
-    fp8 = state_flag("enabled", "Was the last call under an autocast that quantizes?")
+    fp8 = state_flag("enabled", "Whether the last call was under an autocast that quantizes.")
     fp8_calibration = state_flag("calibrating", "Was it under one that only records?")
 
     def fast_setattr(self, name: str, value: Any) -> None:

@@ -219,12 +219,12 @@ class GroupedLinear(ProductsModule):
         inp: Tensor,
         m_splits: Sequence[int] | Tensor,
         is_first_microbatch: bool | None,
-        given: tuple[Tensor | None, Tensor | None],
+        outputs: tuple[Tensor | None, Tensor | None],
         tensors: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Compute `forward` with accepted splits, the caller's buffers, and all weights and biases."""
-        no_buffers = given[0] is None and given[1] is None
-        buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, *given, tensors)
+        """Compute `forward` with accepted splits, the caller's (out, dgrad_out), and whole weights and biases."""
+        no_buffers = outputs[0] is None and outputs[1] is None
+        buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, *outputs, tensors)
         config, shape = self._config, inp.shape
         spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)

@@ -174,7 +174,7 @@ class LayerNormLinear(ProductsModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """y, or `(y[, bias][, norm(x)])` as return_bias and return_layernorm_output say.
+        """Return y, or `(y[, bias][, norm(x)])` with return_bias or return_layernorm_output.
 
         Arguments and errors as in Linear.forward.
         """

@@ -74,7 +74,7 @@ class NormMLPConfig(ProductsConfig):
 
     @property
     def adds_bias_late(self) -> bool:
-        """Is fc2's bias the caller's, or that of the sum over ranks?"""
+        """Whether the bias of fc2 is returned to the caller, or added after the sum over ranks."""
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
 
 
@@ -251,17 +251,22 @@ class LayerNormMLP(ProductsModule):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
+        """Return y, or `(y[, fc2_bias][, norm(x)])` with return_bias or return_layernorm_output.
+
+        Args:
+            inp: Input [.., hidden_size].
+            is_first_microbatch: See `Linear.forward`.
+        """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if export_mode.onnx:
             return self.onnx_forward(inp)
         fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
-        for weight in (fc1_weight, fc2_weight):
-            if getattr(weight, "is_distributed_weight", False):
-                fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
-                with whole_weights(groups, fused, self.wgrad_store) as wholes:
-                    return self._output_of(inp, is_first_microbatch, *wholes)
+        of_fc1 = getattr(fc1_weight, "is_distributed_weight", False)
+        if of_fc1 or getattr(fc2_weight, "is_distributed_weight", False):
+            fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
+            with whole_weights(groups, fused, self.wgrad_store) as wholes:
+                return self._output_of(inp, is_first_microbatch, *wholes)
         return self._output_of(inp, is_first_microbatch, fc1_weight, fc2_weight)
 
     def _output_of(

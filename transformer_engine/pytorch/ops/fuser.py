@@ -44,7 +44,7 @@ class OperationFuser:
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
-        first_op_requiring_backward: Index of the first basic operation that the backward pass reaches.
+        first_op_requiring_backward (int): Index of the first basic operation that the backward pass reaches.
         recipe_type: Class of the active recipe; None without one.
         forward_fusion_functions: Functions of `register_forward_fusion`.
         backward_fusion_functions: Functions of `register_backward_fusion`.

@@ -141,7 +141,7 @@ class autocast(ContextDecorator):
         recipe: An instance of a recipe class, by default `get_default_recipe()`.
         amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values. None: all
             ranks, if torch.distributed is initialized. A recipe with `reduce_amax=False` takes no maxima over ranks.
-        others: Raise an error that names the argument to use.
+        others: Unknown arguments, which raise TypeError with the name to use.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -245,7 +245,7 @@ def fp8_autocast(
         calibrating: Record the maxima of delayed scaling without quantization.
         fp8_recipe: The recipe; `autocast` calls it recipe.
         fp8_group: The process group; `autocast` calls it amax_reduction_group.
-        others: Raise an error that names the argument to use.
+        others: Unknown arguments, which raise TypeError with the name to use.
     """
     reject_keywords("fp8_autocast", others, {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"})
     warn_deprecated("fp8_autocast", "autocast(enabled, calibrating, recipe, amax_reduction_group)")

@@ -121,13 +121,13 @@ class Quantizer:
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         """Return the operands of codes that were computed by `cast`, of values in dtype."""
-        raise TypeError(f"{type(self).__name__} asks no kernel for codes")
+        raise TypeError(f"{type(self).__name__} cannot run inside another kernel")
 
     def adopted(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | QuantizedTensorStorage:
         """Return the tensor of these codes, with this shape and nominal dtype."""
-        raise TypeError(f"{type(self).__name__} asks no kernel for codes")
+        raise TypeError(f"{type(self).__name__} cannot run inside another kernel")
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Any:
         """Return the tensor that shares a storage's payload for autograd; without TENSOR the storage itself."""
