@@ -219,7 +219,7 @@ def _found(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
 def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Correct a public name that static analysis resolves to a module, or not at all."""
     entry = _found(loader, f"{package}.{name}")
-    is_function = callable(value) and not inspect.isclass(value)
+    is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
     if entry is not None and not entry.is_module and not (entry.is_attribute and is_function):
         _complete_defaults(entry, value)
         return
