@@ -168,7 +168,7 @@ def test_delayed_weight_gradients_of_shards_raise_an_error():
 @pytest.mark.parametrize("name", ["none", "mxfp8"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_frozen_weight_of_a_group_has_no_gradient(name, fused):
-    layer = te.GroupedLinear(
+    layer: Any = te.GroupedLinear(
         2, 64, 128, device="cpu", params_dtype=torch.bfloat16, fuse_wgrad_accumulation=fused
     )
     sharded(layer, [["weight0", "weight1"]], 1)
@@ -191,7 +191,7 @@ def test_a_frozen_weight_of_a_group_has_no_gradient(name, fused):
 
 
 def test_a_group_that_returns_another_number_of_gradients_raises_an_error():
-    layer = te.GroupedLinear(2, 64, 128, device="cpu", params_dtype=torch.bfloat16)
+    layer: Any = te.GroupedLinear(2, 64, 128, device="cpu", params_dtype=torch.bfloat16)
     sharded(layer, [["weight0", "weight1"]], 1)
     layer.weight0.materialize_group_for_forward = layer.weight0.materialize_group_for_backward = lambda: [
         shard.detach().clone() for shard in layer.weight0.group

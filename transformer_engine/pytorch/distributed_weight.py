@@ -145,7 +145,9 @@ class _Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         wholes = tuple(materialize_weight_for_forward(shards))
         frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[1:], strict=True) if not needed]
-        ctx.mark_non_differentiable(*frozen)  # otherwise layers compute gradients for frozen weights of the group
+        ctx.mark_non_differentiable(
+            *frozen
+        )  # otherwise layers compute gradients for frozen weights of the group
         return wholes
 
     @staticmethod
