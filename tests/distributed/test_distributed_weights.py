@@ -163,3 +163,40 @@ def test_delayed_weight_gradients_of_shards_raise_an_error():
         NotImplementedError, match=r"delay_wgrad_compute=True with a distributed weight.*leave it"
     ):
         layer(torch.randn(2, 16))
+
+
+@pytest.mark.parametrize("name", ["none", "mxfp8"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_frozen_weight_of_a_group_has_no_gradient(name, fused):
+    layer: Any = te.GroupedLinear(
+        2, 64, 128, device="cpu", params_dtype=torch.bfloat16, fuse_wgrad_accumulation=fused
+    )
+    sharded(layer, [["weight0", "weight1"]], 1)
+    frozen, trained = layer.weight0, layer.weight1
+    frozen.requires_grad_(False)
+    received: list[Any] = []
+
+    def finalize(wgrads: Any) -> Any:
+        received.extend(wgrads)
+        return [None if grad is None else grad.to(torch.bfloat16) for grad in wgrads]
+
+    frozen.materialize_group_for_forward = frozen.materialize_group_for_backward = lambda: [
+        shard.detach().clone() for shard in frozen.group
+    ]
+    frozen.finalize_group_grads = finalize
+    with emulate():
+        step(layer, "grouped", name, 0, torch.device("cpu"))
+    assert received[0] is None and not frozen.buffer.any()
+    assert trained.grad.any() and trained.buffer.any() == fused
+
+
+def test_a_group_that_returns_another_number_of_gradients_raises_an_error():
+    layer: Any = te.GroupedLinear(2, 64, 128, device="cpu", params_dtype=torch.bfloat16)
+    sharded(layer, [["weight0", "weight1"]], 1)
+    layer.weight0.materialize_group_for_forward = layer.weight0.materialize_group_for_backward = lambda: [
+        shard.detach().clone() for shard in layer.weight0.group
+    ]
+    layer.weight0.finalize_group_grads = lambda wgrads: wgrads[0]
+    with pytest.raises(ValueError, match=r"finalize_group_grads of Shard returned 1 gradients; return 2"):
+        step(layer, "grouped", "none", 0, torch.device("cpu"))
+    assert layer.weight0.grad is None and layer.weight1.grad is None

@@ -50,7 +50,8 @@ class DistributedWeight(Protocol):
         """Return the gradients of the shards for autograd, given those of the whole weights.
 
         Args:
-            wgrads: The gradient of the only weight, or a list of those of a group. None for a weight without one.
+            wgrads: The gradient of the only weight, or a list of those of a group. None for a weight without one,
+                such as a frozen weight.
 
         Returns:
             A gradient of a shard's shape or None, for each weight; one may be returned without a list.
@@ -118,7 +119,7 @@ def finalize_weight_grads(weights: Sequence[Tensor], wgrads: Sequence[Tensor | N
         wgrads: Gradient of each whole weight. A single gradient is passed to the group without a list.
 
     Raises:
-        ValueError: The numbers of weights and gradients differ.
+        ValueError: The numbers of weights and gradients differ, or the group returns another number of gradients.
     """
     if len(weights) != len(wgrads):
         raise ValueError(f"{len(weights)} weights and {len(wgrads)} gradients; give one for each weight")
@@ -126,7 +127,13 @@ def finalize_weight_grads(weights: Sequence[Tensor], wgrads: Sequence[Tensor | N
     if leader is None or not is_distributed_weight(leader):
         return list(wgrads)
     made = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
-    return list(made) if isinstance(made, (tuple, list)) else [made]
+    finalized = list(made) if isinstance(made, (tuple, list)) else [made]
+    if len(finalized) != len(weights):
+        raise ValueError(
+            f"finalize_group_grads of {type(leader).__name__} returned {len(finalized)} gradients; return "
+            f"{len(weights)}, one for each weight of the group, None for a weight without one"
+        )
+    return finalized
 
 
 class _Gather(torch.autograd.Function):
@@ -136,14 +143,20 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, fused: bool, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.fused, ctx.shards = fused, shards
         ctx.set_materialize_grads(False)
-        return tuple(materialize_weight_for_forward(shards))
+        wholes = tuple(materialize_weight_for_forward(shards))
+        frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[1:], strict=True) if not needed]
+        ctx.mark_non_differentiable(
+            *frozen
+        )  # otherwise layers compute gradients for frozen weights of the group
+        return wholes
 
     @staticmethod
     @once_differentiable("a layer with distributed weights")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         given: list[Tensor | None] = list(grads)
         if ctx.fused:  # the product has written the buffer
-            given = [shard.grad_buffer() for shard in ctx.shards]
+            needed = ctx.needs_input_grad[1:]
+            given = [shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)]
         return None, *finalize_weight_grads(ctx.shards, given)
 
 
