@@ -82,8 +82,7 @@ def train(
     experts: Annotated[
         int | None,
         typer.Option(
-            help="Experts of each feed-forward layer, of which two compute each byte (0: none)",
-            rich_help_panel=_MODEL,
+            help="Experts per layer, two of which compute each byte (0: none)", rich_help_panel=_MODEL
         ),
     ] = None,
     lr: Annotated[float | None, _sized("Peak learning rate", "learning_rate")] = None,
