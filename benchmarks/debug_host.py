@@ -89,17 +89,19 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         steps = measure(chosen.repeats, chosen.steps, folder)
-    record = {
-        "command": f"python benchmarks/debug_host.py --repeats {chosen.repeats} --steps {chosen.steps}",
-        "machine": f"{os.cpu_count()} CPU cores",
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in ("torch", "nvdlfw_inspect")},
-        "step": steps,
-    }
-    text = json.dumps(record, indent=1)
-    print(text)
+    versions = {name: metadata.version(name) for name in ("torch", "nvdlfw_inspect")}
+    text = json.dumps(
+        {
+            "command": f"python benchmarks/debug_host.py --repeats {chosen.repeats} --steps {chosen.steps}",
+            "machine": f"{os.cpu_count()} CPU cores",
+            "versions": {"python": platform.python_version(), **versions},
+            "step": steps,
+        },
+        indent=1,
+    )
     if chosen.json:
         chosen.json.write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,10 @@ FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, 
 _MODEL, _TRAINING, _EXECUTION, _RUN, _DEVICES = "Model", "Training", "Execution", "Run", "Several devices"
 
 
-def _sized(text: str, size: str) -> str:
-    """Return a help text with the default sizes."""
-    return f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)"
+def _sized(text: str, size: str, panel: str = _TRAINING) -> Any:
+    """Return an option whose help text has the default sizes."""
+    text = f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)"
+    return typer.Option(help=text, rich_help_panel=panel)
 
 
 class DeviceName(str, enum.Enum):
@@ -70,30 +71,14 @@ def train(
     device: Annotated[
         DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
     ] = DeviceName.auto,
-    steps: Annotated[
-        int | None, typer.Option(help=_sized("Optimizer steps", "steps"), rich_help_panel=_TRAINING)
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(help=_sized("Sequences per step", "batch"), rich_help_panel=_TRAINING)
-    ] = None,
-    seq: Annotated[
-        int | None,
-        typer.Option(
-            help=_sized("Bytes per sequence, a multiple of 32", "sequence"), rich_help_panel=_TRAINING
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help=_sized("Transformer layers", "layers"), rich_help_panel=_MODEL)
-    ] = None,
+    steps: Annotated[int | None, _sized("Optimizer steps", "steps")] = None,
+    batch: Annotated[int | None, _sized("Sequences per step", "batch")] = None,
+    seq: Annotated[int | None, _sized("Bytes per sequence, a multiple of 32", "sequence")] = None,
+    layers: Annotated[int | None, _sized("Transformer layers", "layers", _MODEL)] = None,
     hidden: Annotated[
-        int | None,
-        typer.Option(
-            help=_sized("Width, a multiple of 32 (128 suits block scaling)", "hidden"), rich_help_panel=_MODEL
-        ),
+        int | None, _sized("Width, a multiple of 32 (128 suits block scaling)", "hidden", _MODEL)
     ] = None,
-    heads: Annotated[
-        int | None, typer.Option(help=_sized("Attention heads", "heads"), rich_help_panel=_MODEL)
-    ] = None,
+    heads: Annotated[int | None, _sized("Attention heads", "heads", _MODEL)] = None,
     experts: Annotated[
         int | None,
         typer.Option(
@@ -101,10 +86,7 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(help=_sized("Peak learning rate", "learning_rate"), rich_help_panel=_TRAINING),
-    ] = None,
+    lr: Annotated[float | None, _sized("Peak learning rate", "learning_rate")] = None,
     seed: Annotated[
         int | None,
         typer.Option(

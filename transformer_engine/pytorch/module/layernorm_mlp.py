@@ -147,10 +147,10 @@ class LayerNormMLP(ProductsModule):
     The other arguments are those of `LayerNormLinear`.
     """
 
+    _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     num_products = 2
     product_names = ("fc1", "fc2")
     build = staticmethod(build)
-    _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     activation: str
     ffn_shard: int
     hidden_size: int
