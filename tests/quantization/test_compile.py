@@ -228,7 +228,10 @@ def test_recipes_are_assigned_inside_a_compiled_function():
     def inside(x):
         changed = Float8CurrentScaling()
         changed.use_power_2_scales = True
-        return x, changed, Float8CurrentScaling(), _Marked(3)
+        marked = _Marked(3)
+        marked.mark = "other"
+        marked.amax_history_len = 4
+        return x, changed, Float8CurrentScaling(), marked
 
     torch._dynamo.reset()
     run = torch.compile(inside, fullgraph=True, backend="eager")
@@ -237,8 +240,7 @@ def test_recipes_are_assigned_inside_a_compiled_function():
         assert changed == Float8CurrentScaling(use_power_2_scales=True)
         assert changed.fp8_quant_fwd_weight.power_2_scale
         assert other == Float8CurrentScaling()
-        assert marked == _Marked(3)
-        assert marked.mark == "3"
+        assert (marked.margin, marked.amax_history_len, marked.mark) == (3, 4, "other")
 
 
 def test_threads_construct_for_compilers_at_the_same_time():

@@ -105,6 +105,9 @@ def _assigned(description: str, field: str, value: Any) -> str:
             setattr(made, field, value)
         finally:
             _construction.running = False
+        # Descriptions do not show other attributes of a subclass, which stay those of the assigned recipe.
+        for name in vars(made).keys() - {"_description", *(f.name for f in fields(made))}:
+            del made.__dict__[name]
         return _name_of(made)
 
 
