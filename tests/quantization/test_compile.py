@@ -1,13 +1,14 @@
 """Blocks and scale updates under torch.compile(fullgraph=True), with two Linear layers."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 from transformer_engine.common import recipe
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, living
 from transformer_engine.pytorch import quantization as q
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
@@ -165,6 +166,14 @@ class _Shifted(DelayedScaling):
     """A user's recipe."""
 
 
+class _Marked(DelayedScaling):
+    """A user's recipe with a constructor and an attribute that is not a field."""
+
+    def __init__(self, margin):
+        super().__init__(margin=margin)
+        self.mark = str(margin)
+
+
 def _loose() -> recipe.Recipe:
     parameters = recipe.MMParams(use_split_accumulator="false")  # pyright: ignore[reportArgumentType]
     return Float8CurrentScaling(fp8_gemm_fprop=parameters)
@@ -195,6 +204,53 @@ def test_a_recipe_made_inside_a_compiled_function_has_the_fields_of_an_eager_one
         _, found = run(torch.zeros(length))
         gc.collect()
         assert found == make() and repr(found) == repr(make()) and type(found) is type(make())
+
+
+def test_recipes_made_inside_compiled_functions_are_independent_objects():
+    def inside(x):
+        first, second = DelayedScaling(margin=5), DelayedScaling(margin=5)
+        torch._dynamo.graph_break()
+        margins = (first.margin, second.margin)
+        first.margin = 6
+        return x + first.margin, margins, first, second
+
+    torch._dynamo.reset()
+    run = torch.compile(inside, backend="eager")
+    for _ in range(2):
+        y, margins, first, second = run(torch.zeros(1))
+        assert margins == (5, 5)
+        assert y.item() == first.margin == 6
+        assert second.margin == 5
+        second.margin = 7  # in the caller
+
+
+def test_recipes_are_assigned_inside_a_compiled_function():
+    def inside(x):
+        changed = Float8CurrentScaling()
+        changed.use_power_2_scales = True
+        marked = _Marked(3)
+        marked.mark = "other"
+        marked.amax_history_len = 4
+        return x, changed, Float8CurrentScaling(), marked
+
+    torch._dynamo.reset()
+    run = torch.compile(inside, fullgraph=True, backend="eager")
+    for _ in range(2):
+        _, changed, other, marked = run(torch.zeros(1))
+        assert changed == Float8CurrentScaling(use_power_2_scales=True)
+        assert changed.fp8_quant_fwd_weight.power_2_scale
+        assert other == Float8CurrentScaling()
+        assert (marked.margin, marked.amax_history_len, marked.mark) == (3, 4, "other")
+
+
+def test_threads_construct_for_compilers_at_the_same_time():
+    def construct(length):
+        for i in range(100):
+            name = living._construct(DelayedScaling, amax_history_len=1000 * length + i)
+            assert getattr(living._constructed, name).amax_history_len == 1000 * length + i
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(construct, range(8)))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 import weakref
+from copy import copy
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -55,20 +56,24 @@ class _Constructed:
 
 _construction = _Construction()
 _constructed = _Constructed()
+_constructed_lock = threading.Lock()
 
 
 def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     """Class decorator: a compiler that traces a constructor call reads the finished object.
 
     Compilers cannot trace the inspection of a dataclass's fields. `__new__` constructs the object in eager mode, and
-    the `__init__` that follows it leaves the object unchanged.
+    the `__init__` that follows it leaves the object unchanged. Frozen objects are shared. Of others, every call of the
+    compiled function gets a copy, because its caller may assign their attributes.
     """
     initialize = cls.__init__
+    frozen: bool = cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
 
     @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
     def __new__(new: type, *args: Any, **keywords: Any) -> Any:
         if is_tracing() and not _construction.running:
-            return getattr(_constructed, _construct(new, *args, **keywords))
+            made = getattr(_constructed, _construct(new, *args, **keywords))
+            return made if frozen else _traced_copy(object.__new__(new), made)
         return object.__new__(new)
 
     @functools.wraps(initialize)
@@ -82,22 +87,51 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
 
 def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
     """Construct an object in eager mode, and return the name of the attribute of `_constructed` that equals it."""
-    _construction.running = True
-    try:
-        made = cls(*args, **keywords)
-    finally:
-        _construction.running = False
+    with _constructed_lock:
+        _construction.running = True
+        try:
+            made = cls(*args, **keywords)
+        finally:
+            _construction.running = False
+        return _name_of(made)
+
+
+def _assigned(description: str, field: str, value: Any) -> str:
+    """Assign a field of a copy of the recipe with this description, as `_construct` constructs a recipe."""
+    with _constructed_lock:
+        _construction.running = True
+        try:
+            made = copy(recipe_described_as(description))
+            setattr(made, field, value)
+        finally:
+            _construction.running = False
+        # Descriptions do not show other attributes of a subclass, which stay those of the assigned recipe.
+        for name in vars(made).keys() - {"_description", *(f.name for f in fields(made))}:
+            del made.__dict__[name]
+        return _name_of(made)
+
+
+# A tracing compiler treats the results as constants, like those of torch.compiler.assume_constant_result.
+_construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_assigned._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _name_of(made: Any) -> str:
+    """Return the name of the attribute of `_constructed` that equals an object, which is stored if there is none."""
     kept = vars(_constructed)
     for name, other in kept.items():
-        if type(other) is cls and other == made:
+        if type(other) is type(made) and vars(other) == vars(made):
             return name
     name = f"record_{len(kept)}"
     kept[name] = made
     return name
 
 
-# A tracing compiler treats the result as a constant, like that of torch.compiler.assume_constant_result.
-_construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+def _traced_copy(target: Any, made: Any) -> Any:
+    """Copy the attributes of an object to another one, in operations that compilers trace."""
+    for name, value in made.__dict__.items():
+        object.__setattr__(target, name, value)
+    return target
 
 
 def recipe_class(cls: RecipeClass) -> RecipeClass:
@@ -142,6 +176,12 @@ def assign(recipe: Any, name: str, value: Any) -> None:
     Of the derived fields (`fp8_quant_*`, `fp4_quant_*`) only the parts that depend on the assigned switch change; other
     assignments of the caller remain. An invalid value leaves the recipe unchanged.
     """
+    if is_tracing() and not _construction.running:
+        if name in recipe.__dataclass_fields__:
+            _traced_copy(recipe, getattr(_constructed, _assigned(recipe._description, name, value)))
+        else:
+            object.__setattr__(recipe, name, value)
+        return
     before = dict(recipe.__dict__)
     derived = recipe._derived()
     object.__setattr__(recipe, name, value)
@@ -156,7 +196,7 @@ def assign(recipe: Any, name: str, value: Any) -> None:
             }
             if decided and field in recipe.__dict__:
                 recipe.__dict__[field] = replace(recipe.__dict__[field], **decided)
-        recipe.__dict__["_description"] = repr(recipe)
+        enroll(recipe)
     except Exception:
         recipe.__dict__.clear()
         recipe.__dict__.update(before)
