@@ -45,10 +45,13 @@ FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, 
 _MODEL, _TRAINING, _EXECUTION, _RUN, _DEVICES = "Model", "Training", "Execution", "Run", "Several devices"
 
 
+def _option(text: str, panel: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel)
+
+
 def _sized(text: str, size: str, panel: str = _TRAINING) -> Any:
     """Return an option whose help text has the default sizes."""
-    text = f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)"
-    return typer.Option(help=text, rich_help_panel=panel)
+    return _option(f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)", panel)
 
 
 class DeviceName(str, enum.Enum):
@@ -80,41 +83,25 @@ def train(
     ] = None,
     heads: Annotated[int | None, _sized("Attention heads", "heads", _MODEL)] = None,
     experts: Annotated[
-        int | None,
-        typer.Option(
-            help="Experts per layer, two of which compute each byte (0: none)", rich_help_panel=_MODEL
-        ),
+        int | None, _option("Experts per layer, two of which compute each byte (0: none)", _MODEL)
     ] = None,
     lr: Annotated[float | None, _sized("Peak learning rate", "learning_rate")] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Seed of the weights and batches, an integer between -2^40 and 2^40 (default: 0)",
-            rich_help_panel=_TRAINING,
-        ),
+        int | None, _option("Seed of weights and batches, -2^40 to 2^40 (default: 0)", _TRAINING)
     ] = None,
     data: Annotated[
-        str | None,
-        typer.Option(
-            help="Text file or folder (default: this Python's standard library)", rich_help_panel=_TRAINING
-        ),
+        str | None, _option("Text file or folder (default: this Python's standard library)", _TRAINING)
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(
-            help="adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)",
-            rich_help_panel=_TRAINING,
-        ),
+        _option("adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)", _TRAINING),
     ] = None,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Capture the model as CUDA graphs", rich_help_panel=_EXECUTION)
     ] = False,
     offload_layers: Annotated[
         int,
-        typer.Option(
-            help="Layers whose activations are offloaded to host memory until the backward pass",
-            rich_help_panel=_EXECUTION,
-        ),
+        _option("Layers whose activations are offloaded to host memory until the backward pass", _EXECUTION),
     ] = 0,
     observe: Annotated[
         bool,
@@ -125,12 +112,9 @@ def train(
         ),
     ] = False,
     name: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the run and of its folder (default: the name of the recipe)", rich_help_panel=_RUN
-        ),
+        str | None, _option("Name of the run and of its folder (default: the name of the recipe)", _RUN)
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the runs", rich_help_panel=_RUN)] = Path("runs"),
+    out: Annotated[Path, _option("Folder of the runs", _RUN)] = Path("runs"),
     resume: Annotated[
         bool,
         typer.Option(
@@ -147,10 +131,7 @@ def train(
     ] = False,
     log_every: Annotated[
         int | None,
-        typer.Option(
-            help="Steps per line of progress if the output is not a terminal (default: steps / 20)",
-            rich_help_panel=_RUN,
-        ),
+        _option("Steps per line of progress if the output is not a terminal (default: steps / 20)", _RUN),
     ] = None,
     tensorboard: Annotated[
         bool,

@@ -36,7 +36,7 @@ from .base import check_call, parameter
 
 
 class Softmax(nn.Module):
-    """p [b, h, q, k] in the scores' dtype: softmax(scale_factor * (scores + bias)); hidden keys are exactly zero."""
+    """Softmax of attention scores over the keys."""
 
     scale_factor: float = 1.0
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED
@@ -50,7 +50,9 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """Return the softmax of inputs over their last axis.
+        """Return softmax(scale_factor * (inputs + bias)) [b, h, q, k] in the dtype of inputs.
+
+        The probabilities of hidden keys are exactly zero.
 
         Args:
             inputs: Scores [b, h, q, k].
