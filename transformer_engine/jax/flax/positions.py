@@ -112,11 +112,12 @@ class RelativePositionBiases(nn.Module):
     The parameter is `rel_embedding` [heads, buckets]. Half of the buckets hold one distance each. The sizes of the
     other buckets increase logarithmically up to max_distance.
 
-    Attributes:
+    Args:
         num_buckets: Number of buckets, at least 2.
         max_distance: Distance from which all distances share the last bucket.
         num_attention_heads: Number of heads.
-        embedding_init: Initializer of the parameter.
+        embedding_init: Initializer of the parameter; the default scales a uniform distribution by the mean of both
+            extents.
         embedding_axes: Logical axes of the parameter.
         dtype: dtype of the parameter and of the bias.
     """

@@ -94,7 +94,16 @@ class GroupedQuantizer:
         flatten_axis: int = -1,
         group_sizes: Array | None = None,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
-        """Quantize x [M, K] with group_sizes [G], or a stack [G, ..]; a state of delayed scaling advances one step."""
+        """Quantize all groups; a state of delayed scaling advances by one step.
+
+        Args:
+            x: Rows of all groups [M, K], or a stack [G, ..].
+            is_rowwise: Return row-wise codes; None for the layout of the quantizer.
+            is_colwise: Return column-wise codes; None for the layout of the quantizer.
+            dq_dtype: dtype of the dequantized tensor; None for the dtype of x.
+            flatten_axis: Axis at which x is flattened to a matrix.
+            group_sizes: Rows of each group [G]; None for a stack.
+        """
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
             switch(name, asked)
@@ -118,6 +127,15 @@ class GroupedQuantizer:
 
         Scales from maxima follow from the maxima over the mesh axes `over`. The returned maxima are those of this
         device; `groups_advanced_together` reduces them.
+
+        Args:
+            x: Rows of all groups [M, K], or a stack [G, ..].
+            group_sizes: Rows of each group [G]; None for a stack.
+            is_rowwise: Return row-wise codes; None for the layout of the quantizer.
+            is_colwise: Return column-wise codes; None for the layout of the quantizer.
+            dq_dtype: dtype of the dequantized tensor; None for the dtype of x.
+            flatten_axis: Axis at which x is flattened to a matrix.
+            over: Mesh axes over which maxima are reduced.
         """
         self._check(x, group_sizes, flatten_axis)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)

@@ -301,7 +301,18 @@ class ScaledTensorFactory:
         flatten_axis: int = -1,
         has_rht_applied: bool = False,
     ) -> ScaledTensor1x:
-        """Return a tensor of one direction; `ScaledTensor1x` documents the arguments.
+        """Return a tensor of one direction.
+
+        Args:
+            data: Codes.
+            scale_inv: Factors that codes are multiplied by.
+            amax: Maximum of absolute values; None for an empty array.
+            scaling_mode: Format of the scales.
+            dq_dtype: dtype of the dequantized tensor.
+            is_colwise: Whether scales belong to columns.
+            data_layout: "N", or "T" for transposed codes.
+            flatten_axis: Axis at which data is flattened to a matrix.
+            has_rht_applied: Whether the codes are those of a Hadamard transform.
 
         Raises:
             TypeError: data or scale_inv is not an array, or scaling_mode is not a ScalingMode.
@@ -334,6 +345,11 @@ class ScaledTensorFactory:
         rowwise: ScaledTensor1x | None, colwise: ScaledTensor1x | None, q_layout: QuantizeLayout
     ) -> ScaledTensor1x | ScaledTensor2x:
         """Return the directions that a layout includes.
+
+        Args:
+            rowwise: Row-wise tensor, or None.
+            colwise: Column-wise tensor, or None.
+            q_layout: Directions to return.
 
         Raises:
             ValueError: A direction that the layout includes is None.

@@ -107,6 +107,9 @@ def gather_along_first_dim(
         output_tensor: Receives the result [n * M, ...], plain or quantized like the result.
         external_coalescing: The caller coalesces collectives. The result is valid at the end of that block, a
             quantized result when the handle has waited after it.
+
+    Returns:
+        The gathered rows and the handle, which is None unless the result is completed later.
     """
     if isinstance(inp, QuantizedTensorStorage) and world_size(process_group) > 1:
         rows_end_inside_block = matrix_shape(inp.shape)[0] % inp.row_granularity() != 0
@@ -249,6 +252,9 @@ def reduce_scatter_along_first_dim(
         tp_group: Process group.
         async_op: Return a handle to wait for instead of None.
         output: Receives the result.
+
+    Returns:
+        This rank's rows of the sum, and the handle or None.
     """
     _check(inp, tp_group, async_op)
     size = world_size(tp_group)
@@ -291,6 +297,9 @@ def allreduce(
         inp: Tensor of any shape.
         tp_group: Process group; None for the default group.
         async_op: Return a handle to wait for instead of None.
+
+    Returns:
+        The sum, and the handle or None.
     """
     _check(inp, tp_group, async_op)
     if world_size(tp_group) == 1:

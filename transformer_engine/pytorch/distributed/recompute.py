@@ -110,6 +110,9 @@ def checkpoint(
         determinism_check: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
         debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
         kwargs: Keyword arguments of the function.
+
+    Returns:
+        What the function returned.
     """
     checked_function("function", function)
     function_or_none("get_rng_state_tracker", get_rng_state_tracker)

@@ -92,6 +92,7 @@ class LayerNormLinear(ProductsModule):
         return_layernorm_output: Return (y, norm(x)).
         return_layernorm_output_gathered: Gather the returned norm(x) over the sequence-parallel group.
         parallel_mode: None or "column" (out_features is sharded).
+        symmetric_ar_type: Has no effect, because no output is summed over ranks. A warning says so.
 
     The other arguments are those of `Linear`.
     """

@@ -19,14 +19,11 @@ class Sequential(torch.nn.Module):
 
     Args:
         *args: Modules in order, or one dict of names and modules.
-
-    Attributes:
-        _module_groups: After the first forward pass, the fused chains (`OperationFuser`) and other modules in order;
-            None after the container has changed.
     """
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
+        # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
         self._last_global_state: Any = None
         if len(args) == 1 and isinstance(args[0], Mapping):
