@@ -204,3 +204,25 @@ def test_operations_of_one_tensor(name: str):
     plain = {"softplus": torch.nn.functional.softplus, "swish": torch.nn.functional.silu}
     want = plain[name](x) if name in plain else getattr(torch, name)(x)
     torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), want)
+
+
+def test_scores_may_broadcast_and_have_another_dtype():
+    q, k, v = (torch.randn(2, 3, 4, 8) for _ in range(3))
+    layer = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd")
+
+    def positions(score, b, h, i, j):
+        return (i - j).half()
+
+    want = torch.softmax((torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1) @ v.transpose(1, 2)
+    torch.testing.assert_close(layer(q, k, v, score_mod=positions), want.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("error", "score_mod"),
+    [(ValueError, lambda s, b, h, i, j: s[..., :-1]), (TypeError, lambda s, b, h, i, j: None)],
+)
+def test_a_score_mod_that_does_not_return_scores_raises(error, score_mod):
+    q, k, v = (torch.randn(2, 3, 4, 8) for _ in range(3))
+    layer = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd")
+    with pytest.raises(error, match="score_mod returned"):
+        layer(q, k, v, score_mod=score_mod)

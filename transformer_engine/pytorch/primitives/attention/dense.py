@@ -139,7 +139,16 @@ def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
             shape = [1] * logits.ndim
             shape[axis] = size
             places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
-        logits = terms.score_mod(logits, *places)
+        changed = terms.score_mod(logits, *places)
+        if not isinstance(changed, Tensor):
+            raise TypeError(f"score_mod returned a value of type {type(changed).__name__}; return the tensor of scores")
+        sizes = zip(changed.shape[::-1], logits.shape[::-1], strict=False)
+        if changed.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
+            raise ValueError(
+                f"score_mod returned {list(changed.shape)}, which does not broadcast to the scores "
+                f"{list(logits.shape)}; compute each score from one score and its indices"
+            )
+        logits = changed.to(logits.dtype).expand(logits.shape)
     return logits if terms.visible is None else logits.masked_fill(~terms.visible, -torch.inf)
 
 
