@@ -141,7 +141,9 @@ def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
             places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
         changed = terms.score_mod(logits, *places)
         if not isinstance(changed, Tensor):
-            raise TypeError(f"score_mod returned a value of type {type(changed).__name__}; return the tensor of scores")
+            raise TypeError(
+                f"score_mod returned a value of type {type(changed).__name__}; return the tensor of scores"
+            )
         sizes = zip(changed.shape[::-1], logits.shape[::-1], strict=False)
         if changed.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
             raise ValueError(
