@@ -27,7 +27,7 @@ def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
         )
     if angles.shape[-1] > size:
         raise ValueError(
-            f"freqs rotate {angles.shape[-1]} features, the head has {size}; create RotaryPositionEmbedding with a dim "
+            f"freqs rotate {angles.shape[-1]} features, the head has {size}; use RotaryPositionEmbedding with a dim "
             f"of at most {size}"
         )
     if angles.numel() != angles.shape[0] * angles.shape[-1]:
