@@ -66,10 +66,9 @@ FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "api_arguments.js
 
 _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-_OTHERS = re.compile(r"[Oo]ther arguments are those of ((?:`[\w.]+`(?:,? and |, )?)+)")
-_OTHERS_SENTENCE = re.compile(
-    r"The\s+other\s+arguments\s+are\s+those\s+of\s+(?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+\.[ \n]?"
-)
+_THOSE_OF = r"[Oo]ther\s+arguments\s+are\s+those\s+of\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
+_OTHERS = re.compile(_THOSE_OF)
+_OTHERS_SENTENCE = re.compile(rf"The\s+{_THOSE_OF}\.[ \n]?")
 
 
 def public_names(package: str) -> Iterator[tuple[str, Any]]:
@@ -299,7 +298,7 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
     entries = described(griffe.Docstring(text))
     if type(value).__module__.startswith("transformer_engine"):  # an instance whose class defines `__call__`
         entries |= described(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
-    reference = _OTHERS.search(" ".join(text.split()))
+    reference = _OTHERS.search(text)
     for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():
         other = functools.reduce(getattr, name.split("."), importlib.import_module(package))
         for argument, description in arguments_of(package, other).items():

@@ -58,20 +58,14 @@ def accuracy(found: list[Any]) -> str:
 def exceptions(found: list[Any]) -> str:
     """Return a table for each reason, of the measurements for which no accuracy is claimed."""
     lines: list[str] = []
-    for reason in ACCURACY["NOT_CLAIMED"].values():
+    for reason in dict.fromkeys(ACCURACY["NOT_CLAIMED"].values()):  # several patterns may share a reason
         rows = [
             f"| {check.group}: `{check.case}` | {check.measured:.4g} | {check.predicted:.4g} | {check.error:+.0%} |"
             for check in found
             if check.reason == reason
         ]
-        if f"**{reason[0].upper()}{reason[1:]}.**" not in lines:  # two patterns may share a reason
-            lines += [f"**{reason[0].upper()}{reason[1:]}.**", ""]
-            lines += [
-                "| measurement | measured | predicted | error |",
-                "| --- | --- | --- | --- |",
-                *rows,
-                "",
-            ]
+        lines += [f"**{reason[0].upper()}{reason[1:]}.**", ""]
+        lines += ["| measurement | measured | predicted | error |", "| --- | --- | --- | --- |", *rows, ""]
     return "\n".join(lines)
 
 

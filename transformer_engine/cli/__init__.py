@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._version import __version__
 from ..common import env, optional
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from typer.core import TyperCommand
 
 REQUIRED = ("typer", "rich", "matplotlib")
-HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 FRAMEWORKS = ("torch", "jax")
 
 
@@ -86,7 +85,7 @@ def application() -> typer.Typer:
         help="Train and run Transformers in FP8 and FP4.",
         cls=LazyGroup,
         no_args_is_help=True,
-        context_settings=HELP,
+        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit the names
         pretty_exceptions_enable=False,
     )
 
@@ -114,9 +113,9 @@ def _load(name: str) -> TyperCommand:
     command = COMMANDS[name]
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     if command.without_torch or find_spec("torch") is not None:
-        single.command(name, context_settings=HELP)(getattr(import_module(command.module, __package__), name))
+        single.command(name)(getattr(import_module(command.module, __package__), name))
     else:
-        options: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+        options = {"allow_extra_args": True, "ignore_unknown_options": True}
 
         def raise_missing() -> None:
             """Needs torch, which is not installed."""

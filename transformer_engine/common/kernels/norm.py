@@ -513,7 +513,7 @@ def forward(
 
     Args:
         x: Sizes and settings.
-        element: Codes with one given multiplier; scale is float32 [1], and there is no y.
+        element: Codes with one given multiplier; scale is float32 [1], and y is not stored.
         blocks: Codes in 1 x 128 blocks along the rows; multiplier is None, scale is [blocks, rows].
         measures: The first output is amax = max|y| instead.
         zero_is_one: Read a given multiplier of 0 as 1.

@@ -129,6 +129,15 @@ _FP8_QUANT = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 _FP4_QUANT = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
 
 
+def reject_recipe_as_enabled(enabled: Any) -> None:
+    """Raise TypeError if the first argument of a context manager, a bool, is a recipe."""
+    if isinstance(enabled, Recipe):
+        raise TypeError(
+            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
+            "keyword, recipe=..."
+        )
+
+
 @recipe_class
 @dataclass(repr=False)
 class DelayedScaling(Recipe):

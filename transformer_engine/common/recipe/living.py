@@ -6,6 +6,8 @@ import functools
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -85,26 +87,28 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     return cls
 
 
-def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
-    """Construct an object in eager mode, and return the name of the attribute of `_constructed` that equals it."""
+@contextmanager
+def _constructing() -> Iterator[None]:
+    """Run a block in eager mode for a tracing compiler, in one thread at a time."""
     with _constructed_lock:
         _construction.running = True
         try:
-            made = cls(*args, **keywords)
+            yield
         finally:
             _construction.running = False
-        return _name_of(made)
+
+
+def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
+    """Construct an object in eager mode, and return the name of the attribute of `_constructed` that equals it."""
+    with _constructing():
+        return _name_of(cls(*args, **keywords))
 
 
 def _assigned(description: str, field: str, value: Any) -> str:
     """Assign a field of a copy of the recipe with this description, as `_construct` constructs a recipe."""
-    with _constructed_lock:
-        _construction.running = True
-        try:
-            made = copy(recipe_described_as(description))
-            setattr(made, field, value)
-        finally:
-            _construction.running = False
+    with _constructing():
+        made = copy(recipe_described_as(description))
+        setattr(made, field, value)
         # Descriptions do not show other attributes of a subclass, which stay those of the assigned recipe.
         for name in vars(made).keys() - {"_description", *(f.name for f in fields(made))}:
             del made.__dict__[name]
@@ -117,7 +121,7 @@ _assigned._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 
 
 def _name_of(made: Any) -> str:
-    """Return the name of the attribute of `_constructed` that equals an object, which is stored if there is none."""
+    """Return the name of the attribute of `_constructed` that equals an object; store the object if no one does."""
     kept = vars(_constructed)
     for name, other in kept.items():
         if type(other) is type(made) and vars(other) == vars(made):

@@ -38,7 +38,7 @@ class _Block(NamedTuple):
 
     Attributes:
         counts: Whether they do, bool [1 or b]; None on every device. Otherwise the block is computed and discarded.
-        window: Query i attends to the keys from i - window[0] to i + window[1]; -1 is no limit, None is all keys.
+        window: Query i attends to the keys from i - window[0] to i + window[1]; -1 means no limit, None all keys.
     """
 
     first: Array | int
@@ -125,7 +125,7 @@ def attention_in_parts(
     Args:
         plan: Mesh axis, strategy and order of the tokens.
         request: Request of the whole attention, with a causal mask or none. A window requires as many keys as queries,
-            and is (left, 0) with a causal mask; -1 is no limit.
+            and is (left, 0) with a causal mask; -1 means no limit.
         query: [b, q, h, d].
         key: [b, k, g, d].
         value: [b, k, g, dv].

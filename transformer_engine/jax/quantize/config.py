@@ -16,7 +16,7 @@ from typing import Any
 from flax.core.frozen_dict import FrozenDict
 
 from ...common.checks import described, member, reject_keywords, switch
-from ...common.recipe import DelayedScaling, Recipe
+from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
 from ..blocks import reusable
 from ..platform import compute_capability
@@ -80,11 +80,7 @@ def autocast(
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
     reject_keywords("autocast", others, {"fp8_recipe": "recipe"})
-    if isinstance(enabled, Recipe):
-        raise TypeError(
-            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
-            "keyword, recipe=..."
-        )
+    reject_recipe_as_enabled(enabled)
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
     chosen = None

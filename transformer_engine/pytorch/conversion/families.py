@@ -50,7 +50,7 @@ class CheckpointFamily:
         model_type: `model_type` of its config.json.
         settings: Converts its config.json to a DecoderConfig; raises ValueError for settings that TransformerLayer
             lacks.
-        rows: Every tensor, by name.
+        rows: All tensors, keyed by name.
         head: Their name of an output head that may be tied to the embedding.
         prefix: Common prefix of their names, which some files omit.
         derived: Names of tensors that follow from the settings and are not read.

@@ -112,7 +112,7 @@ def checkpoint(
         kwargs: Keyword arguments of the function.
 
     Returns:
-        What the function returned.
+        The result of the function.
     """
     checked_function("function", function)
     function_or_none("get_rng_state_tracker", get_rng_state_tracker)

@@ -25,13 +25,17 @@ def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool, sharded: b
         sharded: The codes are gathered from shards. A shard that lacks a direction is quantized again.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
-        usages = x.get_usages()
-        lacks = sharded and not (usages["rowwise"] and (usages["columnwise"] or not columnwise))
         agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
-        if agrees and not (lacks and not x.transposable):
+        if agrees and not (sharded and _lacks_a_direction(x, columnwise)):
             return _operands_of(x, columnwise)
         x = plain_matrix(x)
     return quantizer.operands(x, True, columnwise)
+
+
+def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
+    """Return whether x has no codes for a direction that products read, and cannot make them of the other one."""
+    usages = x.get_usages()
+    return not x.transposable and not (usages["rowwise"] and (usages["columnwise"] or not columnwise))
 
 
 def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:

@@ -125,7 +125,7 @@ class EagerBlock:
             type(layer).backward_dw(layer)  # pyright: ignore[reportArgumentType]  # the method of the class: `backward_dw` of a graphed module is replaced
 
     def reset(self) -> None:
-        """Do nothing, because there is no graph to free."""
+        """Do nothing, because no graph was captured."""
 
 
 @dataclass(frozen=True)

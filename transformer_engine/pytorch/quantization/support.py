@@ -14,7 +14,7 @@ from typing import Any
 from ...common import env
 from ...common.checks import described
 from ...common.numbers import to_bool
-from ...common.recipe import Recipe
+from ...common.recipe import Recipe, reject_recipe_as_enabled
 from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
 from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
 from ..runtime.tracing import constant_while_tracing
@@ -146,11 +146,7 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
-    if isinstance(enabled, Recipe):
-        raise TypeError(
-            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
-            "keyword, recipe=..."
-        )
+    reject_recipe_as_enabled(enabled)
     return enabled if type(enabled) is bool else to_bool("enabled", enabled)
 
 

@@ -23,7 +23,7 @@ Places = tuple[Tensor, Tensor, Tensor, Tensor]
 class BoundScoreMod:
     """A score_mod with named tensors; equal to another one of the same functions and the same tensor objects.
 
-    `bprop` is its gradient with tensors of its own, None for that of autograd.
+    `bprop` computes its gradient and reads `bprop_tensors`; None: autograd computes the gradient.
     """
 
     def __init__(

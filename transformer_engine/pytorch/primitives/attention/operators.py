@@ -99,7 +99,7 @@ def _chosen_name(text: str) -> str:
 
 @constant_while_tracing
 def _name_with_score_mod(text: str, with_bprop: bool) -> str:
-    # Text holds no code. Backends read only whether there is a score_mod and whether it has a gradient of its own.
+    # Text holds no code. Backends read only whether a score_mod is given, and whether it has a bprop.
     def score_mod(score: Tensor, *indices: Tensor) -> Tensor:
         return score
 

@@ -35,7 +35,7 @@ class CublasProblem(NamedTuple):
     """One product in cuBLASLt's terms; equal problems share a plan.
 
     The fields that end in `_transposed` state that the matrix is the transpose of the column-major matrix in memory.
-    Those that end in `_leading` are the elements between its columns in memory. Those that end in `_scale` are values
+    Fields that end in `_leading` are the elements between its columns in memory. Fields that end in `_scale` are values
     of cublasLtMatmulMatrixScale_t, or NO_SCALE for an unquantized matrix.
 
     Attributes:
