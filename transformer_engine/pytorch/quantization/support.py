@@ -146,8 +146,10 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
+    if type(enabled) is bool:
+        return enabled
     reject_recipe_as_enabled(enabled)
-    return enabled if type(enabled) is bool else to_bool("enabled", enabled)
+    return to_bool("enabled", enabled)
 
 
 _AVAILABILITY = """Return whether {} can be computed here, natively or by emulation.
