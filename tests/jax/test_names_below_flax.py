@@ -230,7 +230,10 @@ def test_config_of_the_surrounding_autocast():
     assert not quantize.get_quantize_config().is_fp8_enabled()
     with quantize.autocast(True, recipe.MXFP8BlockScaling()):
         found = quantize.get_quantize_config()
-    assert found.is_fp8_enabled() and found.get_scaling_mode(quantize.TensorSource.X) is ScalingMode.MXFP8_1D_SCALING
+    assert (
+        found.is_fp8_enabled()
+        and found.get_scaling_mode(quantize.TensorSource.X) is ScalingMode.MXFP8_1D_SCALING
+    )
 
 
 @pytest.mark.parametrize("mode", ScalingMode)

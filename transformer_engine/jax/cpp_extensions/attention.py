@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from ...common.checks import described
 from ..attention import (
     AttnBiasType,
     AttnMaskType,
@@ -20,7 +21,7 @@ from ..attention import (
     fused_attn,
     is_fused_attn_kernel_available,
 )
-from ..checks import check_instance, check_shaped
+from ..checks import check_shaped
 from ..primitives.attention.score_mod import check_functions
 from .base import BasePrimitive
 
@@ -158,6 +159,9 @@ def fused_attn_bwd(
         TypeError: softmax_aux is not a result of `fused_attn_fwd`.
         ValueError: doutput does not have the shape of output.
     """
-    check_instance("softmax_aux", softmax_aux, _SoftmaxAux)
+    if not isinstance(softmax_aux, _SoftmaxAux):
+        raise TypeError(
+            f"softmax_aux={described(softmax_aux)} is not of fused_attn_fwd; pass the second one of its results"
+        )
     check_shaped("doutput", doutput, output.shape)
     return softmax_aux.pullback(doutput.astype(output.dtype))

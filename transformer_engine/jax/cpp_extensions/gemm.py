@@ -124,7 +124,7 @@ def gemm(
     return dense(lhs, rhs, bias, contracting_dims, transpose_batch_sequence, quantizer_set=quantizers)
 
 
-def _values(operand: Array | ScaledTensor, quantizer: Quantizer | None, contracted: Sequence[int]) -> Array:
+def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]) -> Array:
     """Return the values of an operand in float32; an operand in high precision is quantized first.
 
     Both directions of a block-scaled tensor differ. The product reads the one whose blocks are along the contracted

@@ -301,8 +301,8 @@ class Dequantizer:
             ValueError: The tensor has another scaling mode.
         """
         check_instance("scaled_tensor", scaled_tensor, AbstractBaseTensor)
-        first = scaled_tensor.rowwise_tensor if isinstance(scaled_tensor, ScaledTensor2x) else scaled_tensor
-        mode = ScalingMode.NO_SCALING if not isinstance(first, ScaledTensor) else first.scaling_mode
+        one = scaled_tensor.rowwise_tensor if isinstance(scaled_tensor, ScaledTensor2x) else scaled_tensor
+        mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)  # containers of plain values have no mode
         if mode is not self.scaling_mode:
             raise ValueError(
                 f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}, call dequantize() of the "
