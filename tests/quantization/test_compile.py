@@ -264,7 +264,9 @@ def test_a_field_cannot_be_a_tensor_in_a_compiled_function():
         return x + 1, DelayedScaling(amax_history_len=x.sum())
 
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="construct the recipe outside of the compiled function"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="construct the recipe outside of the compiled function"
+    ):
         torch.compile(inside, fullgraph=True, backend="eager")(torch.ones(4))
 
 

@@ -199,7 +199,9 @@ def assign(recipe: Any, name: str, value: Any) -> None:
     """
     if is_tracing() and not _construction.running:
         if name in recipe.__dataclass_fields__:
-            _traced_copy(recipe, getattr(_constructed, _assigned(recipe._description, name, _specialized(value))))
+            _traced_copy(
+                recipe, getattr(_constructed, _assigned(recipe._description, name, _specialized(value)))
+            )
         else:
             object.__setattr__(recipe, name, value)
         return

@@ -91,5 +91,5 @@ def specialized(value: Any) -> Any:
             "outside of the compiled function"
         )
     if isinstance(value, (bool, int, float)):
-        return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
+        return torch.fx.experimental.symbolic_shapes.guard_scalar(value)  # pyright: ignore[reportAttributeAccessIssue]
     return value
