@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from ..common.numbers import with_article
 from .runtime.checks import extents, values_dtype
 from .runtime.device import canonical_device
 from .tensor.quantized_tensor import QuantizedTensorStorage, storage_of
@@ -108,8 +109,8 @@ def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
     for name, value in vars(self).items():
         if not isinstance(value, _CONSTANTS):
             raise TypeError(
-                f"{cls.__name__}.{name} is a {type(value).__name__}, which a compiled graph cannot hold as a constant; "
-                "use a quantizer whose attributes are numbers, strings and enums"
+                f"{cls.__name__}.{name} is {with_article(type(value))}, which a compiled graph cannot hold as a "
+                "constant; use a quantizer whose attributes are numbers, strings and enums"
             )
         text = f"float('{value}')" if type(value) is float else repr(value)
         if isinstance(value, enum.Enum):
