@@ -327,7 +327,7 @@ class _RecordedTensor:
 
         def configure(*arguments: Any, **named: Any) -> _RecordedTensor:
             if name != "set_name":
-                self._recorder.add(name, self._number, arguments, named)
+                self._recorder._record(name, self._number, arguments, named)
             return self
 
         return configure
@@ -337,26 +337,26 @@ class _Recorder:
     """A graph that records the calls of its operations."""
 
     def __init__(self, first: int) -> None:
-        self.steps: list[Step] = []
-        self.next = first
+        self._steps: list[Step] = []
+        self._next = first
 
     def __getattr__(self, name: str) -> Callable[..., _RecordedTensor]:
         if name.startswith("__"):
             raise AttributeError(name)
         if name != "gen_index" and name not in _OPERATIONS and name not in _ONLY_IN_CUDNN:
             raise NotImplementedError(f"it calls graph.{name}, which is not a pointwise operation")
-        return lambda *arguments, **named: self.add(name, None, arguments, named)
+        return lambda *arguments, **named: self._record(name, None, arguments, named)
 
-    def add(
+    def _record(
         self, method: str, receiver: int | None, arguments: Sequence[Any], named: dict[str, Any]
     ) -> _RecordedTensor:
         """Record one call, without the name of the operation."""
         result = receiver
         if result is None:
-            result, self.next = self.next, self.next + 1
+            result, self._next = self._next, self._next + 1
         positional = tuple(_recorded(argument) for argument in arguments)
         keywords = tuple((name, _recorded(value)) for name, value in named.items() if name != "name")
-        self.steps.append(Step(method, receiver, result, positional, keywords))
+        self._steps.append(Step(method, receiver, result, positional, keywords))
         return _RecordedTensor(self, result)
 
 
@@ -394,10 +394,10 @@ def record(
         )
         if not isinstance(modified, _RecordedTensor):
             return f"score_mod returns a value of type {type(modified).__name__} instead of a tensor of the graph"
-        modify = tuple(recorder.steps)
+        modify = tuple(recorder._steps)
         if bprop is None:
             return ScoreProgram(modify, modified._number)
-        recorder.steps.clear()
+        recorder._steps.clear()
         of_bprop = dict(zip(bprop_names, numbered[len(names) :], strict=True))
         gradient = bprop(recorder, _RecordedTensor(recorder, GRADIENT), of_bprop)
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -405,4 +405,4 @@ def record(
         return f"score_mod cannot be recorded as a graph of cuDNN: {error}"
     if not isinstance(gradient, _RecordedTensor):
         return f"score_mod_bprop returns a value of type {type(gradient).__name__} instead of a tensor of the graph"
-    return ScoreProgram(modify, modified._number, tuple(recorder.steps), gradient._number)
+    return ScoreProgram(modify, modified._number, tuple(recorder._steps), gradient._number)
