@@ -15,7 +15,7 @@ from torch import Tensor
 from .....common.score_graph import FIRST_OPERAND, GRADIENT, SCORE, ScoreProgram, Step
 from ..call import AttentionCall
 from ..score_mod import GraphScoreMod
-from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides
+from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides, contiguous_strides
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
@@ -158,6 +158,8 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
             if stride == 0:
                 tensor = tensor.narrow(axis, 0, 1)
         tensor = tensor.contiguous()
-        operands.append(Operand(number, tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host))
+        # Not tensor.stride(), which may be anything where a dimension has one element.
+        strides = contiguous_strides(tensor.shape)
+        operands.append(Operand(number, tuple(tensor.shape), strides, tensor.dtype, on_host))
         tensors.append(tensor)
     return Modifier(score_mod.program, tuple(operands)), tuple(tensors)
