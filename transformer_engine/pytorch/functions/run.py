@@ -204,21 +204,21 @@ def _run_watched(schedule: Schedule, env: Environment, given: list[Any]) -> tupl
     for place in schedule.unread:
         values[place] = None
     offloads = offloading.synchronizer is not None
-    for number, (op, settings, inputs, made, freed, arriving, saved) in enumerate(schedule.steps):
+    for number, step in enumerate(schedule.steps):  # torch 2.11 reads fields of a step but does not unpack it
         if offloading.used:
-            for place in arriving:
+            for place in step.arriving:
                 wait_for_saved(values[place])
-        results = OPERATIONS[op](env, settings, *[values[place] for place in inputs])
+        results = OPERATIONS[step.op](env, step.settings, *[values[place] for place in step.inputs])
         for watch in watchers:
             watch(schedule.pass_, number, results)
-        for place in freed:
+        for place in step.freed:
             values[place] = None
-        for place, position in made:
-            if place not in freed:
+        for place, position in step.made:
+            if place not in step.freed:
                 values[place] = results[position]
         del results
         if offloads:
-            for place in saved:
+            for place in step.saved:
                 if place not in schedule.saved_weights:
                     mark_ready(values[place])
     kept = [values[place] for place in schedule.saved]

@@ -69,12 +69,12 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     linear = product_spec(
         call, 0, quantizers, parallel, needs, update, weight, (call.options[1], False), call.rows
     )
-    spec = NormLinearSpec(
-        Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        linear,
-        of_norm[1] is not None,
-        bias is not None and not config.return_bias,
-        bool(config.return_layernorm_output),
+    spec = NormLinearSpec(  # torch 2.11 traces keywords only
+        norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
+        linear=linear,
+        beta=of_norm[1] is not None,
+        bias=bias is not None and not config.return_bias,
+        returns_norm_output=bool(config.return_layernorm_output),
         scale_update=update,
         needs_grad=any(needs),
     ).chosen()

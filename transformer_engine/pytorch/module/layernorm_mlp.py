@@ -98,16 +98,16 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         return product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
 
     added = None if config.adds_bias_late else fc2_bias
-    made = NormMLPSpec(
-        Norm(config.normalization, config.eps, config.zero_centered_gamma),
-        spec(0, "column", fc1_weight, fc1_bias),
-        spec(1, "row", fc2_weight, added),
-        config.activation,
-        ActivationParams.of(config.activation_params),
-        beta is not None,
-        (fc1_bias is not None, added is not None),
-        bool(config.return_layernorm_output),
-        config.checkpoint and wants,
+    made = NormMLPSpec(  # torch 2.11 traces keywords only
+        norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
+        fc1=spec(0, "column", fc1_weight, fc1_bias),
+        fc2=spec(1, "row", fc2_weight, added),
+        activation=config.activation,
+        activation_params=ActivationParams.of(config.activation_params),
+        beta=beta is not None,
+        biases=(fc1_bias is not None, added is not None),
+        returns_norm_output=bool(config.return_layernorm_output),
+        recompute=config.checkpoint and wants,
         scale_update=update,
         needs_grad=wants,
     ).chosen()

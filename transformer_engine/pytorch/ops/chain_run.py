@@ -259,11 +259,11 @@ class FusedChain(torch.autograd.Function):
 
 def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return results that are different objects, and none of the inputs, for autograd to attach its history to."""
-    seen = {id(tensor) for tensor in inputs}
     made: list[Tensor] = []
     for result in results:
-        if id(result) in seen:
-            result = result.detach()
-        seen.add(id(result))
+        for earlier in (*inputs, *made):
+            if result is earlier:
+                result = result.detach()
+                break
         made.append(result)
     return tuple(made)

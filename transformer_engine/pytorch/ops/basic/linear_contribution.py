@@ -79,7 +79,7 @@ class LinearContribution(Contribution):
     """
 
     facts: LinearFacts
-    codes: ProducerCasts = ProducerCasts()
+    codes: ProducerCasts
     convert_input: torch.dtype | None = None
     convert_weight: torch.dtype | None = None
     convert_gradient: torch.dtype | None = None

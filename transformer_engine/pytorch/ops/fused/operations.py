@@ -265,7 +265,7 @@ def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
     at = 0
     while at < len(ops):
         bias, activation = [*ops[at : at + 2], None][:2]
-        quantizes = bool(made) and made[-1].get_grad_output_quantizer() is not None
+        quantizes = len(made) > 0 and made[-1].get_grad_output_quantizer() is not None
         if quantizes and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
             made.append(BackwardActivationBias(bias=bias, activation=activation))
             at += 2
