@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -40,3 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None:  # not `keywords`, which name folders too
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exempt the two million objects of modules and collected tests from garbage collection.
+
+    Otherwise each full collection, which many tests and torch._dynamo request, visits them for 1.6 seconds.
+    """
+    gc.collect()
+    gc.freeze()

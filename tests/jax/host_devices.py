@@ -124,7 +124,8 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
             outputs = model.apply(variables, x, **options)
             return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
-        variables = nn.meta.unbox(model.init(jax.random.key(1), x, **options))
+        init = jax.jit(lambda key, x, model=model, options=options: model.init(key, x, **options))
+        variables = nn.meta.unbox(init(jax.random.key(1), x))
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(
             lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),
@@ -140,7 +141,7 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
-        boxed = model.init(jax.random.key(1), x)
+        boxed = jax.jit(model.init)(jax.random.key(1), x)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(lambda *a: step(model, x, *a))(params, state)
     devices = np.asarray(jax.devices()).reshape(4, 2)
@@ -162,8 +163,9 @@ def main() -> None:
                 )
                 x_placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
                 run = jax.jit(lambda x, *a: step(model, x, *a))
-                text = run.lower(x_placed, placed, state).compile().as_text()
-                got = run(x_placed, placed, state)
+                compiled = run.lower(x_placed, placed, state).compile()
+                text = compiled.as_text() or ""
+                got = compiled(x_placed, placed, state)
                 if name == "set_mesh":
                     kept = restored_onto(mesh, {"params": params, "state": state}, placed)
                     again = run(x_placed, kept["params"], kept["state"])

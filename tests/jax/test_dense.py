@@ -322,10 +322,19 @@ def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(tra
     y, dx, dkernel, _ = values_and_gradients(
         lambda x, kernel, quantizers: dense(x, kernel, quantizer_set=quantizers), dy, x, kernel, quantizers
     )
-    tensors = (quantizers.x.quantize(x), quantizers.kernel.quantize(kernel), quantizers.dgrad.quantize(dy))
+
+    @jax.jit
+    def dequantized(quantizer, tensor):
+        quantized = quantizer.quantize(tensor)
+        return quantized.rowwise_tensor.dequantize(), quantized.colwise_tensor.dequantize()
+
     (x_rows, x_columns), (k_rows, k_columns), (dy_rows, dy_columns) = (
-        [np.asarray(t.dequantize(), np.float64) for t in (tensor.rowwise_tensor, tensor.colwise_tensor)]
-        for tensor in tensors
+        [np.asarray(values, np.float64) for values in dequantized(quantizer, tensor)]
+        for quantizer, tensor in (
+            (quantizers.x, x),
+            (quantizers.kernel, kernel),
+            (quantizers.dgrad, dy),
+        )
     )
     for name, got, want in (
         ("y", y, x_rows @ k_columns), ("dx", dx, dy_rows @ k_rows.T), ("dkernel", dkernel, x_columns.T @ dy_columns),

@@ -67,6 +67,7 @@ OPTIONS = {
 }  # fmt: skip
 # Every option with stochastic rounding, every recipe under the option that most code meets; experts take no NVFP4.
 UNDER = [
+    ("dense", "nvfp4", "check_tracer_leaks"),
     *(("layer", "nvfp4", option) for option in OPTIONS if option != "numpy_rank_promotion"),
     *(("experts", "delayed", option) for option in OPTIONS if option != "numpy_rank_promotion"),
     *(

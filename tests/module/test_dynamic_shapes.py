@@ -81,7 +81,7 @@ def train(kind, recipe, device, backend):
 
 
 @pytest.mark.parametrize(("kind", "name"), crossed(LAYERS, RECIPES, ALWAYS))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_training_with_several_shapes_equals_eager_mode(kind, name, device):
     backend = "eager" if (kind, name) in ALWAYS else "aot_eager"
     eager = train(kind, RECIPES[name], device, None)

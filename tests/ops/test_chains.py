@@ -182,7 +182,11 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
     ("name", "described"),
     [
         ("mxfp8", [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)]),
-        ("delayed", [("add", 0), ("linear", 1), ("scaled", 6), ("quantize", 2), ("basic_linear", 0)]),
+        pytest.param(
+            "delayed",
+            [("add", 0), ("linear", 1), ("scaled", 6), ("quantize", 2), ("basic_linear", 0)],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_compiled_chain_has_the_bits_of_eager_mode(name, described):
