@@ -66,7 +66,7 @@ def test_bad_layer_configs_are_rejected():
     tokens, chosen, weights = routed()
     with pytest.raises(RuntimeError, match="call ep_bootstrap first"):
         ep.ep_dispatch(ep.EpLayerConfig(2), chosen, tokens, weights, 8)
-    with pytest.raises(TypeError, match="cfg=3 is a int; pass an EpLayerConfig"):
+    with pytest.raises(TypeError, match="cfg=3 is an int; pass an EpLayerConfig"):
         ep.ep_dispatch(3, chosen, tokens, weights, 8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="top_k=0 is below 1"):
         ep.EpLayerConfig(0)
@@ -85,7 +85,7 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
     cfg = ep.EpLayerConfig(2)
     rows, _, handle, counts, _ = ep.ep_dispatch(cfg, chosen, tokens, weights, 32)
     for error, sentence, arguments in (
-        (TypeError, "handle_mem=3 is a int; give a EpHandle", (3, counts, rows, TOKENS)),
+        (TypeError, "handle_mem=3 is an int; give an EpHandle", (3, counts, rows, TOKENS)),
         (TypeError, "num_local_tokens='6' must be a whole number", (handle, counts, rows, "6")),
         (
             ValueError,
@@ -452,7 +452,7 @@ BAD_CALLS = {
     "GPU": (lambda: extension.get_device_compute_capability("x"), TypeError, "gpu_id='x' must be a whole number"),
     "codes": (
         lambda: quantize.ScaledTensorFactory.create_1x(3, jnp.ones(1), None, ScalingMode.CURRENT_TENSOR_SCALING),
-        TypeError, "data=3 is a int; give an array",
+        TypeError, "data=3 is an int; give an array",
     ),
     "experts of tokens": (
         lambda: ep.ep_dispatch(ep.EpConfig(4, 1), [[0]], jnp.ones((1, 4)), jnp.ones((1, 1)), 4),
