@@ -21,7 +21,7 @@ from .config import (
 )
 from .factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from .grouped import GroupedNoScaleTensor, GroupedQuantizer, GroupedScaledTensor1x
-from .hadamard import apply_rht, get_rht_matrix, get_wgrad_sign_vector, should_use_rht
+from .hadamard import apply_rht, get_rht_matrix, get_wgrad_sign_vector
 from .quantizers import (
     BlockScaleQuantizer,
     CurrentScaleQuantizer,
@@ -31,7 +31,14 @@ from .quantizers import (
     QuantizerSet,
     noop_quantizer_set,
 )
-from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode, TensorSource, TensorUsage
+from .scaling_modes import (
+    AmaxComputeAlgo,
+    QuantizeLayout,
+    ScalingMode,
+    TensorSource,
+    TensorUsage,
+    should_use_rht,
+)
 from .settings import compute_scale_from_amax
 from .sharing import fan_out
 from .tensors import (
