@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..common.numbers import with_article
 from .runtime.double_backward import once_differentiable
 
 __all__ = [
@@ -76,7 +77,7 @@ def is_distributed_weight(weight: Any) -> bool:
         return False
     if not isinstance(weight, Tensor):
         raise TypeError(
-            f"is_distributed_weight is set on a {type(weight).__name__}; set it on a torch.Tensor, the shard"
+            f"is_distributed_weight is set on {with_article(type(weight))}; set it on a torch.Tensor, the shard"
         )
     return True
 

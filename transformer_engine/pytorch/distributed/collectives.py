@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.checks import function_or_none, switch
+from ...common.numbers import with_article
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none, tensor
 from ..runtime.warn_once import warn_once
@@ -152,7 +153,7 @@ def _check_output(
         return
     if isinstance(output, QuantizedTensorStorage) != quantized:
         raise TypeError(
-            f"output_tensor is a {type(output).__name__}; the result is "
+            f"output_tensor is {with_article(type(output))}; the result is "
             f"{'quantized, give a tensor of its quantizer' if quantized else 'plain, give a plain tensor'}"
         )
     shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
@@ -212,13 +213,13 @@ def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, A
     rows, granularity = matrix_shape(inp.shape)[0], inp.row_granularity()
     if quantizer is None:
         raise ValueError(
-            f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale, "
+            f"{with_article(type(inp))} of {rows} rows ends inside a block of {granularity} rows of one scale, "
             "where another rank's rows cannot follow; give a quantizer, or gather before quantizing"
         )
     warn_once(
         "gather of quantized rows that end inside a block",
-        f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale: it is gathered "
-        "in high precision and quantized again; gather before quantizing",
+        f"{with_article(type(inp))} of {rows} rows ends inside a block of {granularity} rows of one scale: it is "
+        "gathered in high precision and quantized again; gather before quantizing",
     )
     return inp.dequantize(), quantizer
 
