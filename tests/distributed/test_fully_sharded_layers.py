@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.sharded_cases import RECIPES, Run, gathered_bytes, train
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EVERY_FORMAT = {
     "resharded": Run(accumulate=2),
@@ -65,3 +70,39 @@ def test_no_gathered_weight_outlives_the_forward_that_read_it(case, ranks):
     for rank in ranks:
         assert not rank[case][2].any()
         assert rank[f"{case.split('-')[0]}-kept"][2].all()  # the same count, of weights that are to stay
+
+
+def _trained_unevenly(sharded: bool) -> torch.Tensor:
+    """Return outputs and weights of steps of layers with 20 and 4 rows, which 3 ranks do not divide."""
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(3)
+    with te.quantized_model_init(recipe=RECIPES["current"]()):
+        model = nn.Sequential(*[te.Linear(i, o, device="cpu", bias=False) for i, o in ((16, 20), (20, 4))])
+    if sharded:
+        for layer in model:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (3,)))
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(5))
+    found = []
+    for _ in range(3):
+        with te.autocast(recipe=RECIPES["current"]()):
+            y = model(x)
+        y.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(y.detach().flatten())
+    for parameter in model.parameters():
+        whole = parameter.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        found.append(whole.dequantize().flatten())  # pyright: ignore[reportCallIssue]
+    return torch.cat(found)
+
+
+def _uneven(device: torch.device) -> float:
+    alone, together = _trained_unevenly(False), _trained_unevenly(True)
+    return ((alone - together).norm() / alone.norm()).item()
+
+
+def test_rows_that_the_ranks_do_not_divide_train_as_alone(tmp_path):
+    """The last rank has fewer rows, or none; averages over three ranks round gradients."""
+    assert max(run_on_ranks(_uneven, 3, tmp_path)) < 1e-6

@@ -285,7 +285,9 @@ class FusedAdam(AdamStates):
                     states.store(numbers, local_of(stored), self._scale(parameter, name))
         if bucket.quantized:
             for parameter, numbers in zip(bucket.parameters, stepped, strict=True):
-                if isinstance(parameter, QuantizedTensor) and parameter.numel():
+                if isinstance(
+                    parameter, QuantizedTensor
+                ):  # also without elements: maxima are reduced over ranks
                     parameter.quantize_(local_of(numbers).view(parameter.shape))
 
     def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:

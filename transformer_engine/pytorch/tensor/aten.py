@@ -252,6 +252,8 @@ def _new_zeros(
 ) -> Any:
     """Return a quantized tensor of zero codes in the tensor's directions, if the format supports the shape.
 
+    It has the tensor's scale of all rows, if there is one.
+
     A shard whose last rows end inside a block is a plain tensor: its codes would have other scales than the whole.
     """
     usages = tensor.get_usages()
@@ -273,7 +275,12 @@ def _new_zeros(
     writer = writer.copy()
     writer.set_usage(**usages)
     storage = writer.empty(tuple(shape), nominal, device or tensor.device, bool(pin_memory))
-    zeros = like(tensor, storage.mapped(Tensor.zero_), shape)
+    storage = storage.mapped(Tensor.zero_)
+    for name, scale in tensor._named_tensors().items():
+        # One scale of all rows: a shard without rows also has it.
+        if scale is not None and scale.dim() == 1 and scale.numel() == 1:
+            getattr(storage, name).copy_(scale)
+    zeros = like(tensor, storage, shape)
     setattr(zeros, ROWS_OF, None)  # sharding fills its rows once, by the codes: the scale is theirs alone
     return zeros
 

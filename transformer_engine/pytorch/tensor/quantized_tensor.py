@@ -33,8 +33,8 @@ from .storage.fsdp import (
     GatheredPayload,
     ShardedBuffers,
     derived_tensors,
-    gather_payload,
     join_payload,
+    sent_shard,
     write_gathered,
 )
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
@@ -334,10 +334,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         """
         if mesh is not None and mesh.size() > 1:
             self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
-        tensors, payload = gather_payload(self)
-        if mesh is not None and mesh.size() == 1:  # torch then copies only the first tensor
-            tensors, payload = tensors[:1], payload.holding(tensors[1:])
-        return tensors, payload
+        return sent_shard(self, orig_size, None if mesh is None else mesh.size())
 
     def fsdp_post_all_gather(
         self,

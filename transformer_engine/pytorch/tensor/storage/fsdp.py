@@ -65,7 +65,10 @@ def _run(part: Tensor | None, dim: int, rows: int, first: int, last: int) -> Ten
 
 @dataclass(frozen=True)
 class GatheredPayload:
-    """Metadata of gathered bytes: their fields of `Quantized`, in order, and the tensors that are not gathered."""
+    """Metadata of gathered bytes: their fields of `Quantized`, in order, and the tensors that are not gathered.
+
+    With `rows` the gathered matrices are longer: rows of zeros follow, with which shards were padded.
+    """
 
     storage_class: type[QuantizedTensorStorage]
     constants: dict[str, Any]
@@ -75,6 +78,7 @@ class GatheredPayload:
     whole: dict[str, Tensor]
     packing: int
     columnwise: bool
+    rows: int | None = None
 
     def holding(self, tensors: Sequence[Tensor]) -> GatheredPayload:
         """Return the payload with these tensors, after the first field's, outside of the gathered bytes."""
@@ -147,13 +151,39 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
     return tuple(tensors), payload
 
 
+def sent_shard(
+    storage: QuantizedTensorStorage, whole: Sequence[int], ranks: int | None
+) -> tuple[tuple[Tensor, ...], GatheredPayload]:
+    """Return what `fully_shard` gathers of a shard, and its metadata; see `gather_payload`.
+
+    The codes of one scale are padded to the same number of rows on all ranks. The rows of the ranks differ if they do
+    not divide those of the whole tensor.
+
+    Args:
+        storage: The shard.
+        whole: Shape of the whole tensor.
+        ranks: Number of shards; None if they are not gathered.
+    """
+    tensors, payload = gather_payload(storage)
+    if ranks == 1:  # torch then copies only the first tensor
+        return tensors[:1], payload.holding(tensors[1:])
+    if ranks is None or whole[0] % ranks == 0 or len(whole) > 2 or storage.format.block is not None:
+        return tensors, payload
+    padded = []
+    for tensor in tensors:
+        sent = tensor.new_zeros(-(-whole[0] // ranks), *tensor.shape[1:])
+        sent[: tensor.shape[0]] = tensor
+        padded.append(sent)
+    return tuple(padded), replace(payload, rows=whole[0])
+
+
 def join_payload(
     tensors: Sequence[Tensor], payload: GatheredPayload, dtype: torch.dtype, columnwise: bool | None = None
 ) -> QuantizedTensorStorage:
     """Return the storage of the gathered rows; columnwise: derive column-wise data (None: as in the shards)."""
     parts: dict[str, Tensor] = {name: part.clone() for name, part in payload.whole.items()}
     for name, kind, tensor in zip(payload.fields, payload.dtypes, tensors, strict=True):
-        tensor = tensor.view(kind)
+        tensor = tensor.view(kind)[: payload.rows]
         parts[name] = tensor.t().contiguous() if name.endswith("_t") else tensor
     codes = parts["codes"] if "codes" in parts else parts["codes_t"].t()
     inner = prod(payload.inner_shape[:-1])
