@@ -68,7 +68,8 @@ _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 _THOSE_OF = r"[Oo]ther\s+arguments\s+are\s+those\s+of\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
 _OTHERS = re.compile(_THOSE_OF)
-_OTHERS_SENTENCE = re.compile(rf"The\s+{_THOSE_OF}\.[ \n]?")
+# A blank line after the sentence stays: it separates the next section.
+_OTHERS_SENTENCE = re.compile(rf" ?The\s+{_THOSE_OF}\.(?: (?=\S)|\n(?!\s*\n))?")
 
 
 def public_names(package: str) -> Iterator[tuple[str, Any]]:
