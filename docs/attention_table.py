@@ -20,6 +20,7 @@ from transformer_engine.pytorch.primitives.attention.backends import cudnn, flas
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 from transformer_engine.pytorch.primitives.attention.choose import TABLE, preference
 from transformer_engine.pytorch.primitives.attention.mask import resolve
+from transformer_engine.pytorch.primitives.attention.score_mod import GraphScoreMod
 
 PAGE = ROOT / "docs" / "attention.md"
 MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"
@@ -65,6 +66,10 @@ def identity(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return score
 
 
+def graph_identity(graph: Any, score: Any, tensors: Any) -> Any:
+    return score
+
+
 SQUARE = (1, 16, 4096, 4096)
 ROWS: dict[str, AttentionCall] = {
     "bshd, sbhd, packed `qkv_layer`, causal": plain(),
@@ -93,7 +98,10 @@ ROWS: dict[str, AttentionCall] = {
     "dropout": plain(dropout=0.1),
     "`return_max_logit`": plain(max_logit=True),
     "deterministic gradients": plain(deterministic=True),
-    "`score_mod`": plain(score_mod=identity),
+    "`score_mod` of indices": plain(score_mod=identity),
+    "`score_mod` of a graph, no mask": masked(
+        "no_mask", score_mod=GraphScoreMod(graph_identity, {}, None, {})
+    ),
     "float32": plain(dtype=torch.float32),
     "one new token, contiguous cache": decoding(),
     "one new token, pages of 64": decoding(page_size=64),

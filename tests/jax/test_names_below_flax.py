@@ -226,6 +226,40 @@ def test_config_has_the_settings_of_its_recipe(name):
     assert found.get_scaling_mode(quantize.TensorSource.X) is not ScalingMode.NO_SCALING
 
 
+def test_config_of_the_surrounding_autocast():
+    assert not quantize.get_quantize_config().is_fp8_enabled()
+    with quantize.autocast(True, recipe.MXFP8BlockScaling()):
+        found = quantize.get_quantize_config()
+    assert (
+        found.is_fp8_enabled()
+        and found.get_scaling_mode(quantize.TensorSource.X) is ScalingMode.MXFP8_1D_SCALING
+    )
+
+
+@pytest.mark.parametrize("mode", ScalingMode)
+def test_transform_is_used_where_a_quantizer_of_the_recipe_applies_it(mode):
+    transformed = mode.is_nvfp4_scaling and not mode.is_2d
+    assert quantize.should_use_rht(mode, is_colwise=True) is transformed
+    assert quantize.should_use_rht(mode, q_layout=QuantizeLayout.COLWISE) is transformed
+    assert not quantize.should_use_rht(mode, is_colwise=False)
+    assert not quantize.should_use_rht(mode, q_layout=QuantizeLayout.ROWWISE)
+    for options in ({}, {"is_colwise": True, "q_layout": QuantizeLayout.COLWISE}):
+        with pytest.raises(ValueError, match="give one of them"):
+            quantize.should_use_rht(mode, **options)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mode", ScalingMode)
+def test_each_mode_has_a_dequantizer(mode):
+    x = drawn(128, 128)
+    tensor = quantize.NoScaleTensor(x) if mode.format is None else quantizer_of(mode).quantize(x)
+    found = quantize.ScalingModeToDequantizerMap[mode].dequantize(tensor)
+    np.testing.assert_array_equal(found, tensor.dequantize())
+    other = ScalingMode.NO_SCALING if mode.format is not None else ScalingMode.MXFP8_1D_SCALING
+    with pytest.raises(ValueError, match=rf"this is the dequantizer of {other}"):
+        quantize.ScalingModeToDequantizerMap[other].dequantize(tensor)
+
+
 def test_quantize_takes_its_arguments_by_position():
     x = drawn(4, 8, 16)
     one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING)

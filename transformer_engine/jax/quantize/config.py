@@ -203,6 +203,11 @@ class QuantizeConfig:
         return AmaxComputeAlgo(getattr(self.recipe, "amax_compute_algo", "max"))
 
 
+def get_quantize_config() -> QuantizeConfig:
+    """Return the settings of the recipe of the innermost enabled autocast; without one they quantize nothing."""
+    return QuantizeConfig(get_global_quantize_recipe())
+
+
 def get_quantize_config_with_recipe(fp8_recipe: Recipe | None) -> QuantizeConfig:
     """Return the settings that modules read from a recipe.
 

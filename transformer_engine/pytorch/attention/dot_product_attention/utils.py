@@ -24,9 +24,9 @@ from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
+from ...primitives.attention.score_mod import GraphScoreMod
 from ...runtime.device import canonical_device, get_device_compute_capability
 from .fp8_recipe import scaling_of
-from .score_mod import GraphScoreMod
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
@@ -171,16 +171,14 @@ class AttentionParams:
             slopes_given=self.alibi_slopes_shape is not None,
             page_size=cache.page_size if cache is not None and cache.is_paged else 0,
             cached=cache is not None,
-            score_mod=GraphScoreMod(_unchanged, {}, _unchanged, {})
-            if self.has_score_mod_bprop
-            else _unchanged
-            if self.has_score_mod
+            score_mod=GraphScoreMod(_unchanged, {}, _unchanged if self.has_score_mod_bprop else None, {})
+            if self.has_score_mod or self.has_score_mod_bprop
             else None,
         )
 
 
-def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """Return the scores unchanged; a placeholder of a score_mod that is never called."""
+def _unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:
+    """Return the scores, or their gradient, unchanged: a placeholder of a score_mod and of its gradient."""
     return score
 
 

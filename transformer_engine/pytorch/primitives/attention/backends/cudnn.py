@@ -5,6 +5,7 @@ A graph is planned at the first of equal calls (tens of milliseconds and a kerne
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +29,14 @@ from .cudnn_plan import (
     has_dense_bias,
     has_sink_gradient,
 )
+from .cudnn_score_mod import bound_tensors, unsupported_score_mod
 
 # The deterministic backward keeps a float32 gradient of q for every block of keys.
 DETERMINISTIC_WORKSPACE = 8 << 30
-# The library supports no score_mod together with its masks.
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
     Feature.FP8,
     Feature.FULL_DROPOUT,
-    Feature.SCORE_MOD,
     Feature.ARBITRARY,
     Feature.PADDING_TENSORS,
 }
@@ -51,6 +51,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         _unsupported_mask,
         _unsupported_options,
         _unsupported_backward,
+        unsupported_score_mod,
     ):
         reason = rule(call)
         if reason is not None:
@@ -166,11 +167,12 @@ def _planning_failure(call: AttentionCall) -> str | None:
         strided = Strided(q, k, v, pages=call.batch * columns, columns=columns)
     else:
         tokens = (bucketed_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
-        strided = Strided(q, k, v, None, bias, *tokens)
+        modifier, _ = bound_tensors(call, torch.device("cuda", device))
+        strided = Strided(q, k, v, None, bias, *tokens, modifier=modifier)
     try:
-        _PLANS[describe_forward, device, call, strided]
+        _plan(describe_forward, device, call, strided)
         if call.needs_gradient:
-            _PLANS[describe_backward, device, call, strided._replace(grad_output=grad_output)]
+            _plan(describe_backward, device, call, strided._replace(grad_output=grad_output))
     except RuntimeError as error:
         return str(error)
     return None
@@ -188,14 +190,21 @@ _PLANS: Memory[tuple[Any, int, AttentionCall, Strided], CudnnPlan] = Memory(
 )
 
 
+def _plan(describe: Any, device: int, call: AttentionCall, strided: Strided) -> CudnnPlan:
+    """Return the plan of a call; the strides contain the program of its score_mod, which replaces the functions."""
+    plain = call if call.score_mod is None else replace(call, score_mod=None)
+    return _PLANS[describe, device, plain, strided]
+
+
 class _Addressable(NamedTuple):
-    """q, k, v and the bias in addresses and strides that the library supports."""
+    """q, k, v, the bias and the tensors of a score_mod in addresses and strides that the library supports."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None
     strided: Strided
+    operands: tuple[Tensor, ...]
 
 
 def _addressable(call: AttentionCall, inputs: AttentionInputs) -> _Addressable:
@@ -212,6 +221,7 @@ def _addressable(call: AttentionCall, inputs: AttentionInputs) -> _Addressable:
     if call.page_size:
         assert inputs.page_table is not None
         pages, columns = k.shape[0], inputs.page_table.shape[1]
+    modifier, operands = bound_tensors(call, q.device)
     strided = Strided(
         q.stride(),
         k.stride(),
@@ -222,8 +232,9 @@ def _addressable(call: AttentionCall, inputs: AttentionInputs) -> _Addressable:
         bucketed_tokens(k.shape[0]) if call.kv_format == "thd" else 0,
         pages,
         columns,
+        modifier,
     )
-    return _Addressable(q, k, v, bias, strided)
+    return _Addressable(q, k, v, bias, strided, operands)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -249,6 +260,9 @@ def _common(call: AttentionCall, inputs: AttentionInputs, given: _Addressable) -
         pointers["lengths_kv"] = inputs.lengths_kv.data_ptr()
     if inputs.sink is not None:
         pointers["sink"] = inputs.sink.data_ptr()
+    if given.strided.modifier is not None:
+        for operand, tensor in zip(given.strided.modifier.operands, given.operands, strict=True):
+            pointers[operand.role] = tensor.data_ptr()
     return pointers
 
 
@@ -271,7 +285,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute o = softmax(scale * q k^T + bias) v and the logarithm of the softmax's denominator."""
     given = _addressable(call, inputs)
     device = given.q.device
-    plan = _PLANS[describe_forward, device.index, call, given.strided]
+    plan = _plan(describe_forward, device.index, call, given.strided)
     packed = call.q_format == "thd"
     output = _fresh(call, given.q, call.head_dim_v, inputs.starts_q if packed else None)
     pointers = _common(call, inputs, given)
@@ -330,9 +344,8 @@ def backward(
     assert attended.lse is not None
     stats = (attended.lse.t() if call.q_format == "thd" else attended.lse).contiguous()
     output = attended.output.contiguous()
-    plan = _PLANS[
-        describe_backward, device.index, call, given.strided._replace(grad_output=grad_output.stride())
-    ]
+    strided = given.strided._replace(grad_output=grad_output.stride())
+    plan = _plan(describe_backward, device.index, call, strided)
     starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
     grad_q = _fresh(call, given.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None)
     grad_k = _fresh(call, given.k, call.head_dim_qk, starts_kv)

@@ -21,6 +21,8 @@ from .....common import env, optional
 from ....runtime.device import get_cudnn_version, is_current_device
 from . import cudnn_store
 
+MOST_SCORE_MOD_TENSORS = 64
+
 ROLES = (
     *("q", "k", "v", "output", "stats", "score_max", "score_sum", "bias", "sink", "seed", "offset"),
     *("lengths_q", "lengths_kv", "page_table", "page_table_v"),
@@ -28,6 +30,7 @@ ROLES = (
     *("descale_q", "descale_k", "descale_v", "descale_s", "descale_output", "descale_grad_output"),
     *("descale_dp", "scale_s", "scale_output", "scale_grad_q", "scale_grad_k", "scale_grad_v", "scale_dp"),
     *("amax_s", "amax_output", "amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"),
+    *(f"score_mod_{index}" for index in range(MOST_SCORE_MOD_TENSORS)),
 )
 _UID = {role: uid for uid, role in enumerate(ROLES, start=1)}
 _FIRST_OFFSET = 1000
@@ -128,13 +131,15 @@ class Description:
         strides: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
         ragged: Any = None,
+        on_host: bool = False,
     ) -> Any:
-        """Add an input with a role; contiguous by default."""
+        """Add an input with a role; contiguous by default. With `on_host`, a number whose host address is passed."""
         self.roles.append(role)
         made = self.graph.tensor(
             dim=list(shape),
             stride=list(contiguous_strides(shape) if strides is None else strides),
             data_type=data_type(dtype),
+            is_pass_by_value=on_host,
             uid=_UID[role],
             name=role,
         )

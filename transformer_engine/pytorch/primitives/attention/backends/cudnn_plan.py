@@ -13,6 +13,7 @@ import torch
 from .....common.formats import round_up
 from ..call import AttentionCall
 from .cudnn_graph import Description, Strides, contiguous_strides, library
+from .cudnn_score_mod import Modifier
 
 Shape = tuple[int, int, int, int]
 
@@ -23,6 +24,7 @@ class Strided(NamedTuple):
     Attributes:
         tokens_q, tokens_kv: Tokens of packed sequences, rounded up.
         pages, columns: Extents of a paged cache and of its table.
+        modifier: Graph of the score_mod with the facts of its tensors.
     """
 
     q: Strides
@@ -34,6 +36,7 @@ class Strided(NamedTuple):
     tokens_kv: int = 0
     pages: int = 0
     columns: int = 0
+    modifier: Modifier | None = None
 
 
 def as_bhsd(tensor_format: str, strides: Strides, size: int) -> Strides:
@@ -202,6 +205,8 @@ def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Des
         shape, strides, ragged = tensors.row_statistics()
         for option, role in (("score_max", "score_max"), ("score_sum_exp", "score_sum")):
             options[option] = description.tensor(role, shape, strides, ragged=ragged).set_output(True)
+    if strided.modifier is not None:
+        options.update(strided.modifier.callbacks(description, with_gradient=False))
     keeps_stats = call.needs_gradient and not call.max_logit
     output, stats = description.graph.sdpa(q=q, k=k, v=v, generate_stats=keeps_stats, **options)
     tensors.dense("output", call.heads, call.head_dim_v, True, output)
@@ -233,6 +238,8 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
         # For nothing else: the statistics have the sink in them.
         options["sink_token"] = tensors.sink()
         options["dSink_token"] = description.tensor("grad_sink", (1, call.heads, 1, 1)).set_output(True)
+    if strided.modifier is not None:
+        options.update(strided.modifier.callbacks(description, with_gradient=True))
     if call.q_format == "thd":
         options["max_total_seq_len_q"] = strided.tokens_q
     if call.kv_format == "thd":

@@ -36,9 +36,10 @@ SOURCES = (
         "backends/cudnn_graph.py",
         "backends/cudnn_plan.py",
         "backends/cudnn_fp8.py",
+        "backends/cudnn_score_mod.py",
         "backends/cudnn_store.py",
     ),
-    *("call.py", "mask.py"),
+    *("call.py", "mask.py", "../../../common/score_graph.py"),
 )
 
 logger = logging.getLogger("DotProductAttention")

@@ -1,8 +1,9 @@
 """score_mod of an attention, in either contract, with its tensors bound.
 
-score_mod(score, b, h, i, j, **tensors) takes indices. score_mod(graph, score, tensors) builds a graph of cuDNN, whose
-operations `ScoreGraph` computes on tensors. score_mod_bprop computes the gradient of the scores in the same contract:
-score_mod_bprop(gradient, score, b, h, i, j, **tensors), or score_mod_bprop(graph, gradient, tensors).
+score_mod(score, b, h, i, j, **tensors) takes indices. score_mod(graph, score, tensors) builds a graph of cuDNN. The
+backend cudnn adds the recorded graph to its own; for other backends, `ScoreGraph` computes the operations on tensors.
+score_mod_bprop computes the gradient of the scores in the same contract: score_mod_bprop(gradient, score, b, h, i, j,
+**tensors), or score_mod_bprop(graph, gradient, tensors).
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 from ....common.checks import described, function_or_none
-from ....common.score_graph import ScoreGraph, builds_a_graph
+from ....common.dispatch import is_tracing
+from ....common.score_graph import (
+    FIRST_OPERAND,
+    GRADIENT,
+    SCORE,
+    ScoreGraph,
+    ScoreProgram,
+    builds_a_graph,
+    record,
+)
 from ...runtime.double_backward import once_differentiable
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -38,7 +48,12 @@ class BoundScoreMod:
         self.bprop = bprop
         self.bprop_tensors = dict(bprop_tensors)
         named = (*self.tensors.items(), *self.bprop_tensors.items())
-        self._key = (function, bprop, len(self.tensors), tuple((name, id(tensor)) for name, tensor in named))
+        self._key: tuple[Any, ...] = (
+            function,
+            bprop,
+            len(self.tensors),
+            tuple((name, id(tensor)) for name, tensor in named),
+        )
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         places = (b, h, i, j)
@@ -63,15 +78,52 @@ class BoundScoreMod:
 
 
 class GraphScoreMod(BoundScoreMod):
-    """A score_mod that builds a graph."""
+    """A score_mod that builds a graph.
+
+    Attributes:
+        program: The recorded graph, or the reason why the functions cannot be recorded. The functions run once for the
+            record, so that a change of their closures is a change of the program, and thereby of the key.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        tensors: Mapping[str, Tensor],
+        bprop: Callable[..., Tensor] | None,
+        bprop_tensors: Mapping[str, Tensor],
+    ):
+        super().__init__(function, tensors, bprop, bprop_tensors)
+        self.program: ScoreProgram | str = "a compiler traces it"
+        if not is_tracing():
+            self.program = record(function, self.tensors, bprop, self.bprop_tensors)
+            needed = tuple(tensor.requires_grad for tensor in self.operands())
+            self._key = (*self._key, self.program, needed)
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """Return the tensors of both functions in the order of the program's operands."""
+        return (*self.tensors.values(), *self.bprop_tensors.values())
 
     def forward(self, score: Tensor, places: Places) -> Tensor:
         """Return the modified scores."""
-        return self.function(ScoreGraph(torch, places), score, _at(self.tensors, places))
+        tensors = _at(self.tensors, places)
+        program = self.program
+        if isinstance(program, ScoreProgram) and program.configures:
+            values = dict(enumerate(tensors.values(), FIRST_OPERAND))
+            values[SCORE] = score
+            return program.compute(ScoreGraph(torch, places), values)
+        return self.function(ScoreGraph(torch, places), score, tensors)
 
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
         """Return the gradient of the scores; bprop may read the function's results, as in one graph."""
         assert self.bprop is not None
+        program = self.program
+        if isinstance(program, ScoreProgram) and program.configures:
+            tensors = (*_at(self.tensors, places).values(), *_at(self.bprop_tensors, places).values())
+            values = dict(enumerate(tensors, FIRST_OPERAND))
+            values[SCORE] = score
+            program.compute(ScoreGraph(torch, places), values)
+            values[GRADIENT] = gradient
+            return program.compute_gradient(ScoreGraph(torch, places), values)
         self.forward(score, places)
         return self.bprop(ScoreGraph(torch, places), gradient, _at(self.bprop_tensors, places))
 

@@ -1,0 +1,165 @@
+"""score_mod(graph, score, tensors) as a part of cuDNN's graphs: which calls it supports, its tensors and its callbacks.
+
+The library calls back with its own graph while it builds a plan. The callbacks repeat the recorded program, and never
+call the user's functions: a plan is a function of the program, of the attention and of the facts of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .....common.score_graph import FIRST_OPERAND, GRADIENT, SCORE, ScoreProgram, Step
+from ..call import AttentionCall
+from ..score_mod import GraphScoreMod
+from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides, contiguous_strides
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+
+
+class Operand(NamedTuple):
+    """Facts of a tensor of a score_mod; shape and strides have 4 dimensions, which broadcast with [b, h, s_q, s_kv].
+
+    Attributes:
+        number: Number of the tensor in the program.
+        on_host: Whether it is one number in host memory, which the library reads when it launches a kernel.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
+    on_host: bool
+
+    @property
+    def role(self) -> str:
+        """Name of the tensor among the roles of a plan."""
+        return f"score_mod_{self.number - FIRST_OPERAND}"
+
+
+class Modifier(NamedTuple):
+    """A program with the facts of its tensors: everything that a plan with a score_mod depends on."""
+
+    program: ScoreProgram
+    operands: tuple[Operand, ...]
+
+    def callbacks(self, description: Description, with_gradient: bool) -> dict[str, Callable[..., Any]]:
+        """Describe the tensors that one pass reads; return the arguments score_mod and score_mod_bprop of the pass."""
+        program = self.program.needed(with_gradient)
+        read = program.operands()
+        given: dict[int, Any] = {}
+        for operand in self.operands:
+            if operand.number in read:
+                given[operand.number] = description.tensor(
+                    operand.role, operand.shape, operand.strides, operand.dtype, on_host=operand.on_host
+                )
+        # The gradient reads values that the function has computed in the same graph.
+        values: dict[int, Any] = {}
+
+        def modify(graph: Any, score: Any) -> Any:
+            values.clear()
+            values.update(given)
+            values[SCORE] = score
+            return _repeated(program.modify, program.modified, graph, values)
+
+        def differentiate(graph: Any, gradient: Any) -> Any:
+            assert program.gradient is not None
+            values[GRADIENT] = gradient
+            return _repeated(program.differentiate, program.gradient, graph, values)
+
+        found: dict[str, Callable[..., Any]] = {"score_mod": modify}
+        if program.gradient is not None:
+            found["score_mod_bprop"] = differentiate
+        return found
+
+
+def _repeated(steps: tuple[Step, ...], result: int, graph: Any, values: dict[int, Any]) -> Any:
+    for step in steps:
+        step.run(graph, values)
+    return values[result]
+
+
+def unsupported_score_mod(call: AttentionCall) -> str | None:
+    """Return the reason why the score_mod of a call, or a call with it, is unsupported; None if it is supported."""
+    score_mod = call.score_mod
+    if score_mod is None:
+        return None
+    if not isinstance(score_mod, GraphScoreMod):
+        return "score_mod takes indices; it takes score_mod(graph, score, tensors)"
+    if isinstance(score_mod.program, str):
+        return score_mod.program
+    for name, given, supported in (
+        ("attn_mask_type", call.mask.name, "no_mask"),
+        ("window_size", call.mask.window, (-1, -1)),
+        ("core_attention_bias_type", call.bias, "no_bias"),
+        ("softmax_type", call.softmax, "vanilla"),
+        ("attention_dropout", call.dropout, 0.0),
+        ("return_max_logit", call.max_logit, False),
+        ("page_size", call.page_size, 0),
+    ):
+        if given != supported:
+            return f"score_mod with {name}={given!r}; it takes {supported!r}"
+    if call.packed or call.cached:
+        return "score_mod with packed sequences or a cache of keys and values"
+    if call.needs_gradient and score_mod.bprop is None:
+        if not score_mod.program.adds_only():
+            return "gradients of a score_mod that does more than add to the scores; give score_mod_bprop"
+        if any(tensor.requires_grad for tensor in score_mod.operands()):
+            return "gradients of score_mod_tensors"
+    return _unsupported_tensors(call, score_mod)
+
+
+def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str | None:
+    """Return the reason why the tensors of a score_mod are unsupported, or None."""
+    tensors = score_mod.operands()
+    if len(tensors) > MOST_SCORE_MOD_TENSORS:
+        return f"{len(tensors)} tensors of a score_mod; it takes at most {MOST_SCORE_MOD_TENSORS}"
+    names = (
+        *(f"score_mod_tensors[{name!r}]" for name in score_mod.tensors),
+        *(f"score_mod_bprop_tensors[{name!r}]" for name in score_mod.bprop_tensors),
+    )
+    scores = (call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.dtype not in _DTYPES:
+            return f"{name} is {tensor.dtype}; it takes float32, bfloat16, float16, int32 and int64"
+        if tensor.numel() == 1:
+            continue
+        broadcasts = tensor.dim() == 4 and all(
+            size in (1, whole) for size, whole in zip(tensor.shape, scores, strict=True)
+        )
+        if not broadcasts:
+            return f"{name} is {list(tensor.shape)}, which does not broadcast to the scores {list(scores)}"
+    return None
+
+
+def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier | None, tuple[Tensor, ...]]:
+    """Return the modifier of a supported call, and the tensors in the order of its operands.
+
+    A tensor of one element on the host stays there; other tensors on the host are copied to the device.
+    """
+    score_mod = call.score_mod
+    if score_mod is None:
+        return None, ()
+    assert isinstance(score_mod, GraphScoreMod) and isinstance(score_mod.program, ScoreProgram)
+    operands: list[Operand] = []
+    tensors: list[Tensor] = []
+    for number, tensor in enumerate(score_mod.operands(), FIRST_OPERAND):
+        tensor = tensor.detach()
+        on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
+        if tensor.numel() == 1:
+            tensor = tensor.reshape(1, 1, 1, 1)
+        if not on_host:
+            tensor = tensor.to(device)
+        # An expanded dimension, whose stride is zero, is one element that broadcasts.
+        for axis, stride in enumerate(tensor.stride()):
+            if stride == 0:
+                tensor = tensor.narrow(axis, 0, 1)
+        tensor = tensor.contiguous()
+        # Not tensor.stride(), which may be anything where a dimension has one element.
+        strides = contiguous_strides(tensor.shape)
+        operands.append(Operand(number, tuple(tensor.shape), strides, tensor.dtype, on_host))
+        tensors.append(tensor)
+    return Modifier(score_mod.program, tuple(operands)), tuple(tensors)
