@@ -232,7 +232,10 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
         text = with_code_spans(inspect.getdoc(value) or "")
         module.members[name] = griffe.Class(name, docstring=griffe.Docstring(text), parent=module)
     elif callable(value):
-        module.members[name] = _function_of(module, name, value)
+        function = _function_of(module, name, value)
+        if entry is not None and entry.docstring is not None:  # the text below the assignment
+            function.docstring = griffe.Docstring(entry.docstring.value, parent=function)
+        module.members[name] = function
 
 
 def _complete_defaults(entry: griffe.Object, value: Any) -> None:
