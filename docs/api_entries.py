@@ -68,7 +68,8 @@ _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 _THOSE_OF = r"[Oo]ther\s+arguments\s+are\s+those\s+of\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
 _OTHERS = re.compile(_THOSE_OF)
-_OTHERS_SENTENCE = re.compile(rf"The\s+{_THOSE_OF}\.[ \n]?")
+# A blank line after the sentence stays: it separates the next section.
+_OTHERS_SENTENCE = re.compile(rf" ?The\s+{_THOSE_OF}\.(?: (?=\S)|\n(?!\s*\n))?")
 
 
 def public_names(package: str) -> Iterator[tuple[str, Any]]:
@@ -231,7 +232,10 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
         text = with_code_spans(inspect.getdoc(value) or "")
         module.members[name] = griffe.Class(name, docstring=griffe.Docstring(text), parent=module)
     elif callable(value):
-        module.members[name] = _function_of(module, name, value)
+        function = _function_of(module, name, value)
+        if entry is not None and entry.docstring is not None:  # the text below the assignment
+            function.docstring = griffe.Docstring(entry.docstring.value, parent=function)
+        module.members[name] = function
 
 
 def _complete_defaults(entry: griffe.Object, value: Any) -> None:

@@ -58,13 +58,18 @@ JAXX_Scaling_Mode = enum.IntEnum(
     start=0,
     module=__name__,
 )
+"""Scalings of a quantized array: scaling in one direction of blocks (1D) or square blocks (2D)."""
 JAXX_Quantize_Layout = enum.IntEnum(
     "JAXX_Quantize_Layout", "ROWWISE COLWISE ROWWISE_COLWISE", start=0, module=__name__
 )
+"""Directions of a quantized array: for products along its last axis, along its other axes, or both."""
 JAXX_Score_Function = enum.IntEnum("JAXX_Score_Function", "SIGMOID SOFTMAX", start=0, module=__name__)
+"""Functions from the logits of a router to its scores."""
 JAXX_Routing_Map_Format = enum.IntEnum(
     "JAXX_Routing_Map_Format", "BYTEMAP BITMAP_U8", start=0, module=__name__
 )
+"""Layouts of a routing map: a byte per token and expert, or a bit."""
 JAXX_Collective_Op = enum.IntEnum(
     "JAXX_Collective_Op", "NONE ALL_GATHER REDUCE_SCATTER", start=0, module=__name__
 )
+"""Collectives that a product of a sharded array may be combined with."""

@@ -26,6 +26,11 @@ def relative_bias(graph, score, tensors):
     return graph.binary_select(biased, tensors["hidden"], graph.cmp_ge(input=query, comparison=key))
 
 
+def clipped(graph, score, tensors, low=-1.0, high=1.0):
+    """score between two limits"""
+    return graph.min(graph.max(score, low), high)
+
+
 def inputs(batch: int = 2, queries: int = 7, keys: int = 7, heads: int = 4, groups: int = 2):
     torch.manual_seed(0)
     shapes = ((batch, queries, heads, 16), (batch, keys, groups, 16), (batch, keys, groups, 16))
@@ -154,6 +159,21 @@ def test_the_contracts_are_told_apart_by_their_parameters():
     assert not builds_a_graph(lambda score, *places: score)
     assert not builds_a_graph(lambda score, b, h, i, j, *, slope: score)
     assert builds_a_graph(Softcap().forward) and not builds_a_graph(torch.nn.Identity().forward)
+
+
+def test_a_compiler_tells_the_contracts_apart_as_eager_mode_does():
+    def told(x):
+        def nested(graph, score, tensors, cap=1.0):
+            return score
+
+        def of_indices(score, b, h, i, j, cap=1.0):
+            return score
+
+        return x, [builds_a_graph(f) for f in (softcap, clipped, oracle, nested, of_indices)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(told, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(1))[1] == told(torch.ones(1))[1] == [True, True, False, True, False]
 
 
 def test_signatures_are_inspected_once_per_function(monkeypatch):

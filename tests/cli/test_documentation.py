@@ -74,6 +74,8 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
                 "cli",
                 "index",
                 "jax",
+                "jax_backends",
+                "jax_devices",
                 "jax_examples",
                 "megatron",
                 "checkpoints",

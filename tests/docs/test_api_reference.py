@@ -122,6 +122,28 @@ def test_each_argument_is_described(package: str):
     assert missing == []
 
 
+def test_each_argument_of_a_forward_pass_is_described():
+    missing = []
+    for package in (api_entries.PYTORCH, f"{api_entries.PYTORCH}.ops"):
+        for name, value in api_entries.public_names(package):
+            forward = vars(value).get("forward") if inspect.isclass(value) else None
+            if forward is not None:
+                known = api_entries.arguments_of(package, forward)
+                names = api_entries.parameter_names(forward)
+                missing += [f"{name}.forward: {one}" for one in names if one not in {*known, "self"}]
+    assert missing == []
+
+
+@pytest.mark.parametrize("package", api_entries.PACKAGES)
+def test_completed_sections_of_arguments_are_tables(package: str):
+    for name, value in api_entries.public_names(package):
+        known = api_entries.arguments_of(package, value) if callable(value) else {}
+        if known:
+            text = api_entries._with_arguments(inspect.getdoc(value) or "", known)
+            docstring = api_entries.griffe.Docstring(api_entries._OTHERS_SENTENCE.sub("", text))
+            assert set(api_entries.described(docstring)) >= set(known), name
+
+
 def test_each_shared_description_is_used():
     used: set[tuple[str, str]] = set()
     for package in api_entries.PACKAGES:

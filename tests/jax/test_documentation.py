@@ -114,7 +114,7 @@ def test_the_front_page_s_example_gives_gradients_and_the_next_state():
 
 @pytest.mark.slow
 def test_the_other_examples_of_the_page_run_as_printed_one_after_the_other():
-    program = "\n".join(block for block in examples("jax.md")[2:])
+    program = "\n".join([*examples("jax_devices.md"), *examples("jax.md")[2:]])
     checks = (
         "\nassert y.shape == (2, 16, 4, 8) and balance.shape == () and int(received) == 2 * 2 * 16"
         "\nassert int(cache['attention']['cache_index']) == 3"

@@ -151,13 +151,15 @@ def _inspected(function: Callable[..., Any]) -> int | None:
 def builds_a_graph(score_mod: Callable[..., Any]) -> bool:
     """Return whether a score_mod takes (graph, score, tensors): three required positional parameters.
 
-    A compiler can read the code of a function that the traced function defines, but not inspect its signature. There
-    a function of indices is one that takes five positional arguments.
+    A compiler reads the code of a function but not its signature, and of a nested function not the defaults either
+    (torch 2.13). A nested function of a graph may therefore have one parameter with a default, because a function of
+    indices has at least five parameters.
     """
     if is_tracing() and type(score_mod) is FunctionType:
-        return (
-            score_mod.__code__.co_argcount in (3, 4) and not score_mod.__code__.co_flags & inspect.CO_VARARGS
-        )
+        code = score_mod.__code__
+        nested = bool(code.co_flags & inspect.CO_NESTED)
+        required = code.co_argcount - (0 if nested else len(score_mod.__defaults__ or ()))
+        return required in ((3, 4) if nested else (3,)) and not code.co_flags & inspect.CO_VARARGS
     return required_parameters(score_mod) == 3
 
 

@@ -84,6 +84,8 @@ class TransformerLayer(nn.Module):
         apply_residual_connection_post_layernorm: The residual is norm(x) instead of x.
         output_layernorm: Normalize after the layer instead of before the self attention.
         parallel_attention_mlp: y = x + drop(self_attention(norm(x)) + mlp(norm(x))).
+        output_layer_init_method: Fills proj.weight and fc2_weight; by default with N(0, 0.023).
+        bias: Add learned biases to the projections and the MLP.
         hidden_dropout: Probability of dropping a feature before each residual sum.
         drop_path_rate: Probability of dropping a whole sample before each residual sum.
         self_attn_mask_type: `attn_mask_type` of the self attention.

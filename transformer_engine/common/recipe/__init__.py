@@ -313,7 +313,7 @@ class NVFP4BlockScaling(Recipe):
         disable_2d_quantization: Share scales of weights over 16 instead of 16 x 16 values.
         row_scaled_activation: One float32 scale per row of an activation.
         nvfp4_4over6: Tensors whose blocks choose between maxima 4 and 6: "none", "weights", "activations" or "all".
-        nvfp4_4over6_e4m3_use_256: Tensors whose block scales end at 256 instead of 448, from the same values.
+        nvfp4_4over6_e4m3_use_256: Tensors whose largest block scale is 256 instead of 448; same choices.
         nvfp4_4over6_err_mode: Error that decides between 4 and 6: "MAE" or "MSE".
         fp4_format: Format.E2M1.
         fp8_format: Format.E4M3, the format of the block scales.

@@ -64,16 +64,18 @@ class MultiheadAttention(nn.Module):
 
     Args:
         num_attention_heads: Query heads.
-        layernorm_epsilon: eps of the input norm.
+        layernorm_epsilon: Added to the variance (or mean square) in the norms.
         attention_type: "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross" (layernorm_query or
             query_layer, and key_value, instead of qkv).
         input_layernorm: Normalize the input first.
         return_layernorm_output: Also return the normalized input.
         fuse_qkv_params: One parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight.
-        qkv_weight_interleaved: Order of a fused weight, see `Heads`.
+        qkv_weight_interleaved: A fused weight has the rows of each group together; else all q, all k, all v.
+        output_layer_init_method: Fills proj.weight; by default with N(0, 0.023).
+        bias: Add learned biases to the projections.
         rotary_pos_interleaved: Rotate neighboring features instead of the two halves of a head.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of heads, after the rotary embedding by default.
-        qk_norm_eps: eps of that norm.
+        qk_norm_eps: Added to the variance (or mean square) in that norm.
         qk_norm_before_rope: Normalize heads before the rotary embedding.
         set_parallel_mode: Shard heads over the tensor-parallel group: qkv by columns, proj by rows.
     """

@@ -69,7 +69,12 @@ class Decoder(nn.Module):
             fill(self.head.weight)
 
     def forward(self, tokens: Tensor, cache: InferenceParams | None = None) -> Tensor:
-        """Return the logits of tokens [b, s]; with a cache, the tokens follow the cached ones."""
+        """Return the logits [b, s, vocabulary].
+
+        Args:
+            tokens: Numbers of tokens [b, s].
+            cache: Cache whose tokens precede the given ones, after `pre_step`; None for whole sequences.
+        """
         hidden = self.embedding(tokens)
         angles = None
         if self.rotary is not None:

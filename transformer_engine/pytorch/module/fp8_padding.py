@@ -20,7 +20,12 @@ class Fp8Padding(RowGroups):
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Return (y, padded m_splits); x and m_splits themselves if every group is a multiple already."""
+        """Return (y, padded m_splits); x and m_splits themselves if every group is a multiple already.
+
+        Args:
+            inp: Rows of all groups [sum of m_splits, K].
+            m_splits: Rows of each group.
+        """
         rows = to_ints("m_splits", m_splits)
         padded = self.padded_rows(inp, rows)
         if padded == list(rows):

@@ -177,7 +177,7 @@ class LayerNormLinear(ProductsModule):
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Return y, or `(y[, bias][, norm(x)])` with return_bias or return_layernorm_output.
 
-        Arguments and errors as in Linear.forward.
+        The other arguments are those of `Linear.forward`.
         """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)

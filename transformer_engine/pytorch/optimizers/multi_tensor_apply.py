@@ -93,3 +93,4 @@ def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
+"""The `MultiTensorApply` that callers of the original use: multi_tensor_applier(op, flag, tensor_lists, *args)."""

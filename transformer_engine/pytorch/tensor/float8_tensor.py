@@ -147,7 +147,9 @@ class _StateViews(NamedTuple):
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Delayed scaling. The other arguments are those of `Quantizer` and `Float8BlockQuantizer`.
+    """Quantizer to FP8 with one scale from earlier steps, as in delayed scaling.
+
+    The other arguments are those of `Quantizer` and `Float8BlockQuantizer`.
 
     Args:
         scale: Scale float32 [1] from earlier steps, or part of a recipe's state (`from_state`).
@@ -292,7 +294,9 @@ class Float8Quantizer(_PerTensorQuantizer):
 
 
 class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Current scaling. The other arguments are those of `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
+    """Quantizer to FP8 with one scale from the maximum of the tensor itself, as in current scaling.
+
+    The other arguments are those of `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
 
     Args:
         device: Accepted for compatibility; the device of the input counts.

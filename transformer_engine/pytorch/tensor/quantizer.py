@@ -150,7 +150,13 @@ class Quantizer:
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Tensor | QuantizedTensorStorage:
-        """Quantize, differentiably (the gradient passes through), or into `out`; dtype is the nominal dtype."""
+        """Return the quantized tensor; the gradient passes through the quantization.
+
+        Args:
+            tensor: Values [..., K], floating point.
+            out: Quantized tensor to write to, in the directions that it has.
+            dtype: Nominal dtype, by default that of tensor.
+        """
         if out is not None:
             return self.update_quantized(tensor, out)
         _check_source("tensor", tensor)
@@ -226,14 +232,9 @@ class Quantizer:
         return dst
 
     def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+        requires_grad: bool = False, pin_memory: bool = False,
+    ) -> Any:  # fmt: skip
         """Return an uninitialized quantized tensor, by default on the device of modules; see `update_quantized`."""
         shape = extents("shape", shape)
         values_dtype("dtype", dtype)

@@ -62,7 +62,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         num_attention_heads: Query heads, of all ranks of tp_group.
         kv_channels: Head size, or (of queries and keys, of values).
         num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
-        attention_dropout: Dropout rate of the probabilities; get_rng_state_tracker forks, unless sequence_parallel.
+        attention_dropout: Dropout rate of the softmax, drawn in a fork of the tracker unless sequence_parallel.
         qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
         attn_mask_type: no_mask, arbitrary, padding, or (padding_)causal(_bottom_right); forward() can override it.
         window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
@@ -218,42 +218,27 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._configure(**given)
 
     def forward(
-        self,
-        query_layer: Tensor | None = None,
-        key_layer: Tensor | None = None,
-        value_layer: Tensor | None = None,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        checkpoint_core_attention: bool = False,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        fast_zero_fill: bool = True,
-        inference_params: InferenceParams | None = None,
-        pad_between_seqs: bool | None = None,
-        fp8_output: bool | None = False,
-        bf16_backward: bool | None = None,
-        num_splits: int | None = 1,
-        score_mod: Callable | None = None,
-        score_mod_bprop: Callable | None = None,
+        self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None, qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False, bf16_backward: bool | None = None, num_splits: int | None = 1,
+        score_mod: Callable | None = None, score_mod_bprop: Callable | None = None,
         score_mod_tensors: Mapping[str, Tensor] | None = None,
-        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None,
-        qkv_layer: Tensor | None = None,
-        kv_layer: Tensor | None = None,
-        qkv_interleave_dim: int = -3,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None, qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
 
         Args:
+            query_layer: Queries [s, b, h, d], [b, s, h, d] or [t, h, d], by qkv_format.
+            key_layer: Keys in the same layout, with num_gqa_groups heads.
+            value_layer: Values in the same layout, with num_gqa_groups heads of the value's size.
             attention_mask: True = masked out: padding masks [b, 1, 1, s] (a pair for cross attention), or a mask
                 broadcastable to [b, h, s_q, s_kv] for "arbitrary".
             cu_seqlens_q: Cumulative lengths of the sequences of queries, int32 [b + 1], instead of padding masks.
@@ -261,9 +246,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if there are
                 tokens between them that belong to no sequence.
             cu_seqlens_kv_padded: The same of keys and values. Context-parallel ranks pass bounds of whole sequences.
-            max_seqlen_q: Length of the longest sequence (thd), like max_seqlen_kv; by default read from the device.
-            core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
-                after softmax_scale, "pre_scale_bias" before.
+            max_seqlen_q: Length of the longest sequence of queries (thd); by default read from the device.
+            max_seqlen_kv: The same of keys and values.
+            core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
+            core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; added before or after the scores are scaled.
             alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
             inference_params: Cache that keys and values are appended to; all cached ones are attended to, with the
                 cache's lengths, and cumulative lengths and attention_mask have no effect.
@@ -271,9 +257,17 @@ class DotProductAttention(TransformerEngineBaseModule):
             qkv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k and v.
             kv_layer: Packed [.., 2, h, d] or [.., h, 2, d] instead of k and v.
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
-            fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
-                attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
-            score_mod_tensors: Named tensors, passed to score_mod as keywords. fast_zero_fill has no effect.
+            pad_between_seqs: Whether tokens between sequences of a thd tensor belong to none; by default found out.
+            qkv_interleave_dim: Axis of the 3 or 2 in qkv_layer or kv_layer.
+            fp8_output: Return a Float8Tensor. Like bf16_backward, for FP8 attention, which the recipe of autocast
+                requests by fp8_dpa or fp8_mha.
+            bf16_backward: Compute the gradients of FP8 attention in high precision.
+            score_mod_tensors: Named tensors, passed to score_mod as keywords or as its dict.
+            score_mod_bprop: Gradient of score_mod, in either form; by default that of autograd.
+            score_mod_bprop_tensors: Named tensors, passed to score_mod_bprop.
+            fast_zero_fill: Has no effect.
+
+        The other arguments are those of `DotProductAttention`.
 
         Raises:
             ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
