@@ -16,15 +16,8 @@ from torch import Tensor
 
 from ....common.checks import described, function_or_none
 from ....common.dispatch import is_tracing
-from ....common.score_graph import (
-    FIRST_OPERAND,
-    GRADIENT,
-    SCORE,
-    ScoreGraph,
-    ScoreProgram,
-    builds_a_graph,
-    record,
-)
+from ....common.score_graph import ScoreGraph, builds_a_graph
+from ....common.score_program import FIRST_OPERAND, GRADIENT, SCORE, ScoreProgram, record
 from ...runtime.double_backward import once_differentiable
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
