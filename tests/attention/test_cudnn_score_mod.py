@@ -186,6 +186,14 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         ),
         # The library crashes on these graphs.
         (
+            {
+                "score_mod": graph_score_mod(
+                    lambda g, s, t: g.add(g.mul(t["bias"], t["bias"]), s), {"bias": torch.zeros(1, 4, 1, 1)}
+                )
+            },
+            "graph.mul of score_mod_tensors alone; compute it before the call",
+        ),
+        (
             {"score_mod": graph_score_mod(lambda g, s, t: t["bias"], {"bias": torch.zeros(1)})},
             "does not depend on the scores",
         ),

@@ -97,6 +97,11 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         return "a score_mod whose result does not depend on the scores"
     if program.gradient is not None and not program.depends_on(GRADIENT, program.gradient):
         return "a score_mod_bprop whose result does not depend on the gradient"
+    needed = program.needed(call.needs_gradient)
+    given = needed.operands()
+    for step in (*needed.modify, *needed.differentiate):
+        if step.reads() <= given:
+            return f"graph.{step.method} of score_mod_tensors alone; compute it before the call"
     for name, given, supported in (
         ("attn_mask_type", call.mask.name, "no_mask"),
         ("window_size", call.mask.window, (-1, -1)),
