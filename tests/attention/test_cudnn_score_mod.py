@@ -164,6 +164,7 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
             {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1, requires_grad=True)})},
             "gradients of score_mod_tensors",
         ),
+        ({"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1).int()})}, "torch.int32; it takes"),
         (
             {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1).double()})},
             "torch.float64; it takes",

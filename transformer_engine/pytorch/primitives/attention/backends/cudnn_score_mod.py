@@ -17,7 +17,7 @@ from ..call import AttentionCall
 from ..score_mod import GraphScoreMod
 from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides, contiguous_strides
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ScoreModTensor(NamedTuple):
@@ -135,7 +135,7 @@ def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str |
     scores = (call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype not in _DTYPES:
-            return f"{name} is {tensor.dtype}; it takes float32, bfloat16, float16, int32 and int64"
+            return f"{name} is {tensor.dtype}; it takes float32, bfloat16 and float16"
         if tensor.numel() == 1:
             continue
         broadcasts = tensor.dim() == 4 and all(
@@ -154,7 +154,7 @@ def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str |
 def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier | None, tuple[Tensor, ...]]:
     """Return the modifier of a supported call, and the tensors in the order of its operands.
 
-    A tensor of one element on the host stays there; other tensors on the host are copied to the device.
+    A tensor of one element on the host stays there, in float32; other tensors on the host are copied to the device.
     """
     score_mod = call.score_mod
     if score_mod is None:
@@ -167,8 +167,8 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
         on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
         if tensor.numel() == 1:
             tensor = tensor.reshape(1, 1, 1, 1)
-        if not on_host:
-            tensor = tensor.to(device)
+        # A number on the host becomes float32, the dtype of the scores.
+        tensor = tensor.to(torch.float32) if on_host else tensor.to(device)
         # An expanded dimension, whose stride is zero, is one element that broadcasts.
         for axis, stride in enumerate(tensor.stride()):
             if stride == 0:
