@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described
+from transformer_engine.common.numbers import to_ints, with_article
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.quantize import absolute_maximum
 from transformer_engine.pytorch.runtime.checks import floating
 
-from .checks import integers, member, output_or_none, quantizer_or_none, sequence, values, with_axes
+from .checks import member, output_or_none, quantizer_or_none, sequence, values, with_axes
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
@@ -46,7 +47,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 def dequantize(input: Any, otype: DType | int | torch.dtype) -> Tensor:
     """Return the values of a quantized tensor."""
     if not hasattr(input, "get_usages"):
-        raise TypeError(f"input={described(input)} is a {type(input).__name__}; give a quantized tensor")
+        raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a quantized tensor")
     return input.dequantize(dtype=torch_dtype(otype))
 
 
@@ -93,7 +94,7 @@ def split_quantize(
         ValueError: A size is negative, or the sizes add up to more than M rows.
     """
     with_axes("tensor", tensor, 1)
-    sizes = integers("split_sections", split_sections)
+    sizes = to_ints("split_sections", split_sections)
     if sum(sizes) > tensor.shape[0] or min(sizes, default=0) < 0:
         raise ValueError(
             f"split_sections={sizes} must be sizes of at least 0 that add up to at most {tensor.shape[0]} rows"

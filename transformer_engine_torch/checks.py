@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from transformer_engine.common.checks import described
-from transformer_engine.common.numbers import to_int
+from transformer_engine.common.numbers import with_article
 from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
 
 E = TypeVar("E", bound=enum.IntEnum)
@@ -47,7 +47,7 @@ def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
         return
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
-            f"{name}={described(value)} is a {type(value).__name__}; give a tensor to write to, or None"
+            f"{name}={described(value)} is {with_article(type(value))}; give a tensor to write to, or None"
         )
     if like is not None:
         same_shape(name, value, "the result", like)
@@ -56,25 +56,13 @@ def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
 def sequence(name: str, value: Any) -> None:
     """Raise TypeError unless the value is a sequence such as a list or a tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a list of tensors")
-
-
-def integers(name: str, value: Any) -> list[int]:
-    """Convert a sequence, an array or a tensor [n] of whole numbers to a list of ints.
-
-    Raises:
-        TypeError: The value is not such a sequence.
-    """
-    listed = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
-        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
-    return [to_int(f"an entry of {name}", item) for item in listed]
+        raise TypeError(f"{name}={described(value)} is {with_article(type(value))}; give a list of tensors")
 
 
 def member(name: str, kind: type[E], value: Any) -> E:
     """Convert a member of another enumeration, or a number, to a member of `kind`."""
     if isinstance(value, (str, float)) or not hasattr(value, "__int__") or int(value) not in list(kind):
         raise ValueError(
-            f"{name}={described(value)} is not a {kind.__name__}; give one of {', '.join(kind.__members__)}"
+            f"{name}={described(value)} is not {with_article(kind)}; give one of {', '.join(kind.__members__)}"
         )
     return kind(int(value))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from transformer_engine.common.checks import described
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
-from transformer_engine.common.numbers import to_bool, to_float
+from transformer_engine.common.numbers import to_bool, to_float, to_ints
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
@@ -36,7 +36,7 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
 )
 
 from .cast import torch_dtype
-from .checks import integers, output_or_none, quantizer_or_none, sequence, with_axes
+from .checks import output_or_none, quantizer_or_none, sequence, with_axes
 
 
 class _AfterProduct(NamedTuple):
@@ -287,7 +287,7 @@ def te_general_grouped_gemm(
         raise ValueError("D=None: the results are written; give a list of tensors, or one with single_output")
     for name, given in (("A", A), ("B", B), ("D", D)):
         sequence(name, given)
-    splits = [] if m_splits is None else integers("m_splits", m_splits)
+    splits = [] if m_splits is None else to_ints("m_splits", m_splits)
     if bias is not None:
         sequence("bias", bias)
     for out in D:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_engine.common.checks import described
 from transformer_engine.common.formats import round_up
+from transformer_engine.common.numbers import to_ints, with_article
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.runtime.device import canonical_device
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, StackQuantizer, stack_quantizer
@@ -19,7 +20,7 @@ from transformer_engine.pytorch.tensor.storage.block_scaled import BlockScaledSt
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
 from .cast import torch_dtype
-from .checks import integers, quantizer_or_none, sequence, values, with_axes
+from .checks import quantizer_or_none, sequence, values, with_axes
 
 Extents = Tensor | Sequence[int] | None
 
@@ -30,12 +31,12 @@ def _shapes(
     """Return the shape of each matrix of a group; numbers on a GPU are read by the host."""
     rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
     if last_dims is not None:
-        lasts = integers("last_dims", last_dims)
-        firsts = [rows] * num_tensors if first_dims is None else integers("first_dims", first_dims)
+        lasts = to_ints("last_dims", last_dims)
+        firsts = [rows] * num_tensors if first_dims is None else to_ints("first_dims", first_dims)
     else:
         lasts = [columns] * num_tensors
         even = [rows // num_tensors] * num_tensors
-        firsts = even if first_dims is None else integers("first_dims", first_dims)
+        firsts = even if first_dims is None else to_ints("first_dims", first_dims)
     shapes = list(zip(firsts, lasts, strict=True))
     if len(shapes) != num_tensors or sum(map(prod, shapes)) > tensor.numel():
         raise ValueError(
@@ -103,7 +104,7 @@ def group_dequantize(input: GroupedTensorStorage, otype: DType | int | torch.dty
         otype: Dtype of the values.
     """
     if not isinstance(input, GroupedTensorStorage):
-        raise TypeError(f"input={described(input)} is a {type(input).__name__}; give a GroupedTensor")
+        raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a GroupedTensor")
     dtype = torch_dtype(otype)
     matrices = [
         m.dequantize(dtype=dtype) if isinstance(m, QuantizedTensorStorage) else m.to(dtype)
@@ -248,7 +249,7 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
     for part in parts:
         if not isinstance(part, BlockScaledStorage):
             raise TypeError(
-                f"tensor={described(part)} is a {type(part).__name__} without block scales; give an MXFP8 or NVFP4 "
+                f"tensor={described(part)} is {with_article(type(part))} without block scales; give an MXFP8 or NVFP4 "
                 "tensor"
             )
 

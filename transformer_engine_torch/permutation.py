@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transformer_engine.common.numbers import to_int
+from transformer_engine.common.numbers import to_int, to_ints
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions.permutation import pad_rows, unpad_rows
 from transformer_engine.pytorch.primitives.permutation import (
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.primitives.permutation import (
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
 
-from .checks import integers, sequence
+from .checks import sequence
 
 
 def moe_permute_fwd(
@@ -162,11 +162,11 @@ def _probs(prob: Tensor | None, routes: Routes) -> Tensor | None:
 
 def _checked_rows(
     short: Tensor, long: Tensor, given_rows: Sequence[int], given_padded: Sequence[int]
-) -> tuple[list[int], list[int]]:
+) -> tuple[Sequence[int], Sequence[int]]:
     """Return the rows of the groups as ints; raise ValueError, before a write, unless they fit the matrices."""
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
-    rows, padded = (integers("the rows of the groups", given) for given in (given_rows, given_padded))
+    rows, padded = (to_ints("the rows of the groups", given) for given in (given_rows, given_padded))
     fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[1] == long.shape[1]
     if (
         len(rows) != len(padded)

@@ -159,6 +159,7 @@ def test_a_search_finds_what_trying_every_mesh_finds():
         if tp * fsdp <= 8
     ]
     assert found.step_ms == min(each.step_ms for each in every if each.fits)
+    assert plan(TINY, 8, recipe="none") == plan(TINY, 8, recipe="bf16")
     assert found.global_batch == 8
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import transformer_engine.pytorch as te
 from tests.distributed.sharded_cases import RECIPES
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 from transformer_engine.pytorch.quantization.extra_state import decode_extra_state
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
@@ -109,22 +109,23 @@ def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2, 1)}
     found = {}
-    for name, quantized in cases:
-        place = directory / f"{name}-{quantized}"
-        mesh = replicated if (name, quantized) == cases[0] else meshes[4]
-        saved = Trained(name, quantized, mesh, None)
-        first = saved.step(0)
-        dcp.save(saved.state(), checkpoint_id=place)
-        states = {4: saved.whole(mesh.get_group(mesh.ndim - 1))}
-        steps = {4: torch.stack([first, saved.step(1), saved.step(2)])}
-        for size in (2, 1):
-            if dist.get_rank() < size:
-                scaling_group = meshes[size].get_group()
-                group = scaling_group if size > 1 else None
-                read = Trained(name, quantized, meshes[size] if size > 1 else None, scaling_group)
-                read.load(place, group)
-                states[size] = read.whole(group)
-                steps[size] = torch.stack([first, read.step(1), read.step(2)])
-            dist.barrier()
-        found[f"{name}-{quantized}"] = {"states": states, "steps": steps}
+    with emulate():  # MXFP8 on the CPU of a machine with a Hopper GPU
+        for name, quantized in cases:
+            place = directory / f"{name}-{quantized}"
+            mesh = replicated if (name, quantized) == cases[0] else meshes[4]
+            saved = Trained(name, quantized, mesh, None)
+            first = saved.step(0)
+            dcp.save(saved.state(), checkpoint_id=place)
+            states = {4: saved.whole(mesh.get_group(mesh.ndim - 1))}
+            steps = {4: torch.stack([first, saved.step(1), saved.step(2)])}
+            for size in (2, 1):
+                if dist.get_rank() < size:
+                    scaling_group = meshes[size].get_group()
+                    group = scaling_group if size > 1 else None
+                    read = Trained(name, quantized, meshes[size] if size > 1 else None, scaling_group)
+                    read.load(place, group)
+                    states[size] = read.whole(group)
+                    steps[size] = torch.stack([first, read.step(1), read.step(2)])
+                dist.barrier()
+            found[f"{name}-{quantized}"] = {"states": states, "steps": steps}
     return found

@@ -40,7 +40,7 @@ def _rank(rank: int, function: Callable[[torch.device], Any], size: int, directo
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=f"file://{directory}/rendezvous",
         timeout=TIMEOUT,
         rank=rank,

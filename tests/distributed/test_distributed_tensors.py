@@ -124,7 +124,9 @@ def compared(used: Any, sequence: bool) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
-def test_a_model_of_distributed_tensors_computes_the_gradients_of_one_device(name: str, sequence: bool):
+def test_a_model_of_distributed_tensors_computes_the_gradients_of_one_device(
+    emulated, name: str, sequence: bool
+):
     for wrong, placed in run_on_threads(lambda rank: compared(RECIPES[name], sequence), 2):
         assert wrong == []
         assert placed["first.weight"] == placed["first.bias"] == "S(0) S(0)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import RECIPES
+from transformer_engine.pytorch.distributed_weight import whole_weights
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 
 SIZE, ROWS = 2, 64
@@ -93,11 +95,12 @@ def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> 
     return [y.detach(), x.grad]
 
 
-def case(device: torch.device, kind: str, name: str, fused: bool) -> dict[str, Any]:
+def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool = False) -> dict[str, Any]:
     """Compare a step of a layer of shards with a layer of whole weights that trains on the batches of all ranks."""
     make, groups = LAYERS[kind]
     names = [member for group in groups for member in group]
     options = {"device": device, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
+    options["delay_wgrad_compute"] = delayed
     layers = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -109,6 +112,11 @@ def case(device: torch.device, kind: str, name: str, fused: bool) -> dict[str, A
     calls = sharded(layer, groups, SIZE, rank)
     expected = [step(one, kind, name, batch, device) for batch in range(SIZE)][rank]
     actual = step(layer, kind, name, rank, device)
+    if delayed:
+        assert "gradients" not in calls and all(getattr(layer, member).grad is None for member in names)
+        for _ in range(SIZE):
+            one.backward_dw()
+        layer.backward_dw()
     for member in names:
         weight = getattr(one, member)
         whole = weight.main_grad.to(weight.dtype) if fused else weight.grad
@@ -131,6 +139,9 @@ def compared(device: torch.device) -> dict[str, Any]:
                     continue  # main_grad requires a weight that is a single parameter
                 FP8GlobalStateManager.reset()
                 found[f"{kind}/{name}/{fused}"] = case(device, kind, name, fused)
+                if name != "mxfp8":
+                    FP8GlobalStateManager.reset()
+                    found[f"{kind}/{name}/{fused}/delayed"] = case(device, kind, name, fused, True)
     return found
 
 
@@ -156,13 +167,43 @@ def test_an_unquantized_whole_weight_is_dropped_until_the_backward_pass(measured
         assert rank["linear/mxfp8/False"]["calls"] == ["forward", "gradients"], "codes are saved"
 
 
-def test_delayed_weight_gradients_of_shards_raise_an_error():
-    layer = te.Linear(16, 16, device="cpu", delay_wgrad_compute=True)
+@pytest.mark.parametrize("name", ["none", "current"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_delayed_gradients_of_whole_weights_are_finalized_in_backward_dw(measured, kind, name):
+    for rank in measured:
+        found = rank[f"{kind}/{name}/False/delayed"]
+        assert all(found["equal"]), found
+        assert found["calls"].count("gradients") == len(LAYERS[kind][1])
+        if kind != "pieces":
+            assert rank[f"{kind}/{name}/True/delayed"]["error"] < 2**-8
+
+
+def test_delayed_gradients_of_shards_accumulate_and_skip_frozen_weights():
+    layer: Any = te.LayerNormMLP(64, 128, device="cpu", params_dtype=torch.bfloat16, delay_wgrad_compute=True)
+    calls = sharded(layer, [["fc1_weight"], ["fc2_weight"]], 1)
+    for name in ("fc1_weight", "fc2_weight"):
+        shard = getattr(layer, name)
+        shard.materialize_group_for_forward = shard.materialize_group_for_backward = shard.detach().clone
+        shard.finalize_group_grads = lambda wgrads: calls.append("gradients") or wgrads
+    layer.fc1_weight.requires_grad_(False)
+    gradients = []
+    for _ in range(2):
+        step(layer, "mlp", "none", 0, torch.device("cpu"))
+        layer.backward_dw()
+        gradients.append(layer.fc2_weight.grad.clone())
+    assert calls == ["gradients"] * 2 and layer.fc1_weight.grad is None
+    assert torch.equal(gradients[1], 2 * gradients[0])
+
+
+def test_a_traced_layer_of_shards_raises_an_error():
+    layer = te.Linear(16, 16, device="cpu")
     sharded(layer, [["weight"]])
-    with pytest.raises(
-        NotImplementedError, match=r"delay_wgrad_compute=True with a distributed weight.*leave it"
+    with (
+        mock.patch.object(torch.compiler, "is_compiling", lambda: True),
+        pytest.raises(NotImplementedError, match=r"torch.compile with a distributed weight.*in eager mode"),
+        whole_weights([[layer.weight]], False, None),
     ):
-        layer(torch.randn(2, 16))
+        pass
 
 
 @pytest.mark.parametrize("name", ["none", "mxfp8"])

@@ -121,7 +121,11 @@ def _step(
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = max(storage.nbytes(), kept.get(storage.data_ptr(), 0))
+            # On a GPU the scales of whole tensors are elements of one array for the whole process.
+            place, size = (
+                (tensor.data_ptr(), 4) if tensor.numel() == 1 else (storage.data_ptr(), storage.nbytes())
+            )
+            kept[place] = max(size, kept.get(place, 0))
         return tensor
 
     layer.zero_grad()

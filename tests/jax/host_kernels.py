@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -240,12 +241,13 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
         operands = []
         for seed, (form, shape, cut) in enumerate(zip(forms, shapes, (a_cut, b_cut), strict=True)):
             axis = len(shape) - contracted
-            made = quantize(random(seed, *shape), QuantizeSpec(form, element), axis=axis)
+            quantized = jax.jit(partial(quantize, spec=QuantizeSpec(form, element), axis=axis))
+            made = quantized(random(seed, *shape))
             operand = Operand(made.codes, made.scale, made.amax, form, jnp.dtype(jnp.float32), axis)
             laid = jax.device_put(operand.codes, NamedSharding(mesh, PartitionSpec(*cut)))
             operands.append((operand, dataclasses.replace(operand, codes=laid)))
         literal, cut_up = zip(*operands, strict=True)
-        want = reference.run(*literal, jnp.dtype(jnp.float32), True)
+        want = jax.jit(lambda a, b: reference.run(a, b, jnp.dtype(jnp.float32), True))(*literal)
         with jax.set_mesh(mesh):
             got = jax.jit(lambda a, b: decoded.run(a, b, jnp.dtype(jnp.float32), True))(*cut_up)
         found[f"product: {name}"] = largest([(got, want)]) / float(jnp.abs(want).max())
@@ -269,7 +271,7 @@ def main() -> None:
             found["not cut"] = found.get("not cut", 0) + ("CustomSPMDPartitioning" not in program.as_text())
             compiled = program.compile().as_text()
             made = run(*placed)
-        pairs = zip(made, kernel.run(*arrays), strict=True)
+        pairs = zip(made, jax.jit(kernel.run)(*arrays), strict=True)
         found[name] = largest(pairs)
         found[f"{name}: gathers"] = compiled.count("all-gather(") + compiled.count("all-gather-start(")
     x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))

@@ -147,27 +147,29 @@ def in_blocks(settings: Any) -> Case:
     return Case(dense, arrays, (("rows",), ("rows", "columns"), WHOLE), by_rows=False)
 
 
-CASES = {
-    "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
-    # A part of 32, 16 or 128 of the 64 elements that are contracted is on one device, and shares a block with others'.
-    "dense in mxfp8": in_blocks(recipe.MXFP8BlockScaling()),
-    "dense in nvfp4": in_blocks(recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)),
-    "dense in block": in_blocks(recipe.Float8BlockScaling()),
-    "mlp": Case(
-        mlp,
-        (random(0, 8, 16, 32), 1 + 0.1 * random(1, 32), random(2, 32, 2, 64) / 6, random(3, 64, 32) / 8,
-         states(2)),
-        (("rows",), WHOLE, (None, None, "columns"), ("columns",), WHOLE),
-    ),
-    "attention": Case(
-        attend,
-        (random(0, 8, 16, 8, 8), random(1, 8, 16, 4, 8), random(2, 8, 16, 4, 8), random(3, 1, 8, 16, 16)),
-        (("rows", None, "columns"),) * 3 + ((None, "columns"),),
-    ),
-    "router": Case(route, (random(0, 64, EXPERTS),), (("rows",),)),
-    "balance": Case(balance, (random(0, 64, EXPERTS),), (("rows",),), by_rows=False),
-    "permutation": Case(permute, (random(0, 64, 16), random(1, 64, EXPERTS)), (("rows",), ("rows",))),
-}  # fmt: skip
+def cases() -> dict[str, Case]:
+    """Return each case by name; its arrays are computed here, after `compile_quickly`."""
+    return {
+        "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
+        # Each device holds 32, 16 or 128 of the 64 contracted elements, and shares a block with other devices.
+        "dense in mxfp8": in_blocks(recipe.MXFP8BlockScaling()),
+        "dense in nvfp4": in_blocks(recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+        "dense in block": in_blocks(recipe.Float8BlockScaling()),
+        "mlp": Case(
+            mlp,
+            (random(0, 8, 16, 32), 1 + 0.1 * random(1, 32), random(2, 32, 2, 64) / 6, random(3, 64, 32) / 8,
+             states(2)),
+            (("rows",), WHOLE, (None, None, "columns"), ("columns",), WHOLE),
+        ),
+        "attention": Case(
+            attend,
+            (random(0, 8, 16, 8, 8), random(1, 8, 16, 4, 8), random(2, 8, 16, 4, 8), random(3, 1, 8, 16, 16)),
+            (("rows", None, "columns"),) * 3 + ((None, "columns"),),
+        ),
+        "router": Case(route, (random(0, 64, EXPERTS),), (("rows",),)),
+        "balance": Case(balance, (random(0, 64, EXPERTS),), (("rows",),), by_rows=False),
+        "permutation": Case(permute, (random(0, 64, 16), random(1, 64, EXPERTS)), (("rows",), ("rows",))),
+    }  # fmt: skip
 
 
 def over_devices(
@@ -196,11 +198,12 @@ def over_devices(
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
-    everything = itertools.product(CASES, MESHES, ("with mesh", "set_mesh", "shard_map"))
+    of_name = cases()
+    everything = itertools.product(of_name, MESHES, ("with mesh", "set_mesh", "shard_map"))
     found, alone = {}, {}
     for name, mesh_name, way in everything if "--all" in sys.argv else FEW:
         axes, served, rows, columns = MESHES[mesh_name]
-        case = CASES[name]
+        case = of_name[name]
         if way == "shard_map" and (columns is not None or not case.by_rows):
             continue
         if name not in alone:

@@ -156,6 +156,51 @@ def test_quantizer_of_a_plain_operand_is_used_beside_a_quantized_one():
     np.testing.assert_allclose(got, np.asarray(tensor.dequantize(), np.float64) @ quantized, atol=1e-4)
 
 
+def spread(*shape, seed=0):
+    """Values over so many powers of two that both directions of a block format differ."""
+    return drawn(*shape, seed=seed) * jnp.exp(5 * drawn(*shape, seed=seed + 10))
+
+
+def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
+    lhs, rhs = spread(64, 64), spread(64, 64, seed=1)
+    one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
+    tensors = [one.quantize(array) for array in (lhs, rhs)]
+    of_columns, of_rows = (
+        [np.asarray(getattr(tensor, f"{name}_tensor").dequantize(), np.float64) for tensor in tensors]
+        for name in ("colwise", "rowwise")
+    )
+    assert all(not np.array_equal(*both) for both in zip(of_columns, of_rows, strict=True))
+    for dims in (((1,), (0,)), ((0,), (0,)), ((-1,), (-1,))):
+        values = [(of_columns if axis == 0 else of_rows)[side] for side, (axis,) in enumerate(dims)]
+        want = np.tensordot(*values, axes=dims)
+        limit = 1e-6 * np.abs(want).max()
+        for left, quantizer in ((tensors[0], None), (lhs, one)):
+            found = cpp_extensions.gemm(left, tensors[1], contracting_dims=dims, lhs_quantizer=quantizer)
+            np.testing.assert_allclose(found, want, rtol=1e-5, atol=limit)
+
+
+def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
+    x, sizes = drawn(8, 64), np.asarray([3, 5], np.int32)
+    one = QuantizerFactory.create(
+        scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn, n_groups=2
+    )
+    tensor = one.quantize(spread(2, 64, 64))
+    columns, rows = (one.dequantize() for one in (tensor.colwise_tensor, tensor.rowwise_tensor))
+    assert not np.array_equal(columns, rows)
+    for dims, values in ((((1,), (1,)), columns), (((1,), (2,)), rows)):
+        want = cpp_extensions.grouped_gemm(x, values, sizes, dims)
+        np.testing.assert_array_equal(cpp_extensions.grouped_gemm(x, tensor, sizes, dims), want)
+
+
+def test_results_of_quantize_without_a_quantizer_are_multiplied():
+    x, kernel = drawn(16, 32), drawn(32, 8, seed=1)
+    one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+    plain = [cpp_extensions.quantize(array, None) for array in (x, kernel)]
+    np.testing.assert_array_equal(cpp_extensions.gemm(*plain), cpp_extensions.gemm(x, kernel))
+    tensor = one.quantize(x)
+    np.testing.assert_array_equal(cpp_extensions.gemm(tensor, plain[1]), cpp_extensions.gemm(tensor, kernel))
+
+
 @pytest.mark.parametrize("mode", [mode for mode in ScalingMode if mode.name.startswith("NVFP4")])
 def test_every_variant_of_nvfp4_is_nvfp4_scaling(mode):
     assert mode.is_nvfp4_scaling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -16,6 +17,7 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 import transformer_engine_jax as tex_enums
 from transformer_engine.common import recipe
+from transformer_engine.jax import attention
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax.attention import fused
 from transformer_engine.jax.cpp_extensions import activation as tex_activation
@@ -353,3 +355,76 @@ def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
         _, gradients = value_and_grad(lambda model: jax.tree.leaves(model(x))[0].sum(), model)
     beta = gradients["ln_bias"][...]
     assert beta.shape == (16,) and float(jnp.abs(beta).max()) > 0
+
+
+SETTINGS = {
+    "attn_bias_type": attention.AttnBiasType.POST_SCALE_BIAS, "attn_mask_type": attention.AttnMaskType.CAUSAL_MASK,
+    "qkv_layout": attention.QKVLayout.BSHD_BS2HD, "softmax_type": attention.AttnSoftmaxType.LEARNABLE_SOFTMAX,
+    "scaling_factor": 0.3, "dropout_probability": 0.0, "is_training": True,
+}  # fmt: skip
+
+
+def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equation():
+    """The saved arrays pass from one compiled program to another."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, kv = jax.random.normal(keys[0], (2, 6, 2, 8)), jax.random.normal(keys[1], (2, 6, 2, 2, 8))
+    bias, sink = jax.random.normal(keys[2], (1, 2, 6, 6)), jax.random.normal(keys[3], (1, 2, 1, 1))
+    dout = jax.random.normal(keys[4], query.shape)
+
+    def equation(qkv, bias, sink):
+        scores = 0.3 * jnp.einsum("bqhd,bkhd->bhqk", qkv[0], qkv[1][:, :, 0]) + bias
+        scores = jnp.where(jnp.tri(6, dtype=bool), scores, -jnp.inf)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (2, 2, 6, 1))], -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores)[..., :-1], qkv[1][:, :, 1])
+
+    given = (query, kv), bias, None, None
+    forward = jax.jit(lambda *given, sink: tex.fused_attn_fwd(*given, **SETTINGS, softmax_offset=sink))
+    output, saved, state = forward(*given, sink=sink)
+    want, pullback = jax.vjp(equation, (query, kv), bias, sink)
+    np.testing.assert_allclose(output, want, atol=1e-5)
+    backward = jax.jit(lambda *given: tex.fused_attn_bwd(*given, None, softmax_offset=sink, **SETTINGS))
+    found = backward((query, kv), bias, saved, state, output, dout)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, pullback(dout))
+
+
+def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_the_whole():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8))
+    settings = (
+        attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.NO_MASK, attention.QKVLayout.BSHD_BSHD_BSHD,
+        attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.5, True,
+    )  # fmt: skip
+
+    @jax.custom_vjp
+    def attend(qkv, seed):
+        return tex.fused_attn_fwd(qkv, None, None, seed, *settings)[0]
+
+    def forward(qkv, seed):
+        output, saved, state = tex.fused_attn_fwd(qkv, None, None, seed, *settings)
+        return output, (qkv, saved, state, output)
+
+    def backward(kept, dout):
+        qkv, saved, state, output = kept
+        gradients, of_bias, of_sink = tex.fused_attn_bwd(
+            qkv, None, saved, state, output, dout, None, *settings
+        )
+        assert of_bias is None and of_sink is None
+        return gradients, None
+
+    attend.defvjp(forward, backward)
+
+    def whole(qkv, seed):
+        return attention.fused_attn(qkv, None, None, seed, *settings)
+
+    found, want = (
+        jax.grad(lambda qkv, function=function: (function(qkv, jax.random.key(3)) ** 2).sum())(
+            (query, key, value)
+        )
+        for function in (attend, whole)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, want)
+
+
+def test_the_backward_half_of_attention_rejects_arrays_that_the_forward_half_did_not_save():
+    x = jnp.ones((1, 4, 1, 8))
+    with pytest.raises(TypeError, match="is not of fused_attn_fwd; pass the second one of its results"):
+        tex.fused_attn_bwd((x, x, x), None, jnp.ones((1, 1, 4, 1)), None, x, x)

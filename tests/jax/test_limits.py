@@ -85,7 +85,7 @@ REFUSED = {
         lambda: GroupedQuantizer(delayed(1, 4), 3).quantize(jnp.ones((3, 2, 4))),
     ),
     "a spec by its text": (TypeError, "pspec='dp' is a str; give a PartitionSpec, or None", lambda: constrained("dp")),
-    "a spec by a number": (TypeError, "pspec=3 is a int; give", lambda: constrained(3)),
+    "a spec by a number": (TypeError, "pspec=3 is an int; give", lambda: constrained(3)),
     "a number in a spec": (TypeError, "holds 0; give the name of an axis", lambda: constrained((0, None))),
     "a spec of more axes": (
         ValueError, "has 3 entries for an array of 2 axes; give at most 2",

@@ -66,7 +66,7 @@ def test_bad_layer_configs_are_rejected():
     tokens, chosen, weights = routed()
     with pytest.raises(RuntimeError, match="call ep_bootstrap first"):
         ep.ep_dispatch(ep.EpLayerConfig(2), chosen, tokens, weights, 8)
-    with pytest.raises(TypeError, match="cfg=3 is a int; pass an EpLayerConfig"):
+    with pytest.raises(TypeError, match="cfg=3 is an int; pass an EpLayerConfig"):
         ep.ep_dispatch(3, chosen, tokens, weights, 8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="top_k=0 is below 1"):
         ep.EpLayerConfig(0)
@@ -85,7 +85,7 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
     cfg = ep.EpLayerConfig(2)
     rows, _, handle, counts, _ = ep.ep_dispatch(cfg, chosen, tokens, weights, 32)
     for error, sentence, arguments in (
-        (TypeError, "handle_mem=3 is a int; give a EpHandle", (3, counts, rows, TOKENS)),
+        (TypeError, "handle_mem=3 is an int; give an EpHandle", (3, counts, rows, TOKENS)),
         (TypeError, "num_local_tokens='6' must be a whole number", (handle, counts, rows, "6")),
         (
             ValueError,
@@ -224,6 +224,40 @@ def test_config_has_the_settings_of_its_recipe(name):
     assert {field: getattr(found, field) for field in CONFIGS[name]} == CONFIGS[name]
     assert found.INITIALIZED and found.is_fp8_enabled() and found.COLLECTION_NAME == "fp8_metas"
     assert found.get_scaling_mode(quantize.TensorSource.X) is not ScalingMode.NO_SCALING
+
+
+def test_config_of_the_surrounding_autocast():
+    assert not quantize.get_quantize_config().is_fp8_enabled()
+    with quantize.autocast(True, recipe.MXFP8BlockScaling()):
+        found = quantize.get_quantize_config()
+    assert (
+        found.is_fp8_enabled()
+        and found.get_scaling_mode(quantize.TensorSource.X) is ScalingMode.MXFP8_1D_SCALING
+    )
+
+
+@pytest.mark.parametrize("mode", ScalingMode)
+def test_transform_is_used_where_a_quantizer_of_the_recipe_applies_it(mode):
+    transformed = mode.is_nvfp4_scaling and not mode.is_2d
+    assert quantize.should_use_rht(mode, is_colwise=True) is transformed
+    assert quantize.should_use_rht(mode, q_layout=QuantizeLayout.COLWISE) is transformed
+    assert not quantize.should_use_rht(mode, is_colwise=False)
+    assert not quantize.should_use_rht(mode, q_layout=QuantizeLayout.ROWWISE)
+    for options in ({}, {"is_colwise": True, "q_layout": QuantizeLayout.COLWISE}):
+        with pytest.raises(ValueError, match="give one of them"):
+            quantize.should_use_rht(mode, **options)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mode", ScalingMode)
+def test_each_mode_has_a_dequantizer(mode):
+    x = drawn(128, 128)
+    tensor = quantize.NoScaleTensor(x) if mode.format is None else quantizer_of(mode).quantize(x)
+    found = quantize.ScalingModeToDequantizerMap[mode].dequantize(tensor)
+    np.testing.assert_array_equal(found, tensor.dequantize())
+    other = ScalingMode.NO_SCALING if mode.format is not None else ScalingMode.MXFP8_1D_SCALING
+    with pytest.raises(ValueError, match=rf"this is the dequantizer of {other}"):
+        quantize.ScalingModeToDequantizerMap[other].dequantize(tensor)
 
 
 def test_quantize_takes_its_arguments_by_position():
@@ -418,7 +452,7 @@ BAD_CALLS = {
     "GPU": (lambda: extension.get_device_compute_capability("x"), TypeError, "gpu_id='x' must be a whole number"),
     "codes": (
         lambda: quantize.ScaledTensorFactory.create_1x(3, jnp.ones(1), None, ScalingMode.CURRENT_TENSOR_SCALING),
-        TypeError, "data=3 is a int; give an array",
+        TypeError, "data=3 is an int; give an array",
     ),
     "experts of tokens": (
         lambda: ep.ep_dispatch(ep.EpConfig(4, 1), [[0]], jnp.ones((1, 4)), jnp.ones((1, 1)), 4),

@@ -1,8 +1,12 @@
-"""Compile the softmax, dropout, packed-RoPE and fused-cast kernels without a GPU and print counts of their PTX."""
+"""Compile the softmax, dropout, packed-RoPE and fused-cast kernels without a GPU and print counts of their PTX.
+
+By default, sm80 and sm100 have one launch of each kernel; `--all` compiles every launch for them too.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -117,10 +121,19 @@ def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         yield f"norm_blocks_{width}", launch, {**given, **made}
 
 
+def one_per_kernel(launches: list[tuple[str, Launch, Pointers]]) -> list[tuple[str, Launch, Pointers]]:
+    """Return the last launch of each kernel."""
+    return list(
+        {launch.kernel.fn.__name__: (name, launch, pointers) for name, launch, pointers in launches}.values()
+    )
+
+
 def main() -> None:
     facts = {}
     plain, casting = list(plain_launches()), [*casting_launches(), *block_launches()]
-    for capability, launches in ((80, plain), (90, plain + casting), (100, casting)):
+    all_launches = "--all" in sys.argv
+    of_80, of_100 = (some if all_launches else one_per_kernel(some) for some in (plain, casting))
+    for capability, launches in ((80, of_80), (90, plain + casting), (100, of_100)):
         for name, launch, pointers in launches:
             ptx, shared = ptx_of(launch, pointers, capability)
             facts[f"sm{capability}-{name}"] = {

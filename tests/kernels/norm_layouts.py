@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -58,7 +59,18 @@ def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[s
     return [layouts[name] for name in summed]
 
 
+def stop_at_layouts(backend, stages, options, language, capability) -> None:
+    """Leave out LLVM and ptxas, which follow the representation that has the layouts."""
+
+    def nothing(module, metadata):
+        metadata |= {"shared": 0, "name": "none"}
+        return b""
+
+    stages.update(dict.fromkeys(("llir", "ptx", "cubin"), nothing))
+
+
 def main() -> None:
+    knobs.runtime.add_stages_inspection_hook = stop_at_layouts
     print(
         json.dumps(
             {

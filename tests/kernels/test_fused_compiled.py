@@ -16,10 +16,10 @@ LIMITS = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, int]]:
+@pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])
+def compiled(request) -> dict[str, dict[str, int]]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "fused_compile_cases.py")],
+        [sys.executable, "-W", "ignore", str(HERE / "fused_compile_cases.py"), request.param],
         capture_output=True,
         text=True,
         timeout=300,
@@ -30,7 +30,7 @@ def compiled() -> dict[str, dict[str, int]]:
 
 
 def test_every_kernel_compiles_and_fits_the_shared_memory(compiled):
-    assert len(compiled) == 14 + 30 + 14
+    assert len(compiled) in (43, 14 + 30 + 14)
     assert [name for name, facts in compiled.items() if facts["shared"] > LIMITS[name.split("-")[0]]] == []
 
 

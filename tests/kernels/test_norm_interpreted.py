@@ -15,12 +15,18 @@ from tests.support.programs import search_path
 ROOT = Path(__file__).parents[2]
 
 
-# A process each: several share what starting one costs.
+# One process per family, because each process imports torch for seconds.
 FAMILIES = {
-    "rows": ("norm_triton", "activation_triton", "softmax", "cross_entropy", "multi_tensor"),
+    "rows": (
+        "norm_triton",
+        "activation_triton",
+        "softmax",
+        "cross_entropy",
+        "multi_tensor",
+        "fused_codes",
+        "fused_blocks",
+    ),
     "tokens": ("rope_triton", "dropout", "permutation", "router", "kv_cache"),
-    "codes": ("fused_codes",),
-    "blocks": ("fused_blocks",),
 }
 
 

@@ -37,6 +37,9 @@ def test_the_kernels_pass_their_tests_in_the_interpreter():
     )
 
 
-def test_the_kernels_compile_for_hopper_and_blackwell():
-    sizes = json.loads(printed("-W", "ignore", "tests/kernels/statistics_compile.py").splitlines()[-1])
-    assert len(sizes) == 11 and min(sizes.values()) > 1000
+@pytest.mark.parametrize(
+    ("cases", "count"), [("cover", 8), pytest.param("--all", 11, marks=pytest.mark.slow)]
+)
+def test_the_kernels_compile_for_hopper_and_blackwell(cases, count):
+    sizes = json.loads(printed("-W", "ignore", "tests/kernels/statistics_compile.py", cases).splitlines()[-1])
+    assert len(sizes) == count and min(sizes.values()) > 1000

@@ -296,7 +296,7 @@ def test_an_observed_model_in_a_compiled_function_is_refused(device: torch.devic
 
 def test_bad_calls_are_refused(device: torch.device):
     linear = te.Linear(64, 64, device=device)
-    with pytest.raises(TypeError, match=r"model=3 is a int; give an nn\.Module"):
+    with pytest.raises(TypeError, match=r"model=3 is an int; give an nn\.Module"):
         te.observe(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="every=0 is below 1"):
         te.observe(linear, every=0)

@@ -243,6 +243,33 @@ def test_recipes_are_assigned_inside_a_compiled_function():
         assert (marked.margin, marked.amax_history_len, marked.mark) == (3, 4, "other")
 
 
+def test_fields_of_recipes_may_be_symbols_of_a_compiled_function():
+    def inside(x, epsilon):
+        assigned = DelayedScaling(amax_history_len=x.shape[0])
+        assigned.margin = x.shape[0] // 4
+        params = recipe.QParams(power_2_scale=x.shape[0] > 4, amax_epsilon=epsilon / x.shape[1])
+        return x + 1, assigned, params
+
+    torch._dynamo.reset()
+    run = torch.compile(inside, fullgraph=True, dynamic=True, backend="eager")
+    for rows, epsilon in ((4, 0.5), (8, 0.25), (4, 0.5), (16, 0.25)):
+        _, assigned, params = run(torch.zeros(rows, 2), epsilon)
+        assert assigned == DelayedScaling(margin=rows // 4, amax_history_len=rows)
+        assert repr(assigned) == repr(DelayedScaling(margin=rows // 4, amax_history_len=rows))
+        assert params == recipe.QParams(power_2_scale=rows > 4, amax_epsilon=epsilon / 2)
+
+
+def test_a_field_cannot_be_a_tensor_in_a_compiled_function():
+    def inside(x):
+        return x + 1, DelayedScaling(amax_history_len=x.sum())
+
+    torch._dynamo.reset()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="construct the recipe outside of the compiled function"
+    ):
+        torch.compile(inside, fullgraph=True, backend="eager")(torch.ones(4))
+
+
 def test_threads_construct_for_compilers_at_the_same_time():
     def construct(length):
         for i in range(100):

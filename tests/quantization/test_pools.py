@@ -67,6 +67,18 @@ def _state(recipe, columns, device):
     return RecipeState.create(recipe, mode="forward", num_quantizers=columns, device=device)
 
 
+def test_states_of_two_devices_are_updated_apart():
+    recipe = DelayedScaling(amax_history_len=2)
+    states = [_state(recipe, 2, device) for device in ("cpu", "meta", "cpu", "meta")]
+    for i, state in enumerate(states):
+        delayed_scaling.register(state, True, recipe, None)
+        state.amax_history[0].fill_(2.0**i)
+    found = [(pool.device.type, pool.states) for pool in delayed_scaling.pools().values()]
+    assert found == [("cpu", states[::2]), ("meta", states[1::2])]
+    delayed_scaling.update_all(True)
+    assert [state.scale.tolist() for state in states[::2]] == [[448.0, 448.0], [112.0, 112.0]]
+
+
 def test_the_dead_keep_their_place_in_what_ranks_reduce(device, monkeypatch):
     reduced = []
 

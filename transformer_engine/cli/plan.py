@@ -98,7 +98,7 @@ def plan(
     with reporting(console):
         options |= {
             "gpu": gpu,
-            "recipe": "bf16" if recipe == "none" else recipe,  # its name in te train
+            "recipe": recipe,
             "sequence": sequence,
             "scheme": scheme,
             "attention": attention,

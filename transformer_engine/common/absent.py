@@ -31,26 +31,12 @@ ABSENT = {
         ),
         "of the original's first versions; name the axes of the mesh in a MeshResource",
     ),
-    **dict.fromkeys(
-        (
-            "transformer_engine.jax.cpp_extensions.fused_attn_bwd",
-            "transformer_engine.jax.cpp_extensions.fused_attn_fwd",
-        ),
-        "one half of the original's custom call; call transformer_engine.jax.attention.fused_attn, whose two halves "
-        "jax.vjp returns",
-    ),
     "transformer_engine.jax.cpp_extensions.[!B]*Primitive": "a JAX primitive of the original's custom calls; call the "
     "functions of transformer_engine.jax.cpp_extensions, and disable kernels with NVTE_JAX_CUSTOM_CALLS",
-    "transformer_engine.jax.quantize.ScalingModeToDequantizerMap": "a table of the original's dequantizers; call "
-    "dequantize() of the tensor",
     "transformer_engine.jax.quantize.dequantizer": "the original's dequantizers; call dequantize() of the tensor",
     "transformer_engine.jax.quantize.?*QuantizeConfig": "one settings class per recipe; "
     "get_quantize_config_with_recipe returns a QuantizeConfig for every recipe",
-    "transformer_engine.jax.quantize.get_quantize_config": "settings of a global recipe; call "
-    "get_quantize_config_with_recipe(get_global_quantize_recipe())",
     "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call out",
-    "transformer_engine.jax.quantize.should_use_rht": "the quantizer holds the setting; read use_rht of the "
-    "quantizer, or has_rht_applied of a tensor",
     "transformer_engine_jax.get_*_workspace_size*": "sizes the scratch buffers of the original's custom calls; XLA "
     "allocates those of the functions in transformer_engine.jax.cpp_extensions",
     "transformer_engine_jax.*pack_*": "packs the binary descriptor of one of the original's custom calls; pass the "

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from .numbers import described as described
-from .numbers import to_bool
+from .numbers import to_bool, with_article
 
 
 def reject_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
@@ -125,7 +125,7 @@ def member(name: str, value: Any, kind: type[Enum]) -> None:
     """Raise TypeError unless value is a member of an enumeration; its name or its number is not accepted."""
     if not isinstance(value, kind):
         raise TypeError(
-            f"{name}={described(value)} is not a {kind.__name__}; give one of "
+            f"{name}={described(value)} is not {with_article(kind)}; give one of "
             + ", ".join(f"{kind.__name__}.{choice}" for choice in kind.__members__)
         )
 

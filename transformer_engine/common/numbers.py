@@ -29,9 +29,19 @@ def described(value: Any) -> str:
     """Return the type, shape and dtype of an array, and the repr of other values, truncated to `LONGEST` characters."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
-        return f"a {type(value).__name__} of shape {list(shape)} and {dtype}"
+        return f"{with_article(type(value))} of shape {list(shape)} and {dtype}"
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({type(value).__name__})"
+
+
+def with_article(kind: type | str) -> str:
+    """Return the name of a class with its article, for messages: "an int", "a uint8", "an MXFP8Tensor"."""
+    name = kind if isinstance(kind, str) else kind.__name__
+    spelled = (
+        name[:2].isupper() and not name[1:2].islower()
+    )  # its first letter is read by its name: "em", "en"
+    vowel = name[:1] in "AEFHILMNORSX" if spelled else name[:1] in "aeioAEIO" or name == "ndarray"
+    return f"{'an' if vowel else 'a'} {name}"
 
 
 def to_int(name: str, value: Any, least: int | None = None) -> int:

@@ -15,12 +15,13 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from ..common.checks import described, integer, integers, number, whole
+from ..common.numbers import with_article
 
 
 def check_array(name: str, array: Any) -> None:
     """Raise TypeError unless a value is an array."""
     if getattr(array, "dtype", None) is None or getattr(array, "shape", None) is None:
-        raise TypeError(f"{name}={described(array)} is a {type(array).__name__}; give an array")
+        raise TypeError(f"{name}={described(array)} is {with_article(type(array))}; give an array")
 
 
 def check_values(name: str, array: Any) -> None:
@@ -161,7 +162,9 @@ def check_key(name: str, key: Any) -> None:
 def check_instance(name: str, value: Any, kind: type) -> None:
     """Raise TypeError unless value is an instance of kind."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a {kind.__name__}")
+        raise TypeError(
+            f"{name}={described(value)} is {with_article(type(value))}; give {with_article(kind)}"
+        )
 
 
 def check_optional(name: str, value: Any, kind: type) -> None:

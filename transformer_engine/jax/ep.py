@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..common.checks import described, integer, switch, whole
+from ..common.numbers import with_article
 from .checks import check_array, check_dtype, check_instance, check_integers, check_sizes, check_values
 from .permutation import aligned, room_for
 from .sharding import mesh_resource_or_default, with_sharding_constraint
@@ -210,7 +211,7 @@ def _placement(cfg: EpLayerConfig | EpConfig) -> EpConfig:
     if isinstance(cfg, EpConfig):
         return cfg
     if not isinstance(cfg, EpLayerConfig):
-        raise TypeError(f"cfg={described(cfg)} is a {type(cfg).__name__}; pass an EpLayerConfig")
+        raise TypeError(f"cfg={described(cfg)} is {with_article(type(cfg))}; pass an EpLayerConfig")
     if _bootstrap is None:
         raise RuntimeError(f"{cfg} requires the placement of experts; call ep_bootstrap first")
     return _bootstrap.config

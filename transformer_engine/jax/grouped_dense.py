@@ -12,6 +12,7 @@ from jax import Array
 
 from ..common import env
 from ..common.checks import described
+from ..common.numbers import with_article
 from .checks import (
     check_axis_pairs,
     check_floating,
@@ -99,7 +100,7 @@ def product(
         quantizer = getattr(quantizer_set, name)
         if quantizer is not None and not isinstance(quantizer, GroupedQuantizer):
             raise TypeError(
-                f"quantizer_set.{name} is a {type(quantizer).__name__}; make the set with n_groups={kernel.shape[0]}"
+                f"quantizer_set.{name} is {with_article(type(quantizer))}; make the set with n_groups={kernel.shape[0]}"
             )
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)

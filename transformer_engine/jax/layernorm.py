@@ -29,10 +29,10 @@ def canonicalize_norm_type(norm_type: str) -> str:
         norm_type: The name, for example "LayerNorm" or "rms-norm".
     """
     if not isinstance(norm_type, str):
-        raise TypeError(f"norm_type={described(norm_type)}; give 'layernorm' or 'rmsnorm'")
+        raise TypeError(f"the norm {described(norm_type)} is not a str; give 'layernorm' or 'rmsnorm'")
     name = norm_type.lower().replace("-", "").replace("_", "")
     if name not in _TYPES:
-        raise ValueError(f"norm_type={norm_type!r}; choose 'layernorm' or 'rmsnorm'")
+        raise ValueError(f"the norm {norm_type!r} is unknown; choose 'layernorm' or 'rmsnorm'")
     return name
 
 
@@ -78,11 +78,11 @@ def check_norm(
     if beta is not None:
         check_shaped("beta", beta, x.shape[-1:])
     if name == "rmsnorm" and beta is not None:
-        raise ValueError("norm_type='rmsnorm' has no beta; give beta=None")
+        raise ValueError("the norm 'rmsnorm' has no beta; give beta=None")
     if name == "rmsnorm" and zero_centered_gamma:
-        raise ValueError("zero_centered_gamma=True belongs to norm_type='layernorm'; set it to False")
+        raise ValueError("zero_centered_gamma=True belongs to 'layernorm', and the norm is 'rmsnorm'; set it to False")
     if name == "layernorm" and beta is None:
-        raise ValueError("norm_type='layernorm' needs beta, which is None; give one number per column")
+        raise ValueError("the norm 'layernorm' needs beta, which is None; give one number per column")
     return name
 
 

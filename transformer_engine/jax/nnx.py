@@ -17,6 +17,7 @@ except AttributeError as error:  # flax 0.12.8 uses a name of jax.experimental t
         f"{jax.__version__} ({error}); pip install --upgrade flax"
     ) from error
 
+from ..common.numbers import with_article
 from .flax.base import one_step
 from .flax.state_module import OVERWRITE_WITH_GRADIENT
 from .quantize.config import NVTE_FP8_COLLECTION_NAME
@@ -37,7 +38,7 @@ def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) 
         options: Keyword arguments of a first call.
     """
     if not isinstance(module, linen.Module):
-        raise TypeError(f"module is a {type(module).__name__}; give a module of flax.linen")
+        raise TypeError(f"module is {with_article(type(module))}; give a module of flax.linen")
     lays = nnx.using_eager_sharding() and is_mesh_available()
     with nnx.use_eager_sharding(lays):
         return nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs, **options)

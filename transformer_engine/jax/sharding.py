@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..common.checks import described, text_or_none
+from ..common.numbers import with_article
 from .blocks import reusable
 from .checks import check_array, check_axis_names
 
@@ -89,7 +90,7 @@ def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
     if resource is not None:
         if not isinstance(resource, MeshResource):
             raise TypeError(
-                f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource, for example "
+                f"resource={resource!r} is {with_article(type(resource))}; pass a MeshResource, for example "
                 "MeshResource(dp_resource='dp')"
             )
         for name, axis in vars(resource).items():
@@ -310,7 +311,7 @@ def _check_spec(pspec: Any, ndim: int) -> None:
         return
     if not isinstance(pspec, (PartitionSpec, tuple, list)):
         raise TypeError(
-            f"pspec={described(pspec)} is a {type(pspec).__name__}; give a PartitionSpec, or None"
+            f"pspec={described(pspec)} is {with_article(type(pspec))}; give a PartitionSpec, or None"
         )
     for entry in pspec:
         names = entry if isinstance(entry, tuple) else (entry,)

@@ -10,6 +10,7 @@ import torch
 
 from ..common.enums import NVTE_QKV_Layout
 from ..common.formats import TENSOR_FORMATS
+from ..common.numbers import with_article
 
 
 class DType(enum.IntEnum):
@@ -38,7 +39,7 @@ class DType(enum.IntEnum):
             return TE_DType[dtype]
         if isinstance(dtype, bool) or not hasattr(dtype, "__int__"):
             raise TypeError(
-                f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, a DType or its number"
+                f"dtype={dtype!r} is {with_article(type(dtype))}; give a torch.dtype, a DType or its number"
             )
         return cls(int(dtype))
 

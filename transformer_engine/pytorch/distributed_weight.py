@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ..common.numbers import with_article
 from .runtime.double_backward import once_differentiable
 
 __all__ = [
@@ -76,7 +77,7 @@ def is_distributed_weight(weight: Any) -> bool:
         return False
     if not isinstance(weight, Tensor):
         raise TypeError(
-            f"is_distributed_weight is set on a {type(weight).__name__}; set it on a torch.Tensor, the shard"
+            f"is_distributed_weight is set on {with_article(type(weight))}; set it on a torch.Tensor, the shard"
         )
     return True
 
@@ -136,15 +137,52 @@ def finalize_weight_grads(weights: Sequence[Tensor], wgrads: Sequence[Tensor | N
     return finalized
 
 
+class ShardGroup(NamedTuple):
+    """The weights of a group, and the number of rows of each whole weight."""
+
+    weights: Sequence[Tensor]
+    rows: Sequence[int]
+
+
+def finalize_delayed_grads(
+    groups: Sequence[ShardGroup], delayed: Sequence[tuple[Sequence[Tensor], Tensor]]
+) -> None:
+    """Finalize the gradients of whole weights that `backward_dw` computed, and add the results to .grad of the shards.
+
+    Args:
+        groups: The groups of a layer. A group without gradients is not finalized.
+        delayed: For each product the weights that are joined along its rows, and the gradient of the whole.
+    """
+    rows = {
+        id(weight): count for group in groups for weight, count in zip(group.weights, group.rows, strict=True)
+    }
+    wholes: dict[int, Tensor] = {}
+    for weights, gradient in delayed:
+        parts = gradient.split([rows[id(weight)] for weight in weights]) if len(weights) > 1 else (gradient,)
+        wholes |= {
+            id(weight): part for weight, part in zip(weights, parts, strict=True) if weight.requires_grad
+        }
+    for group in groups:
+        given = [wholes.get(id(weight)) for weight in group.weights]
+        if all(gradient is None for gradient in given):
+            continue
+        for weight, part in zip(group.weights, finalize_weight_grads(group.weights, given), strict=True):
+            if part is not None:
+                weight.grad = part if weight.grad is None else weight.grad + part
+
+
 class _Gather(torch.autograd.Function):
-    """Materializes the whole weights of shards; the backward pass calls `finalize_group_grads` of their group."""
+    """Materializes the whole weights of shards; the backward pass calls `finalize_group_grads` of their group.
+
+    With delayed gradients `finalize_delayed_grads` calls it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, fused: bool, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.fused, ctx.shards = fused, shards
+    def forward(ctx: Any, fused: bool, delayed: bool, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.fused, ctx.delayed, ctx.shards = fused, delayed, shards
         ctx.set_materialize_grads(False)
         wholes = tuple(materialize_weight_for_forward(shards))
-        frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[1:], strict=True) if not needed]
+        frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True) if not needed]
         ctx.mark_non_differentiable(
             *frozen
         )  # otherwise layers compute gradients for frozen weights of the group
@@ -154,10 +192,12 @@ class _Gather(torch.autograd.Function):
     @once_differentiable("a layer with distributed weights")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         given: list[Tensor | None] = list(grads)
+        if ctx.delayed:
+            return None, None, *[None for _ in grads]
         if ctx.fused:  # the product has written the buffer
-            needed = ctx.needs_input_grad[1:]
+            needed = ctx.needs_input_grad[2:]
             given = [shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)]
-        return None, *finalize_weight_grads(ctx.shards, given)
+        return None, None, *finalize_weight_grads(ctx.shards, given)
 
 
 class _Rematerialization:
@@ -205,7 +245,7 @@ class _Rematerialization:
 
 
 @contextmanager
-def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: object) -> Iterator[list[Tensor]]:
+def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: Any) -> Iterator[list[Tensor]]:
     """Yield the whole weights of all groups, differentiable with respect to the shards.
 
     A whole weight that is saved for the backward pass inside the context is dropped, and materialized again when the
@@ -215,25 +255,28 @@ def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: object
     Args:
         groups: The weights of each group; a group of plain weights is yielded unchanged.
         fused: Weight gradients are accumulated into `grad_buffer()`.
-        store: Queue of delayed weight gradients, or None.
+        store: Queue of delayed weight gradients, which receives the groups, or None.
 
     Raises:
-        NotImplementedError: Weight gradients are delayed, or a compiler is tracing.
+        NotImplementedError: A compiler is tracing.
     """
-    if store is not None or torch.compiler.is_compiling():
-        what = "delay_wgrad_compute=True" if store is not None else "torch.compile"
-        remedy = "leave it False" if store is not None else "call the layer in eager mode"
+    if torch.compiler.is_compiling():
         raise NotImplementedError(
-            f"{what} with a distributed weight, whose gradient is finalized in an eager backward pass; {remedy}"
+            "torch.compile with a distributed weight, whose gradient is finalized in an eager backward pass; call the "
+            "layer in eager mode"
         )
     hooks = _Rematerialization(groups)
     wholes: list[Any] = []
+    sharded: list[ShardGroup] = []
     for group, shards in enumerate(groups):
         made: Any = shards
         if is_distributed_weight(shards[0]):
-            made = _Gather.apply(fused, *shards)
+            made = _Gather.apply(fused, store is not None, *shards)
             hooks.add(group, made)
+            sharded.append(ShardGroup(shards, [whole.shape[0] for whole in made]))
         wholes += made
+    if store is not None:
+        store.shards = sharded
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
         yield wholes
         return

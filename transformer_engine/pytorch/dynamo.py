@@ -1,9 +1,10 @@
 """Quantizers and quantized tensors in operators of your own under torch.compile.
 
-`register_value_opaque_quantizer(cls)` registers a class of quantizers as an opaque value type of torch, where torch has
-them (2.11 and newer). An operator of `torch.library.custom_op` may then take such a quantizer as an argument, and a
-compiled graph holds it as a constant. No class is registered by default: torch does not trace methods of a registered
-class, so that operations which copy such a quantizer (`te.ops.Quantize`) do not compile. Register a subclass.
+`register_value_opaque_quantizer(cls)` registers a class of quantizers as an opaque value type of torch (2.13 and newer;
+an older torch has none, or only for classes with a metaclass of its own). An operator of `torch.library.custom_op` may
+then take such a quantizer as an argument, and a compiled graph holds it as a constant. No class is registered by
+default: torch does not trace methods of a registered class, so that operations which copy such a quantizer
+(`te.ops.Quantize`) do not compile. Register a subclass.
 
 Example:
     >>> import transformer_engine.pytorch as te
@@ -24,7 +25,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
+from ..common.numbers import with_article
 from .runtime.checks import extents, values_dtype
 from .runtime.device import canonical_device
 from .tensor.quantized_tensor import QuantizedTensorStorage, storage_of
@@ -75,10 +78,10 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
         cls.__eq__, cls.__hash__ = _equal, _hash
     cls.__fx_repr__ = _fx_repr  # pyright: ignore[reportAttributeAccessIssue]
     _registered.add(cls)
-    try:
-        from torch._library.opaque_object import is_opaque_type, register_opaque_type
-    except ImportError:  # torch before 2.11 has no opaque types
+    if TorchVersion(torch.__version__) < (2, 13):
         return cls
+    from torch._library.opaque_object import is_opaque_type, register_opaque_type
+
     if not is_opaque_type(cls):
         register_opaque_type(cls, typ="value")
     return cls
@@ -106,8 +109,8 @@ def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
     for name, value in vars(self).items():
         if not isinstance(value, _CONSTANTS):
             raise TypeError(
-                f"{cls.__name__}.{name} is a {type(value).__name__}, which a compiled graph cannot hold as a constant; "
-                "use a quantizer whose attributes are numbers, strings and enums"
+                f"{cls.__name__}.{name} is {with_article(type(value))}, which a compiled graph cannot hold as a "
+                "constant; use a quantizer whose attributes are numbers, strings and enums"
             )
         text = f"float('{value}')" if type(value) is float else repr(value)
         if isinstance(value, enum.Enum):

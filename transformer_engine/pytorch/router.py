@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..common.checks import described, one_of
-from ..common.numbers import to_bool, to_float, to_int
+from ..common.numbers import to_bool, to_float, to_int, with_article
 from .functions.router import BalancingLoss, ChosenExperts
 from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice, count_margins
 from .runtime.checks import floating, same_device, tensor
@@ -225,7 +225,7 @@ def map_format(value: Any) -> str:
         return _MAPS[value]
     if isinstance(value, bool) or not hasattr(value, "__int__") or isinstance(value, float):
         raise TypeError(
-            f"routing_map_format={described(value)} is a {type(value).__name__}; give a RoutingMapFormat, "
+            f"routing_map_format={described(value)} is {with_article(type(value))}; give a RoutingMapFormat, "
             "'bytemap' or 'bitmap_u8'"
         )
     if int(value) not in list(RoutingMapFormat):

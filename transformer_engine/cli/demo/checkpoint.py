@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ..failure import writing
 
 CONTENT: dict[str, type] = {"config": dict, "fingerprint": str, "step": int, "random": dict, "runs": dict}
@@ -72,10 +73,10 @@ def _damage(path: Path) -> str | None:
 def _content_error(state: Any) -> str | None:
     """Return what differs from a state that te train writes, or None."""
     if not isinstance(state, dict):
-        return f"it holds a {type(state).__name__}, not a dict"
+        return f"it holds {with_article(type(state))}, not a dict"
     for name, kind in CONTENT.items():
         if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
-            return f"its {name!r} is a {type(state.get(name)).__name__}, not a {kind.__name__}"
+            return f"its {name!r} is {with_article(type(state.get(name)))}, not {with_article(kind)}"
     if state["step"] < 0:
         return f"its step is {state['step']}"
     own = torch.get_rng_state()
@@ -95,7 +96,7 @@ def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
         return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
     for name, tensor in own.items():
         if not isinstance(saved[name], Tensor):
-            return f"{name} is a {type(saved[name]).__name__}, not a tensor"
+            return f"{name} is {with_article(type(saved[name]))}, not a tensor"
         if not name.endswith("_extra_state") and saved[name].shape != tensor.shape:
             return f"{name} is {list(saved[name].shape)}, the model's is {list(tensor.shape)}"
     return None

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...common import optional
 from ...common import recipe as recipes
+from ...common.numbers import with_article
 
 # Libraries that a run in each framework needs, and the extra that installs them.
 NEEDED = {
@@ -131,7 +132,7 @@ class RunConfig:
             value, kind = getattr(self, field.name), KINDS[str(field.type)]
             if not isinstance(value, kind) or isinstance(value, bool):  # for example from a checkpoint
                 raise ValueError(
-                    f"{field.name}={value!r} is a {type(value).__name__}; it must be {field.type}"
+                    f"{field.name}={value!r} is {with_article(type(value))}; it must be {field.type}"
                 )
         for name, choices in (("optimizer", OPTIMIZERS), ("framework", FRAMEWORKS)):
             value = getattr(self, name)

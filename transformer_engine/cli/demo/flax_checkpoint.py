@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ...common.numbers import with_article
 from ..failure import Failure, writing
 from ..failure import reason as reason_of
 
@@ -75,7 +76,7 @@ def load(path: Path) -> dict[str, Any]:
         value = about.get(name) if isinstance(about, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(
-                f"{path} is not a checkpoint of te train: its {name!r} is a {type(value).__name__}; {remedy}"
+                f"{path} is not a checkpoint of te train: its {name!r} is {with_article(type(value))}; {remedy}"
             )
     return {**about, "runs": runs}
 

@@ -56,7 +56,7 @@ def plan(
             `layers` and `heads`.
         devices: Number of GPUs.
         gpu: A name of `GPUS`, or a `GpuRates` with other rates.
-        recipe: "bf16", "delayed", "current", "block", "mxfp8" or "nvfp4".
+        recipe: "bf16" or "none", "delayed", "current", "block", "mxfp8" or "nvfp4".
         dp: Data-parallel replicas; by default the devices that the other axes leave.
         fsdp: Ranks that share parameters by `fully_shard`, with the context-parallel ranks.
         tp: Tensor-parallel ranks, with sequence parallelism.
@@ -210,8 +210,8 @@ def search(
         least = min(found, key=lambda each: each.memory.peak)
         raise ValueError(
             f"no mesh of {devices} devices fits: {shape.name} needs at least {least.memory.peak / GIB:.1f} GiB of the "
-            f"{least.memory_limit / GIB:.1f} GiB of a {least.gpu} ({least.mesh}, recompute={least.recompute!r}); use "
-            "more devices, a shorter sequence, or a gpu with more memory"
+            f"{least.memory_limit / GIB:.1f} GiB of each {least.gpu} ({least.mesh}, recompute={least.recompute!r}); "
+            "use more devices, a shorter sequence, or a gpu with more memory"
         )
     return fitting[:count]
 

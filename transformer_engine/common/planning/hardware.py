@@ -293,7 +293,11 @@ FORMATS = {
 
 
 def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
-    """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it."""
+    """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
+
+    "none", the name of high precision in `te train`, is "bf16".
+    """
+    recipe = "bf16" if recipe == "none" else recipe
     if recipe not in FORMATS:
         raise unknown("recipe", recipe, FORMATS)
     found = FORMATS[recipe]

@@ -248,8 +248,8 @@ class TrainingStep:
         found = []
         if peak > limit:
             found.append(
-                f"needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of a {gpu.name} can be filled; raise fsdp, tp "
-                "or pp, or use recompute='full'"
+                f"needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of each {gpu.name} can be filled; raise fsdp, "
+                "tp or pp, or use recompute='full'"
             )
         if not gpu.calibrated:
             found.append(f"the rates of {gpu.name} follow from its data sheet and are not measured")

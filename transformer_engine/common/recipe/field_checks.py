@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from .. import env
-from ..numbers import described
+from ..numbers import described, with_article
 
 Converter = Callable[[str, Any], Any]
 
@@ -108,7 +108,7 @@ def require_kind(recipe: Any, kind: type, *names: str) -> None:
         value = getattr(recipe, name, None)
         if hasattr(recipe, name) and not isinstance(value, kind):
             raise TypeError(
-                f"{type(recipe).__name__}: {name}={described(value)} is a {type(value).__name__}; "
+                f"{type(recipe).__name__}: {name}={described(value)} is {with_article(type(value))}; "
                 f"give {kind.__name__}(..)"
             )
 

@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
@@ -56,9 +56,24 @@ class _Constructed:
     """Objects of traced constructor calls as attributes, because a compiler copies a dict before its first read."""
 
 
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+_specialized: Callable[[Any], Any] = _unchanged
 _construction = _Construction()
 _constructed = _Constructed()
 _constructed_lock = threading.Lock()
+
+
+def specialize_with(specialized: Callable[[Any], Any]) -> None:
+    """Set the function that returns a traced argument as a constant; a framework that has a compiler calls this once.
+
+    It is called only while the compiler traces. It returns the number of a symbol, for which the compiler then
+    specializes the graph, and raises an error for a value that the compiler does not know.
+    """
+    global _specialized
+    _specialized = specialized
 
 
 def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
@@ -74,7 +89,9 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
     def __new__(new: type, *args: Any, **keywords: Any) -> Any:
         if is_tracing() and not _construction.running:
-            made = getattr(_constructed, _construct(new, *args, **keywords))
+            given = [_specialized(value) for value in args]
+            named = {name: _specialized(value) for name, value in keywords.items()}
+            made = getattr(_constructed, _construct(new, *given, **named))
             return made if frozen else _traced_copy(object.__new__(new), made)
         return object.__new__(new)
 
@@ -182,7 +199,9 @@ def assign(recipe: Any, name: str, value: Any) -> None:
     """
     if is_tracing() and not _construction.running:
         if name in recipe.__dataclass_fields__:
-            _traced_copy(recipe, getattr(_constructed, _assigned(recipe._description, name, value)))
+            _traced_copy(
+                recipe, getattr(_constructed, _assigned(recipe._description, name, _specialized(value)))
+            )
         else:
             object.__setattr__(recipe, name, value)
         return

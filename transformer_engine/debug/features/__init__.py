@@ -16,18 +16,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from transformer_engine.common.numbers import parse_int
 
 
 def intervals(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
-    """Return the intervals of steps (first, last) of a configuration, both inclusive; None for no last step."""
-    if config.get("start_end_list"):
-        return sorted(
-            [(int(start), None if end in (None, -1) else int(end)) for start, end in config["start_end_list"]]
-        )
-    end = config.get("end_step")
-    return [(int(config.get("start_step") or 0), None if end in (None, -1) else int(end))]
+    """Return the intervals of steps (first, last) of a configuration, both inclusive; None for no last step.
+
+    Raises:
+        TypeError: A step is not a whole number.
+        ValueError: `start_end_list` is not a list of pairs.
+    """
+    pairs = config.get("start_end_list")
+    if not pairs:
+        return [_interval("start_step", config.get("start_step") or 0, "end_step", config.get("end_step"))]
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(
+                f"start_end_list={pairs} holds {pair!r}; give pairs of a first and a last step, for example "
+                "[[0, 10], [50, 60]]"
+            )
+    return sorted([_interval("start_end_list", first, "start_end_list", last) for first, last in pairs])
+
+
+def _interval(first_name: str, first: Any, last_name: str, last: Any) -> tuple[int, int | None]:
+    return parse_int(first_name, first), None if last in (None, -1) else parse_int(last_name, last)
+
+
+def stats_of(config: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the statistics that a configuration names; ValueError if it names none."""
+    if not config.get("stats"):
+        raise ValueError("the configuration names no statistics; add `stats: [..]`")
+    return config["stats"]
 
 
 def next_enabled_iter(config: Mapping[str, Any], iteration: int) -> tuple[bool, int | None]:
@@ -41,11 +63,11 @@ def next_enabled_iter(config: Mapping[str, Any], iteration: int) -> tuple[bool, 
         iteration: The step.
 
     Raises:
-        ValueError: `freq` is not positive.
+        TypeError: `freq` or a step is not a whole number.
+        ValueError: `freq` is below 1, or `start_end_list` is not a list of pairs.
     """
-    frequency = int(config.get("freq") or 1)
-    if frequency < 1:
-        raise ValueError(f"freq={config['freq']} is not positive; give the number of steps per logged step")
+    given = config.get("freq")
+    frequency = 1 if given is None else parse_int("freq", given, least=1)
     spans = intervals(config)
     inside = any(start <= iteration and (end is None or iteration <= end) for start, end in spans)
     nexts = []

@@ -3,7 +3,7 @@
 from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
 from . import misc as misc
 from .activation import act_lu, dact_lu, dact_lu_dbias, quantize_dact_dbias
-from .attention import FusedAttnHelper, make_fused_attn_score_mod_config
+from .attention import FusedAttnHelper, fused_attn_bwd, fused_attn_fwd, make_fused_attn_score_mod_config
 from .base import BasePrimitive, register_primitive
 from .gemm import (
     gemm,
@@ -42,6 +42,8 @@ __all__ = [
     "collective_gemm_bootstrap",
     "dact_lu",
     "dact_lu_dbias",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "gemm",
     "get_non_contracting_dims",
     "grouped_dbias",

@@ -1,18 +1,38 @@
-"""Queries of fused attention, and the arguments of a score_mod as one record."""
+"""The two halves of fused attention, queries of its backends, and the arguments of a score_mod as one record."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax import Array
 
-from ..attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, is_fused_attn_kernel_available
+from ...common.checks import described
+from ..attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    SequenceDescriptor,
+    fused_attn,
+    is_fused_attn_kernel_available,
+)
+from ..checks import check_shaped
 from ..primitives.attention.score_mod import check_functions
 from .base import BasePrimitive
 
-__all__ = ["FusedAttnFwdPrimitive", "FusedAttnHelper", "ScoreModConfig", "make_fused_attn_score_mod_config"]
+__all__ = [
+    "FusedAttnFwdPrimitive",
+    "FusedAttnHelper",
+    "ScoreModConfig",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
+    "make_fused_attn_score_mod_config",
+]
 
 _F16, _NONE = 1, -1  # members of NVTE_Fused_Attn_Backend
 
@@ -76,3 +96,72 @@ def make_fused_attn_score_mod_config(
     """
     check_functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
     return ScoreModConfig(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pullback"], meta_fields=[])
+@dataclass(frozen=True)
+class _SoftmaxAux:
+    """Saved arrays of the forward half: the function that jax.vjp returned, which is a pytree."""
+
+    pullback: Any
+
+
+def fused_attn_fwd(
+    qkv: tuple[Array, ...], bias: Array | None, sequence_descriptor: SequenceDescriptor | Array | None,
+    seed: Array | None, *arguments: Any, **options: Any,
+) -> tuple[Array, Any, Array | None]:  # fmt: skip
+    """Compute attention and the saved arrays of `fused_attn_bwd`, as the forward half of a derivative rule.
+
+    Args:
+        qkv: One, two or three arrays, as in `fused_attn`.
+        bias: Bias, or None.
+        sequence_descriptor: Sequences of the tokens, a mask, or None.
+        seed: Key of jax.random, for dropout.
+        arguments: Further arguments of `fused_attn`.
+        options: Keyword arguments of `fused_attn`.
+
+    Returns:
+        The output [b, q, h, dv]; softmax_aux, a pytree of the saved arrays, which may be a residual of jax.custom_vjp
+        or a result of jax.jit; and the seed.
+    """
+    bound = inspect.signature(fused_attn).bind(qkv, bias, sequence_descriptor, seed, *arguments, **options)
+    call = bound.arguments
+
+    def attend(qkv: tuple[Array, ...], bias: Array | None, softmax_offset: Array | None) -> Array:
+        return fused_attn(**{**call, "qkv": qkv, "bias": bias, "softmax_offset": softmax_offset})
+
+    output, pullback = jax.vjp(attend, qkv, bias, call.get("softmax_offset"))
+    return output, _SoftmaxAux(pullback), seed
+
+
+def fused_attn_bwd(
+    qkv: tuple[Array, ...], bias: Array | None, softmax_aux: Any, rng_state: Array | None, output: Array,
+    doutput: Array, *arguments: Any, **options: Any,
+) -> tuple[tuple[Array, ...], Array | None, Array | None]:  # fmt: skip
+    """Compute the gradients of `fused_attn_fwd` from its saved arrays.
+
+    Only softmax_aux and doutput are read, because softmax_aux holds the other arguments of the forward half.
+
+    Args:
+        qkv: The arrays of the forward half.
+        bias: Its bias, or None.
+        softmax_aux: Its second result.
+        rng_state: Its third result.
+        output: Its output.
+        doutput: Gradient of the output, [b, q, h, dv].
+        arguments: Its further arguments.
+        options: Its keyword arguments.
+
+    Returns:
+        The gradients of qkv, of the bias and of the softmax_offset; None for an array that was not given.
+
+    Raises:
+        TypeError: softmax_aux is not a result of `fused_attn_fwd`.
+        ValueError: doutput does not have the shape of output.
+    """
+    if not isinstance(softmax_aux, _SoftmaxAux):
+        raise TypeError(
+            f"softmax_aux={described(softmax_aux)} is not of fused_attn_fwd; pass the second one of its results"
+        )
+    check_shaped("doutput", doutput, output.shape)
+    return softmax_aux.pullback(doutput.astype(output.dtype))

@@ -24,7 +24,7 @@ from ..dense import dense, grouped_dense
 from ..primitives.grouped_gemm import grouped_contraction
 from ..quantize.grouped import GroupedQuantizer
 from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
-from ..quantize.tensors import AbstractBaseTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
+from ..quantize.tensors import AbstractBaseTensor, NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
 from .base import BasePrimitive
 
 _OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))  # contracting_dims that contract the rows
@@ -71,8 +71,8 @@ def get_non_contracting_dims(ndim: int, contracting_dims: int | Sequence[int]) -
 
 
 def gemm(
-    lhs: Array | ScaledTensor,
-    rhs: Array | ScaledTensor,
+    lhs: Array | ScaledTensor | NoScaleTensor,
+    rhs: Array | ScaledTensor | NoScaleTensor,
     bias: Array | None = None,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (0,)),
     lhs_quantizer: Quantizer | None = None,
@@ -107,15 +107,16 @@ def gemm(
     for name, quantizer in (("lhs_quantizer", lhs_quantizer), ("rhs_quantizer", rhs_quantizer)):
         check_optional(name, quantizer, Quantizer)
     member("collective_op", collective_op, CollectiveOp)
+    lhs, rhs = (x.data if isinstance(x, NoScaleTensor) else x for x in (lhs, rhs))
     if isinstance(lhs, ScaledTensor) or isinstance(rhs, ScaledTensor):
         operand: Any = lhs
         if isinstance(operand, ScaledTensor2x):
             operand = operand.rowwise_tensor
         dtype = operand.dq_dtype if isinstance(operand, ScaledTensor1x) else operand.dtype
         given = None if bias is None else bias.astype(jnp.float32)
-        contracted = len(contracting_dims[0])
+        check_axis_pairs("contracting_dims", contracting_dims)
         values = dense(
-            _values(lhs, lhs_quantizer, -contracted), _values(rhs, rhs_quantizer, contracted), given,
+            _values(lhs, lhs_quantizer, contracting_dims[0]), _values(rhs, rhs_quantizer, contracting_dims[1]), given,
             contracting_dims, transpose_batch_sequence,
         )  # fmt: skip
         return values.astype(dtype)
@@ -123,13 +124,18 @@ def gemm(
     return dense(lhs, rhs, bias, contracting_dims, transpose_batch_sequence, quantizer_set=quantizers)
 
 
-def _values(operand: Array | ScaledTensor, quantizer: Quantizer | None, flatten_axis: int) -> Array:
-    """Return the values of an operand in float32; an operand in high precision is quantized first."""
+def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]) -> Array:
+    """Return the values of an operand in float32; an operand in high precision is quantized first.
+
+    Both directions of a block-scaled tensor differ. The product reads the one whose blocks are along the contracted
+    axes: the column-wise codes if these are the first axes, otherwise the row-wise ones.
+    """
+    count, axes = len(contracted), sorted(sanitize_dims(operand.ndim, contracted))
+    columns = axes == list(range(count)) and count < operand.ndim
     if quantizer is not None and not isinstance(operand, ScaledTensor):
-        rowwise = flatten_axis < 0  # products contract the last axes of lhs and the first axes of rhs
-        operand = quantizer.quantize(operand, rowwise, not rowwise, flatten_axis=flatten_axis)
+        operand = quantizer.quantize(operand, not columns, columns, flatten_axis=count if columns else -count)
     if isinstance(operand, ScaledTensor2x):
-        operand = operand.rowwise_tensor
+        operand = operand.colwise_tensor if columns else operand.rowwise_tensor
     return operand.values() if isinstance(operand, ScaledTensor1x) else jnp.asarray(operand, jnp.float32)
 
 
@@ -198,6 +204,8 @@ def grouped_gemm(
         check_sizes("group_sizes", group_sizes, None, a.shape[0])
         dtype = a.dtype if dtype is None else check_floating("preferred_element_type", dtype)
         return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
+    if isinstance(rhs, ScaledTensor2x) and tuple(contracting_dims[1]) in ((1,), (-2,)):
+        rhs = rhs.colwise_tensor  # its blocks are along the contracted axis
     lhs, rhs = (x.dequantize() if isinstance(x, AbstractBaseTensor) else x for x in (lhs, rhs))
     return grouped_dense(
         lhs,

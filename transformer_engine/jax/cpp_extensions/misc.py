@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ...common.checks import described, member
 from ...common.enums import DType
+from ...common.numbers import with_article
 from ..checks import check_dtype
 from ..platform import compute_capability, library_version, xla_flag
 
@@ -66,7 +67,9 @@ def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | No
         TypeError: flag is not a string.
     """
     if not isinstance(flag, str):
-        raise TypeError(f"flag={described(flag)} is a {type(flag).__name__}; pass the name of a flag of XLA")
+        raise TypeError(
+            f"flag={described(flag)} is {with_article(type(flag))}; pass the name of a flag of XLA"
+        )
     found = xla_flag(flag.lstrip("-"))
     if found is None:
         return default

@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import described, text_or_none
+from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..dense import dense
 from ..grouped_dense import grouped_dense
@@ -41,7 +42,7 @@ def wrap_function_in_te_state_module(
     text_or_none("quantization_checkpoint_name", quantization_checkpoint_name)
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a recipe's class"
+            f"recipe={described(recipe)} is {with_article(type(recipe))}; pass an instance of a recipe's class"
         )
 
     class TEWrapper(TransformerEngineBase):

@@ -9,6 +9,7 @@ from .config import (
     get_device_compute_capability,
     get_global_quantize_recipe,
     get_quantization_recipe,
+    get_quantize_config,
     get_quantize_config_with_recipe,
     get_supported_quantization_recipes,
     get_supported_scaling_modes,
@@ -20,7 +21,7 @@ from .config import (
 )
 from .factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from .grouped import GroupedNoScaleTensor, GroupedQuantizer, GroupedScaledTensor1x
-from .hadamard import apply_rht, get_rht_matrix, get_wgrad_sign_vector
+from .hadamard import apply_rht, get_rht_matrix, get_wgrad_sign_vector, should_use_rht
 from .quantizers import (
     BlockScaleQuantizer,
     CurrentScaleQuantizer,
@@ -41,4 +42,5 @@ from .tensors import (
     ScaledTensor1x,
     ScaledTensor2x,
     ScaledTensorFactory,
+    ScalingModeToDequantizerMap,
 )

@@ -16,6 +16,7 @@ from typing import Any
 from flax.core.frozen_dict import FrozenDict
 
 from ...common.checks import described, member, reject_keywords, switch
+from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
 from ..blocks import reusable
@@ -202,6 +203,11 @@ class QuantizeConfig:
         return AmaxComputeAlgo(getattr(self.recipe, "amax_compute_algo", "max"))
 
 
+def get_quantize_config() -> QuantizeConfig:
+    """Return the settings of the recipe of the innermost enabled autocast; without one they quantize nothing."""
+    return QuantizeConfig(get_global_quantize_recipe())
+
+
 def get_quantize_config_with_recipe(fp8_recipe: Recipe | None) -> QuantizeConfig:
     """Return the settings that modules read from a recipe.
 
@@ -219,7 +225,7 @@ def _check_recipe(name: str, recipe: Any) -> None:
     """Raise TypeError unless a value is None or a recipe."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"{name}={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
+            f"{name}={described(recipe)} is {with_article(type(recipe))}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
 
@@ -318,7 +324,7 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> M
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, (dict, FrozenDict)):
             raise TypeError(
-                f"{name}={described(value)} is a {type(value).__name__}; pass a dict or a FrozenDict"
+                f"{name}={described(value)} is {with_article(type(value))}; pass a dict or a FrozenDict"
             )
     merged = {**new, **{key: value for key, value in original.items() if key not in new}}
     return FrozenDict(merged) if isinstance(original, FrozenDict) else merged

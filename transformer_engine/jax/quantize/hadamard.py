@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import switch
+from ...common.checks import member, switch
 from ..checks import check_values
 from ..primitives.quantize import hadamard_transform, inverse_transform
 from ..primitives.quantize.hadamard import GROUP, SIGNS
+from .scaling_modes import QuantizeLayout, ScalingMode
 
 
 def apply_rht(x: Array, inverse: bool = False) -> Array:
@@ -40,3 +41,28 @@ def get_rht_matrix() -> Array:
     rows = np.arange(GROUP)
     ones = np.vectorize(lambda n: bin(n).count("1"))(rows[:, None] & rows[None, :])
     return jnp.asarray((np.asarray(SIGNS)[:, None] * (-1.0) ** ones) / 4, jnp.bfloat16)
+
+
+def should_use_rht(
+    scaling_mode: ScalingMode, is_colwise: bool | None = None, q_layout: QuantizeLayout | None = None
+) -> bool:
+    """Return whether the NVFP4 recipe transforms codes of a mode and direction: the column-wise ones of 1-D blocks.
+
+    The recipe does so for inputs and gradients, unless its disable_rht is True. A quantizer of its own has `use_rht`.
+
+    Args:
+        scaling_mode: Scaling mode.
+        is_colwise: Whether the codes are column-wise.
+        q_layout: Directions instead of is_colwise; True if they are the columns alone.
+
+    Raises:
+        ValueError: Both of is_colwise and q_layout are given, or neither.
+    """
+    member("scaling_mode", scaling_mode, ScalingMode)
+    if (is_colwise is None) is (q_layout is None):
+        raise ValueError(f"is_colwise={is_colwise} and q_layout={q_layout}; give one of them")
+    if q_layout is not None:
+        member("q_layout", q_layout, QuantizeLayout)
+        is_colwise = q_layout.is_colwise_only
+    switch("is_colwise", is_colwise)
+    return bool(is_colwise) and scaling_mode.is_nvfp4_scaling and not scaling_mode.is_2d

@@ -108,6 +108,7 @@ class Quantizer:
         Raises:
             NotImplementedError: The codes are differentiated.
         """
+        check_values("x", x)
         tensor, amax = self.encode(constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, over)
         self.update(amax)
         return undifferentiated(tensor, x)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ...common import recipe as recipes
 from ...common.checks import described
+from ...common.numbers import with_article
 from ..platform import compute_capability, is_emulating
 from .quantizers import (
     BlockScaleQuantizer,
@@ -246,7 +247,9 @@ def format_dtypes(form: recipes.Format | None) -> tuple[Any, Any]:
         recipes.Format.E2M1: (jnp.float4_e2m1fn, jnp.float4_e2m1fn),
     }
     if form is not None and not isinstance(form, recipes.Format):
-        raise TypeError(f"form={described(form)} is a {type(form).__name__}; pass a recipe.Format, or None")
+        raise TypeError(
+            f"form={described(form)} is {with_article(type(form))}; pass a recipe.Format, or None"
+        )
     return table[form]
 
 

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import described, whole
+from ...common.numbers import with_article
 from ..manual_axes import varies_over, vary_over
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
@@ -69,7 +70,7 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
         return tuple(copies)
     if not isinstance(quantizer_set, (Quantizer, GroupedQuantizer, QuantizerSet)):
         raise TypeError(
-            f"quantizer_set={described(quantizer_set)} is a {type(quantizer_set).__name__}; give a quantizer, a "
+            f"quantizer_set={described(quantizer_set)} is {with_article(type(quantizer_set))}; give a quantizer, a "
             'quantizer set, or the variables {"fp8_metas": ..} of a model'
         )
     return _copies(n, False)(quantizer_set)

@@ -17,7 +17,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import member
-from ..checks import check_array, check_floating
+from ..checks import check_array, check_floating, check_instance
 from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
@@ -32,6 +32,7 @@ __all__ = [
     "ScaledTensor1x",
     "ScaledTensor2x",
     "ScaledTensorFactory",
+    "ScalingModeToDequantizerMap",
 ]
 
 
@@ -284,6 +285,33 @@ class NoScaleTensor(AbstractBaseTensor1x):
 
     def checkpoint(self, quantizer: object) -> NoScaleTensor:
         return self
+
+
+@dataclass(frozen=True)
+class Dequantizer:
+    """Computes the values of the quantized tensors of one scaling mode."""
+
+    scaling_mode: ScalingMode
+
+    def dequantize(self, scaled_tensor: AbstractBaseTensor) -> Array:
+        """Return the values of a tensor of this mode in its dq_dtype.
+
+        Raises:
+            TypeError: scaled_tensor is not a tensor of transformer_engine.jax.quantize.
+            ValueError: The tensor has another scaling mode.
+        """
+        check_instance("scaled_tensor", scaled_tensor, AbstractBaseTensor)
+        one = scaled_tensor.rowwise_tensor if isinstance(scaled_tensor, ScaledTensor2x) else scaled_tensor
+        mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)  # containers of plain values have no mode
+        if mode is not self.scaling_mode:
+            raise ValueError(
+                f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}, call dequantize() of the "
+                "tensor"
+            )
+        return scaled_tensor.dequantize()
+
+
+ScalingModeToDequantizerMap = {mode: Dequantizer(mode) for mode in ScalingMode}
 
 
 class ScaledTensorFactory:

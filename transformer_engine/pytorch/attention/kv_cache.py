@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_int
+from ...common.numbers import to_int, with_article
 from ..primitives.kv_cache import append, check_append
 from ..runtime.device import canonical_device
 
@@ -108,7 +108,7 @@ def whole_step(
     """
     if not isinstance(step_dict, Mapping):
         raise ValueError(
-            f"a step is a {type(step_dict).__name__}; give a dictionary {{sequence: new tokens}}"
+            f"a step is {with_article(type(step_dict))}; give a dictionary {{sequence: new tokens}}"
         )
     if len(step_dict) > max_batch:
         raise ValueError(

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -198,7 +200,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}; download it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
+        raise ValueError(f"{path} holds {with_article(type(content))}, not an object; download it again")
     return content
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import transformer_engine_torch as tex
-from transformer_engine_torch.checks import integers, sequence
+from transformer_engine_torch.checks import sequence
 
 from ...common.checks import described, one_of
-from ...common.numbers import to_bool
+from ...common.numbers import to_bool, to_ints
 from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
 from ..runtime.checks import tensor_or_none
 from ..runtime.warn_once import warn_once
@@ -124,7 +124,7 @@ def general_grouped_gemm(
         bias = [out[0].new_empty(B[0].shape[-1]) for _ in B]
     before = None
     if gelu:
-        splits = [] if m_splits is None else integers("m_splits", m_splits)
+        splits = [] if m_splits is None else to_ints("m_splits", m_splits)
         parts = out[0].split(splits) if single_output else out
         before = [torch.empty_like(part) for part in parts]
     gradients = tex.te_general_grouped_gemm(

@@ -7,6 +7,7 @@ import torch
 
 from ...common import absent
 from ...common.formats import TENSOR_FORMATS
+from ...common.numbers import with_article
 from .collectives import (
     DeferredGather,
     allreduce,
@@ -108,7 +109,7 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
 
     if not isinstance(fsdp_root, FullyShardedDataParallel):
         raise TypeError(
-            f"the root is a {type(fsdp_root).__name__}; wrap it in torch.distributed.fsdp.FullyShardedDataParallel "
+            f"the root is {with_article(type(fsdp_root))}; wrap it in torch.distributed.fsdp.FullyShardedDataParallel "
             "first, or use fully_shard, which needs no preparation"
         )
     wrapped = [m for m in fsdp_root.modules() if isinstance(m, FullyShardedDataParallel)]

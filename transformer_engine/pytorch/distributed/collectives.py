@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.checks import function_or_none, switch
+from ...common.numbers import with_article
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none, tensor
 from ..runtime.warn_once import warn_once
@@ -22,6 +23,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
+from .common_scale import payload_with_common_scale
 from .faults import NamedWork, started
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -95,9 +97,10 @@ def gather_along_first_dim(
 ) -> tuple[Any, NamedWork | DeferredGather | None]:
     """Gather [n * M, ...] from [M, ...] of each of n ranks, in rank order, and quantize it if a quantizer is given.
 
-    Quantization after the gather needs no common scales. A quantized input is sent as codes and scales; a scale of the
-    whole tensor must then be the same on all ranks. If the rows of a rank end inside a block of one scale, the input is
-    dequantized, gathered and quantized again.
+    Quantization after the gather needs no common scales. A quantized input is sent as codes and scales. If the ranks
+    have different scales of whole tensors, codes are rounded to the largest of them; they are unchanged if the scales
+    are equal, for example with a quantizer's `amax_reduction_group`. If the rows of a rank end inside a block of one
+    scale, the input is dequantized, gathered and quantized again.
 
     Args:
         inp: This rank's rows [M, ...], plain or quantized.
@@ -106,7 +109,8 @@ def gather_along_first_dim(
         quantizer: Quantizer of the result.
         output_tensor: Receives the result [n * M, ...], plain or quantized like the result.
         external_coalescing: The caller coalesces collectives. The result is valid at the end of that block, a
-            quantized result when the handle has waited after it.
+            quantized result when the handle has waited after it. The scales of whole tensors must then be equal,
+            because their comparison is another kind of collective.
 
     Returns:
         The gathered rows and the handle, which is None unless the result is completed later.
@@ -121,11 +125,11 @@ def gather_along_first_dim(
     function_or_none("quantizer", quantizer)
     _check_output(inp, process_group, quantized or quantizer is not None, output_tensor)
     if (async_op or external_coalescing) and (quantized or quantizer is not None):
-        return _gather_later(inp, process_group, async_op, quantizer, output_tensor)
+        return _gather_later(inp, process_group, async_op, quantizer, output_tensor, external_coalescing)
     if quantized:
         whole: Any = inp
         if world_size(process_group) > 1:
-            parts, payload = gather_payload(inp)  # pyright: ignore[reportArgumentType]
+            parts, payload = payload_with_common_scale(*gather_payload(inp), process_group)  # pyright: ignore[reportArgumentType]
             codes = [_gather(part, process_group, False)[0] for part in parts]
             whole = join_payload(codes, payload, inp.dtype)  # pyright: ignore[reportArgumentType]
             if isinstance(inp, QuantizedTensor):
@@ -149,7 +153,7 @@ def _check_output(
         return
     if isinstance(output, QuantizedTensorStorage) != quantized:
         raise TypeError(
-            f"output_tensor is a {type(output).__name__}; the result is "
+            f"output_tensor is {with_article(type(output))}; the result is "
             f"{'quantized, give a tensor of its quantizer' if quantized else 'plain, give a plain tensor'}"
         )
     shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
@@ -167,6 +171,7 @@ def _gather_later(
     async_op: bool,
     quantizer: Quantizer | None,
     output: Any,
+    scales_are_equal: bool,
 ) -> tuple[Any, DeferredGather | None]:
     """Return the quantized result, complete after `wait` of the handle, or no handle without communication."""
     if world_size(group) == 1:
@@ -178,6 +183,8 @@ def _gather_later(
             shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
             output = maker.make_empty(shape, dtype=inp.dtype, device=inp.device)
         parts, payload = gather_payload(inp)
+        if not scales_are_equal:
+            parts, payload = payload_with_common_scale(parts, payload, group)
         # As bytes: collectives that a caller coalesces have one dtype.
         sent = [_gather(part.view(torch.uint8), group, async_op) for part in parts]
         works = [work for _, work in sent if work is not None]
@@ -206,13 +213,13 @@ def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, A
     rows, granularity = matrix_shape(inp.shape)[0], inp.row_granularity()
     if quantizer is None:
         raise ValueError(
-            f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale, "
+            f"{with_article(type(inp))} of {rows} rows ends inside a block of {granularity} rows of one scale, "
             "where another rank's rows cannot follow; give a quantizer, or gather before quantizing"
         )
     warn_once(
         "gather of quantized rows that end inside a block",
-        f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale: it is gathered "
-        "in high precision and quantized again; gather before quantizing",
+        f"{with_article(type(inp))} of {rows} rows ends inside a block of {granularity} rows of one scale: it is "
+        "gathered in high precision and quantized again; gather before quantizing",
     )
     return inp.dequantize(), quantizer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described
-from ...common.numbers import to_int
+from ...common.numbers import to_int, with_article
 from ..runtime.device import has_cuda
 
 RngState = torch.Generator | Tensor
@@ -87,7 +87,7 @@ class CudaRNGStatesTracker:
         """
         if not isinstance(name, Hashable):
             raise TypeError(
-                f"name={described(name)} is a {type(name).__name__}; give the state's name, a str"
+                f"name={described(name)} is {with_article(type(name))}; give the state's name, a str"
             )
         seed = to_int("seed", seed)
         if seed in self.seeds_:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...common import absent
 from ...common.checks import whole_or_none
+from ...common.numbers import with_article
 from ..distributed.symmetric_memory import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
 from ..functions.expert_exchange import combine, dispatch, through_buffers
 from ..runtime.checks import floating, same_device, tensor
@@ -97,7 +98,7 @@ def _check_tokens(buffer: EpBuffer, topk_idx: Tensor, tokens: Tensor, weights: T
     floating("tokens", tokens)
     if isinstance(tokens, QuantizedTensor):
         raise NotImplementedError(
-            f"tokens are a {type(tokens).__name__}; pass plain tokens, and dispatch_fwd_quant_recipe to EpBuffer"
+            f"tokens are {with_article(type(tokens))}; pass plain tokens, and dispatch_fwd_quant_recipe to EpBuffer"
         )
     tensor("topk_weights", weights)
     if weights.dtype != torch.float32:
@@ -174,7 +175,7 @@ def ep_combine(
     floating("expert_out", expert_out)
     if isinstance(expert_out, QuantizedTensor):
         raise TypeError(
-            f"expert_out is a {type(expert_out).__name__}, whose rows cannot be summed; dequantize() it"
+            f"expert_out is {with_article(type(expert_out))}, whose rows cannot be summed; dequantize() it"
         )
     shape = (routing.rows, buffer.hidden_dim)
     if tuple(expert_out.shape) != shape:

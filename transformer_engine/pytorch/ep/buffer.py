@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described, whole, whole_or_none
+from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..distributed.expert_parallel import ExpertRouting, gather_choices, route
 from ..quantization.family import family_of
@@ -118,7 +119,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     if recipe is None:
         return None
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{name}={described(recipe)} is a {type(recipe).__name__}; pass a recipe, or None")
+        raise TypeError(f"{name}={described(recipe)} is {with_article(type(recipe))}; pass a recipe, or None")
     make = family_of(recipe).quantizer
     slot = "input" if mode == "forward" else "grad_output"
     quantizer = None if make is None else make(recipe, mode, slot, canonical_device())
@@ -161,7 +162,7 @@ def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
 
 def check_buffer(buffer: EpBuffer) -> None:
     if not isinstance(buffer, EpBuffer):
-        raise TypeError(f"buffer={described(buffer)} is a {type(buffer).__name__}; pass an EpBuffer")
+        raise TypeError(f"buffer={described(buffer)} is {with_article(type(buffer))}; pass an EpBuffer")
 
 
 def exchange_routing(buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], None]) -> ExpertRouting:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ...common.numbers import with_article
+
 
 class CallerBuffers(NamedTuple):
     """Buffers for the output [total, N] and the input gradient [total, K], contiguous; None allocates a new tensor."""
@@ -50,7 +52,7 @@ def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Ten
     if buffer is None:
         return None
     if not isinstance(buffer, Tensor) or type(buffer) is torch.nn.Parameter:
-        raise TypeError(f"{name} is a {type(buffer).__name__}; give a plain tensor")
+        raise TypeError(f"{name} is {with_article(type(buffer))}; give a plain tensor")
     matrix = (shape[:-1].numel(), shape[-1])
     if tuple(buffer.shape) not in (tuple(shape), matrix):
         raise ValueError(

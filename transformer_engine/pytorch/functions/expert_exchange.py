@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..distributed.common_scale import payload_with_common_scale
 from ..distributed.expert_parallel import ExpertRouting, Wire, exchange
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
@@ -75,7 +76,7 @@ def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
     for part in parts:
         start = len(plain)
         if isinstance(part, QuantizedTensor):
-            rebuild.append(_sent_quantized(part, plain))
+            rebuild.append(_sent_quantized(part, plain, wire))
             continue
         plain.append(part)
         rebuild.append(lambda received, start=start: received[start])
@@ -83,10 +84,12 @@ def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
     return [make(received) for make in rebuild]
 
 
-def _sent_quantized(part: QuantizedTensor, plain: list[Tensor]) -> Callable[[list[Tensor]], Tensor]:
+def _sent_quantized(
+    part: QuantizedTensor, plain: list[Tensor], wire: Wire
+) -> Callable[[list[Tensor]], Tensor]:
     """Append the codes and scales of a tensor to `plain`; return the function that joins the received ones."""
     storage: Any = part.as_storage().drop(columnwise=True)
-    tensors, payload = gather_payload(storage)
+    tensors, payload = payload_with_common_scale(*gather_payload(storage), wire.group)
     start, kind, dtype = len(plain), type(part), part.dtype
     plain.extend(tensors)
 

@@ -11,6 +11,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ..primitives.activation import ActivationParams
 from ..primitives.activation.reference import value
 from ..primitives.quantize import exported as tex
@@ -81,8 +82,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Qua
     of_input, of_weight = quantizers
     if isinstance(weight, QuantizedTensorStorage):
         raise NotImplementedError(
-            f"a weight that is a {type(weight).__name__} cannot be exported: the exporter takes its codes apart; load "
-            "te.plain_state_dict(model) into a model made outside of quantized_model_init, and export that one"
+            f"a weight that is {with_article(type(weight))} cannot be exported: the exporter takes its codes apart; "
+            "load te.plain_state_dict(model) into a model made outside of quantized_model_init, and export that one"
         )
     if of_input.is_identity and of_weight.is_identity:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..distributed.common_scale import with_common_scale
+from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.operand import COLS, ROWS, plain
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
@@ -12,7 +14,9 @@ from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import LinearSpec
 
 
-def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool, sharded: bool = False) -> Operands:
+def input_operands(
+    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None
+) -> Operands:
     """Return x as the products read it; a quantized input is used without another quantization.
 
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
@@ -22,12 +26,14 @@ def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool, sharded: b
         x: Values or a quantized tensor.
         quantizer: Quantizer of values.
         columnwise: The column direction is read too.
-        sharded: The codes are gathered from shards. A shard that lacks a direction is quantized again.
+        shards: The codes are gathered from the shards of these ranks. A shard that lacks a direction is quantized
+            again, and the shards of a quantized tensor receive a common scale.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
-        if agrees and not (sharded and _lacks_a_direction(x, columnwise)):
-            return _operands_of(x, columnwise)
+        if agrees and not (shards is not None and _lacks_a_direction(x, columnwise)):
+            found = _operands_of(x, columnwise)
+            return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
     return quantizer.operands(x, True, columnwise)
 

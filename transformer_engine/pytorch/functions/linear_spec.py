@@ -207,7 +207,12 @@ def _of_shards(
 
 def gathers_values(spec: LinearSpec) -> bool:
     """Return whether the input is gathered before it is quantized."""
-    return spec.parallel.gathers_input and spec.gather_input not in (CODES, ROW_CODES)
+    return spec.parallel.gathers_input and not gathers_codes(spec)
+
+
+def gathers_codes(spec: LinearSpec) -> bool:
+    """Return whether each rank quantizes its rows of the input, whose codes are gathered."""
+    return spec.parallel.gathers_input and spec.gather_input in (CODES, ROW_CODES)
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:

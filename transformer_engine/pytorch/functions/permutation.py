@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...common.numbers import with_article
 from ..primitives.grouped_gemm.groups import on_device
 from ..primitives.operand import COLS
 from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
@@ -89,7 +90,7 @@ def _bytes(x: Tensor) -> Tensor:
 def _plain(name: str, gradient: Tensor) -> Tensor:
     if isinstance(gradient, QuantizedTensor):
         raise TypeError(
-            f"the gradient of {name} is a {type(gradient).__name__}, which cannot be added up; dequantize() it"
+            f"the gradient of {name} is {with_article(type(gradient))}, which cannot be added up; dequantize() it"
         )
     return gradient
 

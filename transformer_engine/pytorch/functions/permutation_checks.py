@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ..primitives.permutation import MASK
 from ..runtime.checks import floating, same_device, tensor, tensor_or_none
 from ..tensor import QuantizedTensor
@@ -79,7 +80,7 @@ def _check_tokens(inp: Tensor) -> None:
         raise ValueError(f"inp is {list(inp.shape)}; give tokens [T, H], for example inp.flatten(0, -2)")
     reason = unsupported_rows_reason(inp)
     if reason is not None:
-        raise ValueError(f"inp is a {type(inp).__name__}: {reason}")
+        raise ValueError(f"inp is {with_article(type(inp))}: {reason}")
 
 
 def check_probs(name: str, probs: Tensor, inp: Tensor, shape: torch.Size) -> None:
@@ -95,7 +96,7 @@ def check_rows(inp: Tensor, row_id_map: Tensor, pad_offsets: Tensor | None) -> N
     floating("inp", inp)
     _dense("inp", inp)
     if isinstance(inp, QuantizedTensor):
-        raise TypeError(f"inp is a {type(inp).__name__}, whose rows cannot be added up; dequantize() it")
+        raise TypeError(f"inp is {with_article(type(inp))}, whose rows cannot be added up; dequantize() it")
     if inp.dim() != 2:
         raise ValueError(f"inp is {list(inp.shape)}; give permuted tokens [rows, H]")
     _dense("row_id_map", row_id_map)

@@ -37,11 +37,11 @@ from ..primitives.quantize import dequantize
 from ..primitives.transpose import transposed_operand
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, turned
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
-from .linear_spec import Environment
+from .linear_spec import Environment, gathers_codes
 from .normalization import NormStatistics
 
 
@@ -64,7 +64,8 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
         return weight_operands(x, spec, s.columnwise)
     matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
     if s.tensor == "input" and (s.rowwise or isinstance(x, QuantizedTensorStorage)):
-        return input_operands(matrix, spec.input, s.columnwise, spec.parallel.gathers_input)
+        shards = spec.parallel if gathers_codes(spec) else None
+        return input_operands(matrix, spec.input, s.columnwise, shards)
     quantizer = spec.input if s.tensor == "input" else spec.grad_output
     return quantizer.operands(matrix, s.rowwise, s.columnwise)
 
@@ -250,7 +251,10 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
         if collective == "all_reduce" and parallel.sums_symmetrically:
             kind = parallel.symmetric
             return (symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=kind),)
-        later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())
+        traced, quantized = torch.compiler.is_compiling(), isinstance(x, QuantizedTensorStorage)
+        if traced and quantized:
+            x = storage_of(x)  # a compiler cannot trace the construction of a quantized tensor
+        later = not (quantized or traced)
         return (COLLECTIVES[collective](x, parallel.checked_group(), later),)
 
     return begin

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.memory import Memory
-from ..distributed_weight import is_distributed_weight
+from ..distributed_weight import ShardGroup, is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
@@ -51,6 +51,9 @@ class WeightGradStore:
     Args:
         delay_wgrad_compute: Queue gradients; otherwise `put` and `pop` raise RuntimeError.
         ub_bulk_wgrad: Must be False when gradients are delayed: communication cannot overlap a product that runs later.
+
+    Attributes:
+        shards: Groups of distributed weights of the layer's last forward pass, see `ShardGroup`.
     """
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
@@ -59,6 +62,7 @@ class WeightGradStore:
                 "delay_wgrad_compute=True and ub_bulk_wgrad=True exclude each other; set one of them to False"
             )
         self.enabled = delay_wgrad_compute
+        self.shards: Sequence[ShardGroup] = ()
         self.context: deque[tuple[Sequence[Any], Callable[..., Any]]] = deque()
         self._passes: deque[_Pass] = deque()  # the pass that queued each entry of `context`
         self._last = _Pass(_OUTSIDE, True)
@@ -193,24 +197,41 @@ class WeightGradient:
         self._add_to_main(gradient)
         return self._placeholder(gradient.dtype)
 
-    def _place_late(self, gradient: Tensor) -> None:
+    def _place_late(self, gradient: Tensor) -> tuple[tuple[Any, ...], Tensor] | None:
         with torch.no_grad():
             if self.fused:
                 self._add_to_main(gradient)
-            else:
-                _add_to_grads(self.parameters, gradient)
+            return self._delivered(gradient)
 
     def _add_to_main(self, gradient: Tensor) -> None:
         main_grad = main_grad_of(self.parameter)
         overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
         (main_grad.copy_ if overwrite else main_grad.add_)(gradient)
 
-    def _late(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> None:
+    def _late(
+        self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype
+    ) -> tuple[tuple[Any, ...], Tensor] | None:
         with torch.no_grad():
             if self.fused:
                 self._accumulate(dy, x, exact)
-                return
-            _add_to_grads(self.parameters, gemm(dy, x, Epilogue(dtype, exact=exact)))
+                return self._delivered(None)
+            return self._delivered(gemm(dy, x, Epilogue(dtype, exact=exact)))
+
+    def _delivered(self, gradient: Tensor | None) -> tuple[tuple[Any, ...], Tensor] | None:
+        """Add a delayed gradient to .grad, unless it is in main_grad.
+
+        Returns:
+            For distributed weights the parameters and the gradient of the whole weight, which their group finalizes;
+            otherwise None.
+        """
+        if is_distributed_weight(self.parameter):
+            made = main_grad_of(self.parameter) if self.fused else gradient
+            assert made is not None
+            return self.parameters, made
+        if not self.fused:
+            assert gradient is not None
+            _add_to_grads(self.parameters, gradient)
+        return None
 
     def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
         main_grad = main_grad_of(self.parameter)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...common.checks import described, function_or_none
-from ...common.numbers import to_bool, to_float, to_int
+from ...common.numbers import to_bool, to_float, to_int, with_article
 from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import group_or_none
@@ -157,7 +157,7 @@ def samples_of(
         or not all(isinstance(a, (tuple, list)) for a in args)
     ):
         if single and not isinstance(sample_args, (tuple, list)):
-            raise TypeError(f"sample_args is a {type(sample_args).__name__}; give a tuple of tensors")
+            raise TypeError(f"sample_args is {with_article(type(sample_args))}; give a tuple of tensors")
         raise ValueError(
             f"sample_args must be {count} tuples of tensors, one for each callable and microbatch"
         )

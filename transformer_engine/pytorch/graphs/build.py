@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ..distributed.rng import get_all_rng_states
 from ..runtime.capture import CudaRecorder, Recorder, set_capture_end, set_capture_start, unowned
 from ..runtime.device import has_cuda
@@ -201,5 +202,5 @@ def _call_hook(hook: Callable[..., Any], block: StaticBlock) -> None:
     returned = hook(block.module)
     if returned is not None:
         raise RuntimeError(
-            f"a hook of capture_time_hooks returned a {type(returned).__name__}; it has to return None"
+            f"a hook of capture_time_hooks returned {with_article(type(returned))}; it has to return None"
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...common.checks import described
+from ...common.numbers import with_article
 from ..quantization.autocast import autocast
 from ..runtime.warn_once import warn_once
 from .arguments import SampleArguments
@@ -70,7 +71,7 @@ class Arguments:
                 leaves = [leaves[i] for i in self.positions]
         for i, (leaf, facts) in enumerate(zip(leaves, self.facts, strict=True)):
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"argument {i} is a {type(leaf).__name__}; a tensor was captured")
+                raise TypeError(f"argument {i} is {with_article(type(leaf))}; a tensor was captured")
             if (leaf.shape, leaf.dtype, leaf.device) != facts:
                 leaves = list(leaves)
                 leaves[i] = _as_captured(i, leaf, *facts)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...common import env
+from ...common.numbers import with_article
 from ...common.recipe import description_of
 from ..quantization.autocast import AutocastState
 from ..runtime.device import autocast_dtype
@@ -91,7 +92,7 @@ def unsupported_leaf_reason(leaves: ArgumentLeaves) -> str | None:
             return f"an argument is of type {type(leaf).__name__}, whose present content a graph would keep"
     for tensor in leaves.tensors:
         if isinstance(tensor, QuantizedTensorStorage) or type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"an argument is a {type(tensor).__name__}; graphs take plain tensors"
+            return f"an argument is {with_article(type(tensor))}; graphs take plain tensors"
     return None
 
 
@@ -106,9 +107,13 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
         layer = waiting.pop()
         own = layer.__dict__
         if layer is not module and any(own[kind] for kind in _HOOKS):
-            return Standing((), f"a {type(layer).__name__} inside has hooks, which a replay would not call")
+            return Standing(
+                (), f"{with_article(type(layer))} inside has hooks, which a replay would not call"
+            )
         if own.get("wgrad_store") is not None:
-            return Standing((), f"a {type(layer).__name__} puts weight gradients off until its backward_dw()")
+            return Standing(
+                (), f"{with_article(type(layer))} puts weight gradients off until its backward_dw()"
+            )
         facts.append(_layer(layer, seen, 1))
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
             facts.append(None if tensor is None else (_place(tensor), tensor.requires_grad))

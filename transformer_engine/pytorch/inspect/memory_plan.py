@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...common.checks import described, switch, whole
+from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..attention import DotProductAttention, MultiheadAttention
 from ..module.base import TransformerEngineBaseModule
@@ -137,7 +138,7 @@ def memory_plan(
         whole("tokens", tokens)
     elif not isinstance(inputs, tuple):
         raise TypeError(
-            f"inputs={described(inputs)} is a {type(inputs).__name__}; give a tuple of arguments, or None"
+            f"inputs={described(inputs)} is {with_article(type(inputs))}; give a tuple of arguments, or None"
         )
     switch("input_gradient", input_gradient)
     check_block(True, recipe)
@@ -276,7 +277,7 @@ class _TrainingStep:
 
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={described(model)} is a {type(model).__name__}; give a torch.nn.Module")
+        raise TypeError(f"model={described(model)} is {with_article(type(model))}; give a torch.nn.Module")
     for name, module in model.named_modules():
         if getattr(module, "tp_size", 1) > 1:
             raise NotImplementedError(

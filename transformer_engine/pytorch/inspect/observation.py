@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import described, whole
+from ...common.numbers import with_article
 from ..functions.scale_update import in_backward_pass
 from ..module.linear_base import ProductsModule
 from ..module.products import ModuleRecipe, ProductQuantizers
@@ -234,7 +235,7 @@ def observe(
         ValueError: The model is compiled or already observed.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={described(model)} is a {type(model).__name__}; give an nn.Module")
+        raise TypeError(f"model={described(model)} is {with_article(type(model))}; give an nn.Module")
     whole("every", every)
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as torch_styles
 
+from ...common.numbers import with_article
 from ..module import LayerNormLinear, Linear
 from ..module.base import TransformerEngineBaseModule
 
@@ -40,8 +41,8 @@ def _serves(module: torch.nn.Module, style: str, layers: tuple[type, ...]) -> bo
     kind = type(module).__name__
     if not isinstance(module, layers):
         raise NotImplementedError(
-            f"{style} does not shard a {kind}; give it {' or '.join(layer.__name__ for layer in layers)}, or construct "
-            f"the {kind} with tp_group"
+            f"{style} does not shard {with_article(kind)}; give it {' or '.join(layer.__name__ for layer in layers)}, "
+            f"or construct the {kind} with tp_group"
         )
     settings = {
         "parallel_mode": getattr(module, "parallel_mode", None),
@@ -53,8 +54,8 @@ def _serves(module: torch.nn.Module, style: str, layers: tuple[type, ...]) -> bo
     for name, value in settings.items():
         if value:
             raise NotImplementedError(
-                f"{style} does not shard a {kind} with {name}={value!r}; leave it out, or construct the layer with "
-                "tp_group"
+                f"{style} does not shard {with_article(kind)} with {name}={value!r}; leave it out, or construct the "
+                "layer with tp_group"
             )
     return True
 

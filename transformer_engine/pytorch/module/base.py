@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.recompute import in_fp8_activation_recompute_phase
+from ..distributed_weight import finalize_delayed_grads
 from ..functions.scale_update import ScaleUpdate, in_backward_pass, update_at_end_of_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
@@ -308,9 +309,10 @@ class TransformerEngineBaseModule(ForwardInterface):
         trained = sum(members.values())
         if not trained:
             return
-        self.wgrad_store.pop()
-        for _ in range(min(trained - 1, len(self.wgrad_store))):
-            self.wgrad_store.pop()
+        made = [self.wgrad_store.pop()[0]]
+        made += [self.wgrad_store.pop()[0] for _ in range(min(trained - 1, len(self.wgrad_store)))]
+        if self.wgrad_store.shards:
+            finalize_delayed_grads(self.wgrad_store.shards, [part for part in made if part is not None])
         self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def register_wgrad_accumulation_and_reduce_hooks(

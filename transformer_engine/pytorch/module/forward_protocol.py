@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..distributed.collectives import gather_along_first_dim
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
@@ -94,7 +95,7 @@ class ForwardInterface(torch.nn.Module):
             RuntimeError: tp_size requires a tensor-parallel group, and none is set.
         """
         if not isinstance(inp, Tensor):
-            raise TypeError(f"{type(self).__name__} takes a tensor, inp is a {type(inp).__name__}")
+            raise TypeError(f"{type(self).__name__} takes a tensor, inp is {with_article(type(inp))}")
         again = in_fp8_activation_recompute_phase()
         if not (again and self.fp8):
             if self.tp_size > 1 and not self.tp_group_initialized:

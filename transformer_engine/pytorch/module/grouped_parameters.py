@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.numbers import to_bool
+from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..tensor.grouped_tensor import GroupedTensor
@@ -68,7 +68,7 @@ def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) 
         found = (
             f"{m_splits.dtype} on {m_splits.device}"
             if isinstance(m_splits, Tensor)
-            else f"a {type(m_splits).__name__}"
+            else with_article(type(m_splits))
         )
         raise ValueError(
             f"m_splits is {found}; with use_grouped_tensor=True give int64 on the GPU, or leave the keyword False"

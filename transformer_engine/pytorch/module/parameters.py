@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described
-from ...common.numbers import to_int
+from ...common.numbers import to_int, with_article
 from ..runtime.device import canonical_device
 from ..tensor.grouped_tensor import StackQuantizer
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -85,8 +85,8 @@ def split_names(
         return {"": rows}
     if isinstance(parameters_split, str) or not isinstance(parameters_split, (Mapping, Iterable)):
         raise TypeError(
-            f"parameters_split={described(parameters_split)} is a {type(parameters_split).__name__}; give names, or a "
-            "dict of names and sizes"
+            f"parameters_split={described(parameters_split)} is {with_article(type(parameters_split))}; give names, or "
+            "a dict of names and sizes"
         )
     for name in parameters_split:
         if not isinstance(name, str):

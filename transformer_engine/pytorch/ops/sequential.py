@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 
@@ -102,7 +103,7 @@ class Sequential(torch.nn.Module):
     def _module(self, module: Any) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"{module!r} is a {type(module).__name__}; a Sequential holds torch.nn.Module objects, "
+                f"{module!r} is {with_article(type(module))}; a Sequential holds torch.nn.Module objects, "
                 "such as te.ops.Linear(..) and te.ops.ReLU()"
             )
         return module
@@ -178,9 +179,9 @@ class Sequential(torch.nn.Module):
             op = self[target] if isinstance(target, int) else target
             if not isinstance(op, BasicOperation):
                 raise ValueError(
-                    f"op_kwargs names a {type(op).__name__}; only basic operations take keyword arguments"
+                    f"op_kwargs names {with_article(type(op))}; only basic operations take keyword arguments"
                 )
             if id(op) not in members:
-                raise ValueError(f"op_kwargs names a {type(op).__name__} that is not in this Sequential")
+                raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
             found[id(op)] = dict(options)
         return found

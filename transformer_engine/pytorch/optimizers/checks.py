@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described, number
-from ...common.numbers import to_bool, to_float, to_int
+from ...common.numbers import to_bool, to_float, to_int, with_article
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 from .multi_tensor_apply import local_of
@@ -103,7 +103,7 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
         delayed = isinstance(getattr(local, "_quantizer", None), Float8Quantizer)
         if not master_weights and not delayed:
             raise RuntimeError(
-                f"a {type(local).__name__} cannot be stepped without masters; use FusedAdam(master_weights=True)"
+                f"{with_article(type(local))} cannot be stepped without masters; use FusedAdam(master_weights=True)"
             )
         if capturable:
             raise RuntimeError("capturable=True takes no quantized parameters; use capturable=False")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described
-from ...common.numbers import to_bool, to_float
+from ...common.numbers import to_bool, to_float, with_article
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
 from .checks import GroupChecks, one_number, reject_unsupported
 from .multi_tensor_apply import like, local_of, multi_tensor_applier
@@ -164,7 +164,7 @@ class FusedSGD(CopiedWhole):
                 raise RuntimeError("FusedSGD takes no sparse gradients; use torch.optim.SGD")
             if type(local) not in (Tensor, torch.nn.Parameter) or local.dtype not in _PLAIN:
                 raise RuntimeError(
-                    f"a parameter is a {type(local).__name__} of {local.dtype}; give plain ones of float32, float16 "
+                    f"a parameter is {with_article(type(local))} of {local.dtype}; give plain ones of float32, float16 "
                     "or bfloat16, or use FusedAdam(master_weights=True)"
                 )
             is_first = "momentum_buffer" not in self.state.get(parameter, {})

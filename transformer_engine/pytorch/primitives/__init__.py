@@ -1,9 +1,12 @@
-"""Stateless maths on plain tensors: one folder an operation, one file a backend, no autograd."""
+"""Stateless maths on plain tensors: one folder per operation, one file per backend, no autograd."""
 
 from __future__ import annotations
 
 import torch
 
 from ...common import dispatch
+from ...common.recipe import living
+from ..runtime.tracing import specialized
 
 dispatch.trace_when(torch.compiler.is_compiling)
+living.specialize_with(specialized)

@@ -188,14 +188,16 @@ class _Member(NamedTuple):
 
 
 class Pool:
-    """The delayed-scaling states of one direction, recipe and group, in the order of their registration."""
+    """The delayed-scaling states of one direction, recipe, group and device, in the order of their registration."""
 
-    def __init__(self, forward: bool, recipe: DelayedScaling, group: dist_group_type | None):
+    def __init__(
+        self, forward: bool, recipe: DelayedScaling, group: dist_group_type | None, device: torch.device
+    ):
         self.forward = forward
         self.recipe = recipe
         self.group = group
         self.members: list[_Member] = []  # replaced as a whole, so that iteration needs no lock
-        self.device: torch.device | None = None
+        self.device = device
 
     @property
     def reduces(self) -> bool:
@@ -283,21 +285,24 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
 
 
 def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
-    """Register a state with the pool of (forward, recipe, group), and with no other pool."""
+    """Register a state with the pool of (forward, recipe, group) on its device, and with no other pool."""
     held = state.registration
     if held is not None and held.pools is _registry.pools and held.recipe is recipe and held.group is group:
         return
     key = buffer_key(forward, recipe, group)
+    device = state.scale_in_place.device
     with _lock:
         _leave(state)
         pools = _registry.pools
         pool = pools.get(key)
+        if pool is not None and pool.device != device:  # a model on several devices: one more pool for each
+            key = f"{key}:{device}"
+            pool = pools.get(key)
         if pool is None:
-            pool = Pool(forward, recipe, group)
+            pool = Pool(forward, recipe, group, device)
             pools[key] = pool
         pool.tidy()
         pool.members = [*pool.members, _Member(weakref.ref(state), state.num_quantizers)]
-        pool.device = state.scale_in_place.device
         state.registration = Registration(pools, pool, recipe, group)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Format, MMParams, QParams, Recipe
 from .family import all_families, family_of
 
@@ -105,24 +106,24 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
         decoded = _load_archive(data) if data[:2] == b"PK" else _load_pickle(data)
     else:
         raise ExtraStateError(
-            f"extra state is a {type(state).__name__}; it must be a uint8 tensor, io.BytesIO or None"
+            f"extra state is {with_article(type(state))}; it must be a uint8 tensor, io.BytesIO or None"
         )
     if decoded is None:
         return None
     if not isinstance(decoded, dict):
-        raise ExtraStateError(f"extra state holds a {type(decoded).__name__}; it must hold a dict")
+        raise ExtraStateError(f"extra state holds {with_article(type(decoded))}; it must hold a dict")
     # Apply the rules for states of earlier versions, which only had delayed scaling.
     modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
     if "recipe" not in modern:
         modern["recipe"] = DelayedScaling(backward_override=None)
     if not isinstance(modern["recipe"], Recipe):
         raise ExtraStateError(
-            f"extra state's recipe is a {type(modern['recipe']).__name__}; it must be a Recipe"
+            f"extra state's recipe is {with_article(type(modern['recipe']))}; it must be a Recipe"
         )
     for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
         if name in modern and not isinstance(modern[name], Tensor):
             raise ExtraStateError(
-                f"extra state's {name} is a {type(modern[name]).__name__}; it must be a tensor"
+                f"extra state's {name} is {with_article(type(modern[name]))}; it must be a tensor"
             )
     variables = modern.get("extra_fp8_variables", {})
     if not isinstance(variables, dict):
@@ -355,10 +356,10 @@ def _torch_object(name: str, arguments: list[Any]) -> Any:
     if name in ("_load_from_bytes", "safe_load_from_bytes"):
         (data,) = arguments
         if not isinstance(data, bytes):
-            raise ExtraStateError(f"a tensor's storage is a {type(data).__name__}; it must be bytes")
+            raise ExtraStateError(f"a tensor's storage is {with_article(type(data))}; it must be bytes")
         storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if not isinstance(storage, torch.storage.TypedStorage):
-            raise ExtraStateError(f"a tensor's storage is a {type(storage).__name__}")
+            raise ExtraStateError(f"a tensor's storage is {with_article(type(storage))}")
         return storage
     if name == "Size":
         return torch.Size(arguments[0])
@@ -370,7 +371,7 @@ def _torch_object(name: str, arguments: list[Any]) -> Any:
 def _tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
     """Return a tensor within its storage; hooks and flags in the pickle are ignored."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise ExtraStateError(f"a tensor is made of a {type(storage).__name__}")
+        raise ExtraStateError(f"a tensor is made of {with_article(type(storage))}")
     whole = torch.tensor([], dtype=storage.dtype, device=storage._untyped_storage.device).set_(
         storage._untyped_storage
     )

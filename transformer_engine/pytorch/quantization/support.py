@@ -13,7 +13,7 @@ from typing import Any
 
 from ...common import env
 from ...common.checks import described
-from ...common.numbers import to_bool
+from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
 from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
 from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
@@ -143,7 +143,7 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
+            f"recipe={described(recipe)} is {with_article(type(recipe))}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
     if type(enabled) is bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described
-from ...common.numbers import to_int
+from ...common.numbers import to_int, with_article
 from .device import canonical_device
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -97,7 +97,7 @@ def group_or_none(name: str, value: Any) -> None:
     """Raise TypeError for a number, text or container in place of a process group; other objects are accepted."""
     if isinstance(value, _NO_GROUP):
         raise TypeError(
-            f"{name}={described(value)} is a {type(value).__name__}; give a torch.distributed.ProcessGroup, or None"
+            f"{name}={described(value)} is {with_article(type(value))}; give a torch.distributed.ProcessGroup, or None"
         )
 
 

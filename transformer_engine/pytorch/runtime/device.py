@@ -7,6 +7,8 @@ import operator
 
 import torch
 
+from ...common.numbers import with_article
+
 
 @functools.cache
 def has_cuda() -> bool:
@@ -86,7 +88,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
         device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(
-            f"{name}={device!r} is a {type(device).__name__}; give 'cuda', 'cpu', 'meta', a GPU's number or a "
+            f"{name}={device!r} is {with_article(type(device))}; give 'cuda', 'cpu', 'meta', a GPU's number or a "
             "torch.device"
         )
     try:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...common.kernels.launch import ALIGNMENT, Launch
+from ...common.numbers import with_article
 
 
 class NotListed(Exception):
@@ -103,7 +104,7 @@ class Instructions:
                 self.forms.append(None)
                 continue
             if type(tensor) not in (Tensor, torch.nn.Parameter):
-                raise NotListed(f"a tensor is a {type(tensor).__name__}")
+                raise NotListed(f"a tensor is {with_article(type(tensor))}")
             if tensor.device != device or not tensor.numel():
                 raise NotListed("a tensor is empty or on another device")
             self._by_address.setdefault(tensor.data_ptr(), number)

@@ -75,3 +75,21 @@ def number_while_tracing(text: str) -> float:
     In a graph of dynamic shapes a float is a symbol, on which no choice can depend.
     """
     return float.fromhex(text)
+
+
+def specialized(value: Any) -> Any:
+    """Return the number of a symbol, for which the compiler then specializes the graph; other values unchanged.
+
+    For fields of recipes that are constructed or assigned in a compiled function, which decide how a graph is built.
+
+    Raises:
+        TypeError: The value is a tensor, whose number is unknown while a compiler traces.
+    """
+    if isinstance(value, Tensor):
+        raise TypeError(
+            "a field of a recipe is a tensor in a compiled function, where its value is unknown; construct the recipe "
+            "outside of the compiled function"
+        )
+    if isinstance(value, (bool, int, float)):
+        return torch.fx.experimental.symbolic_shapes.guard_scalar(value)  # pyright: ignore[reportAttributeAccessIssue]
+    return value

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from ...common.numbers import with_article
 from .checkpoint_reads import COLLECTED, READS, narrowed
 from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
@@ -264,8 +265,8 @@ def _new_zeros(
     if cuts_block or writer.unsupported_shape_reason(shape, **usages) is not None:
         if cuts_block:
             warnings.warn(
-                f"a shard of {shape[0]} rows of a {type(tensor).__name__} {list(tensor.shape)} ends inside a block of "
-                f"{granularity} rows, so it is stored and gathered in {nominal}; shard multiples of {granularity} rows",
+                f"a shard of {shape[0]} rows of {with_article(type(tensor))} {list(tensor.shape)} ends inside a block "
+                f"of {granularity} rows, so it is stored and gathered in {nominal}; shard a multiple of them",
                 stacklevel=2,
             )
         return NotImplemented
@@ -360,5 +361,5 @@ def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
         for part in payload
     ):
         return result
-    of = f"a {type(tensor).__name__} {list(tensor.shape)}"
+    of = f"{with_article(type(tensor))} {list(tensor.shape)}"
     return tree_map(lambda leaf: _marked(leaf, of) if type(leaf) is Tensor else leaf, result)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ..runtime.checks import extents
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -55,7 +56,7 @@ def restore_from_saved(
     for given in tensors:
         if isinstance(given, Tensor):
             raise TypeError(
-                f"tensors holds a {type(given).__name__}; give the objects that prepare_for_saving returned second, "
+                f"tensors holds {with_article(type(given))}; give the objects that prepare_for_saving returned second, "
                 "then the saved tensors"
             )
     saved = list(saved_tensors)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
@@ -222,7 +223,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """Return this tensor if its nominal strides are contiguous, otherwise a copy with contiguous strides."""
         if memory_format not in (torch.contiguous_format, torch.preserve_format):
-            raise ValueError(f"a {type(self).__name__} has no layout {memory_format}; dequantize it first")
+            raise ValueError(f"{with_article(type(self))} has no layout {memory_format}; dequantize it first")
         return self if self.is_contiguous() else self.clone()
 
     def untyped_storage(self) -> torch.UntypedStorage:

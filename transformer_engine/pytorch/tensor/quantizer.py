@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common import recipe as recipes
 from ...common.checks import described, number
-from ...common.numbers import to_bool, to_float
+from ...common.numbers import to_bool, to_float, with_article
 from ..constants import dist_group_type
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, Quantized
@@ -209,7 +209,7 @@ class Quantizer:
         """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst unchanged."""
         if not isinstance(dst, QuantizedTensorStorage):
             raise TypeError(
-                f"out={described(dst)} is a {type(dst).__name__}; give a tensor made by "
+                f"out={described(dst)} is {with_article(type(dst))}; give a tensor made by "
                 f"{type(self).__name__}.make_empty"
             )
         _check_source("src", src)

@@ -17,6 +17,7 @@ from jax import Array
 
 from ....common.checks import described, number
 from ....common.dispatch import Backend
+from ....common.numbers import with_article
 
 _NAMES = ("gelu", "silu", "relu", "quick_gelu", "squared_relu")
 ACTIVATIONS = (
@@ -52,8 +53,8 @@ class ActivationParams:
             return params
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(
-                f"activation_params={described(params)} is a {type(params).__name__}; give a dict of limit, alpha and "
-                "glu_linear_offset, or None"
+                f"activation_params={described(params)} is {with_article(type(params))}; give a dict of limit, alpha "
+                "and glu_linear_offset, or None"
             )
         given = dict(params or {})
         unknown = sorted(set(given) - set(cls.__dataclass_fields__))

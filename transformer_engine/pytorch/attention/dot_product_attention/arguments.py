@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import described, function, one_of
-from ....common.numbers import to_bool, to_int
+from ....common.numbers import to_bool, to_int, with_article
 from ...constants import AttnTypes
 from ...module.arguments import Rule, checked
 from ...primitives.attention.call import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionCall
@@ -195,7 +195,7 @@ def check_cache_kind(inference_params: Any) -> None:
     """Raise TypeError for an object that is not a cache of keys and values."""
     if not hasattr(inference_params, "step"):
         raise TypeError(
-            f"inference_params={described(inference_params)} is a {type(inference_params).__name__}; give an "
+            f"inference_params={described(inference_params)} is {with_article(type(inference_params))}; give an "
             "InferenceParams, or None"
         )
 

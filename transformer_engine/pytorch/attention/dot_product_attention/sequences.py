@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....common.checks import described
 from ....common.formats import round_up
+from ....common.numbers import with_article
 from ...primitives.attention.mask import Mask
 from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
 from ...primitives.attention.sequence_rules import are_bounds
@@ -300,7 +301,7 @@ def _side(
 
 def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
     if not is_tensor(bounds):
-        raise ValueError(f"cu_seqlens_{name} is a {type(bounds).__name__}; give an int32 tensor [b + 1]")
+        raise ValueError(f"cu_seqlens_{name} is {with_article(type(bounds))}; give an int32 tensor [b + 1]")
     if bounds.dtype != torch.int32:
         raise ValueError(f"cu_seqlens_{name} is {bounds.dtype}; it must be torch.int32, convert it")
     if bounds.ndim != 1 or bounds.shape[0] < 1:

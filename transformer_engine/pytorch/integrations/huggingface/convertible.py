@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ....common import optional
 from ....common.checks import described
+from ....common.numbers import with_article
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
 from ...conversion.settings import Settings
@@ -85,7 +86,7 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
             for path, part in layer.get_submodule(name).named_modules(prefix=name):
                 if type(part) is not type(known.get(path)):
                     raise ValueError(
-                        f"{path} of {place} is a {type(part).__name__}, which is not what transformers puts "
+                        f"{path} of {place} is {with_article(type(part))}, which is not what transformers puts "
                         "there; convert the model before it is changed"
                     )
                 forward = vars(part).get("forward")
@@ -146,8 +147,8 @@ def _check_products(layer: nn.Module, place: str) -> None:
     for name, part in parts.items():
         if type(part) is not nn.Linear:
             raise ValueError(
-                f"{name} of {place} is a {type(part).__name__}, not a torch.nn.Linear; convert the model before it is "
-                "quantized, adapted or parallelized"
+                f"{name} of {place} is {with_article(type(part))}, not a torch.nn.Linear; convert the model before it "
+                "is quantized, adapted or parallelized"
             )
     for module in layer.modules():
         if hasattr(module, "_hf_hook"):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ....common.checks import described, number
-from ....common.numbers import to_float
+from ....common.numbers import to_float, with_article
 from ..quantize import CastRequest, QuantizeSpec
 from ..quantize.fused_codes import cast_request
 
@@ -66,8 +66,8 @@ class ActivationParams:
         """Convert a dict with keys `limit`, `alpha`, `glu_linear_offset` or `offset`; other keys raise ValueError."""
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(
-                f"activation_params={described(params)} is a {type(params).__name__}; give a dict of limit, alpha and "
-                "glu_linear_offset, or None"
+                f"activation_params={described(params)} is {with_article(type(params))}; give a dict of limit, alpha "
+                "and glu_linear_offset, or None"
             )
         given = dict(params or {})
         known = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset", "offset": "offset"}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
+from ....common.numbers import with_article
 from ...primitives.operand import COLS, Operand
 from ...primitives.quantize import Quantized
 from ..elements import nominal_dtype
@@ -195,17 +196,17 @@ def _agreed(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorS
     for name, part in given.items():
         if not isinstance(part, QuantizedTensorStorage):
             raise TypeError(
-                f"{name} is a {type(part).__name__}; give a QuantizedTensorStorage, for example "
+                f"{name} is {with_article(type(part))}; give a QuantizedTensorStorage, for example "
                 "te.IdentityTensorStorage(hp_data=..) of plain values"
             )
         if not hasattr(part, "TENSORS"):
             raise TypeError(
-                f"{name} is a {type(part).__name__} of a custom quantizer, which does not name its TENSORS; give a "
+                f"{name} is {with_article(type(part))} of a custom quantizer, which does not name its TENSORS; give a "
                 "storage of one of the formats here"
             )
         if len(part.TENSORS) > _SLOTS:
             raise TypeError(
-                f"{name} is a {type(part).__name__}, which holds {len(part.TENSORS)} tensors; a part of one format "
+                f"{name} is {with_article(type(part))}, which holds {len(part.TENSORS)} tensors; a part of one format "
                 f"holds {_SLOTS} at most, so give its own part of this direction"
             )
         direction = name.removesuffix("_storage")

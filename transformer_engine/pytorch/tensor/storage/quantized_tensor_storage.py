@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
+from ....common.numbers import with_article
 from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized
 from ...primitives.transpose import transposed_operand
@@ -324,7 +325,7 @@ class QuantizedTensorStorage:
         """Overwrite this payload with the bytes of src, unless the flag on the device is set."""
         if not isinstance(src, QuantizedTensorStorage):
             raise TypeError(
-                f"src is a {type(src).__name__}; give a {self.storage_class().__name__}, or call quantize_"
+                f"src is {with_article(type(src))}; give {with_article(self.storage_class())}, or call quantize_"
             )
         if not self.payload_is_like(src):
             raise ValueError(

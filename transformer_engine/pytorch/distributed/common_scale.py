@@ -1,0 +1,102 @@
+"""One scale for shards that ranks quantized separately, so that their codes can be joined.
+
+A quantizer of a layer takes its maximum over the ranks of a sharded tensor (`Quantizer.reducing_over`). A tensor that a
+caller or a neighboring layer quantized has the scale of its own shard. Before its codes are sent, they are
+rescaled to the largest scale of the group. Codes are unchanged if the scales are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..constants import dist_group_type
+from ..primitives.operand import Operand
+from ..tensor.quantizer import Operands
+from ..tensor.storage.fsdp import GatheredPayload
+from .faults import started
+
+
+def with_common_scale(operands: Operands, group: dist_group_type | None) -> Operands:
+    """Return both directions of a shard under scales that all ranks of a group have.
+
+    Args:
+        operands: Codes and scales of this rank's rows. Formats without a scale of the whole tensor are unchanged.
+        group: The process group. Every rank must call the function with operands of the same format.
+    """
+    return Operands(*[_common(part, group) if isinstance(part, Operand) else part for part in operands])  # pyright: ignore[reportArgumentType]
+
+
+def _common(operand: Operand, group: dist_group_type | None) -> Operand:
+    codes, scale, form, amax, _ = operand
+    if form is None or scale is None:
+        return operand
+    if form.block is None:
+        codes, scale = _rescaled_codes(codes, scale, group)
+    elif amax is not None and not form.row_scaled:
+        scale, amax = _rescaled_blocks(scale, amax, group)
+    return operand._replace(codes=codes, scale=scale, amax=amax)
+
+
+def payload_with_common_scale(
+    tensors: Sequence[Tensor], payload: GatheredPayload, group: dist_group_type | None
+) -> tuple[tuple[Tensor, ...], GatheredPayload]:
+    """Return the result of `gather_payload` under a scale that all ranks of a group have.
+
+    Args:
+        tensors: Codes and scales of this rank's rows.
+        payload: Their metadata, with the scales of the whole tensor.
+        group: The process group. Every rank must call the function with a tensor of the same format.
+    """
+    parts = dict(zip(payload.fields, tensors, strict=True))
+    dtypes = dict(zip(payload.fields, payload.dtypes, strict=True))
+    whole = dict(payload.whole)
+    for direction in ("", "_t"):
+        codes, scale, amax = (name + direction for name in ("codes", "scale", "amax"))
+        if codes not in parts:
+            continue
+        if scale in whole:
+            values, whole[scale] = _rescaled_codes(parts[codes].view(dtypes[codes]), whole[scale], group)
+            parts[codes] = values.view(torch.uint8)
+        elif amax in whole:
+            blocks, whole[amax] = _rescaled_blocks(parts[scale].view(dtypes[scale]), whole[amax], group)
+            parts[scale] = blocks.view(torch.uint8)
+    return tuple(parts.values()), replace(payload, whole=whole)
+
+
+def _rescaled_codes(codes: Tensor, scale: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
+    """Return FP8 codes for the largest scale of the ranks, and this scale.
+
+    The scale of codes that are all zero is arbitrary (1 for a maximum of zero), so such a rank takes the others' scale.
+    """
+    values = codes.float()
+    used = (values != 0).any()
+    largest = _maximum(torch.where(used, scale, torch.zeros_like(scale)), group)
+    largest = torch.where(largest > 0, largest, scale)  # every rank has only zeros
+    ratio = torch.where(used, scale / largest, torch.ones_like(scale))
+    return (values * ratio).to(codes.dtype), largest
+
+
+def _rescaled_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
+    """Return NVFP4 block scales for the largest maximum of the ranks, and this maximum.
+
+    Rounding of the E4M3 scales changes values less than another rounding of the FP4 codes would.
+    """
+    largest = _maximum(amax.clone(), group)
+    ratio = torch.where(largest > 0, amax / largest, torch.ones_like(amax))
+    return (blocks.float() * ratio).to(blocks.dtype), largest
+
+
+def _maximum(own: Tensor, group: dist_group_type | None) -> Tensor:
+    """Return the maximum over the ranks, written to `own` (under torch.compile: to a new tensor)."""
+    if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
+        ranks: dist_group_type = dist.group.WORLD if group is None else group  # pyright: ignore
+        return functional.wait_tensor(functional.all_reduce(own, "max", ranks))
+    started("all_reduce", own, group, lambda: dist.all_reduce(own, dist.ReduceOp.MAX, group=group))
+    return own
