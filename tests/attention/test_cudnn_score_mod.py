@@ -16,10 +16,13 @@ from tests.attention.test_cudnn import relative, request
 from tests.attention.test_score_graph import Softcap, inputs, oracle, relative_bias, softcap
 from transformer_engine.common.dispatch import PlanFailure, use_backend
 from transformer_engine.common.score_program import ScoreProgram, record
+from transformer_engine.pytorch.attention.dot_product_attention.score_mod import (
+    GraphScoreMod,
+    bound_score_mod,
+)
 from transformer_engine.pytorch.primitives.attention import choose
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_graph, cudnn_plan
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_score_mod import bound_tensors
-from transformer_engine.pytorch.primitives.attention.score_mod import GraphScoreMod, bound_score_mod
 
 
 def unchanged(graph, score, tensors):
@@ -84,7 +87,7 @@ def test_a_changed_closure_is_another_program():
     axes[0] = 3
     changed = graph_score_mod(positions)
     assert first == same and hash(first) == hash(same)
-    assert first != changed and first.program != changed.program
+    assert first != changed and first.recorded.program != changed.recorded.program
     slope = torch.zeros(1, 4, 1, 1)
     frozen = graph_score_mod(biased, {"bias": slope})
     assert frozen == graph_score_mod(biased, {"bias": slope})
@@ -100,7 +103,7 @@ def test_steps_without_a_reader_are_left_out():
 
     needed = program_of(wasteful, "unused", "used").needed(with_gradient=False)
     assert [step.method for step in needed.modify] == ["mul"] and needed.operands() == {3}
-    program = capped().program
+    program = capped().recorded.program
     assert isinstance(program, ScoreProgram)
     assert not program.needed(with_gradient=False).differentiate
     assert [step.method for step in program.needed(with_gradient=True).differentiate] == [
@@ -143,9 +146,9 @@ def test_only_additions_have_a_derivative_of_one(function, adds):
 )
 def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, installed):
     score_mod = graph_score_mod(function)
-    assert isinstance(score_mod.program, str) and words in score_mod.program
+    assert isinstance(score_mod.recorded.program, str) and words in score_mod.recorded.program
     call = request("no_mask", score_mod=score_mod, needs_gradient=False)
-    assert cudnn.BACKEND.rejection_reason(call) == score_mod.program
+    assert cudnn.BACKEND.rejection_reason(call) == score_mod.recorded.program
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ plans of a library are cached by it, whichever functions have built it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .score_graph import OPERATIONS
@@ -150,6 +150,18 @@ class ScoreProgram(NamedTuple):
                 if (either or first) and given[reads.index(True)] in shifted:
                     shifted.add(step.result)
         return self.modified in shifted
+
+
+class RecordedScoreMod(NamedTuple):
+    """A program with the named tensors of its functions; instead of the program, the reason why there is none."""
+
+    program: ScoreProgram | str
+    tensors: Mapping[str, Any]
+    bprop_tensors: Mapping[str, Any]
+
+    def operands(self) -> tuple[Any, ...]:
+        """Return the tensors of both functions in the order of the program's operands."""
+        return (*self.tensors.values(), *self.bprop_tensors.values())
 
 
 def _given(argument: Any, values: dict[int, Any]) -> Any:

@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....common.score_program import FIRST_OPERAND, GRADIENT, SCORE, GraphCall, ScoreProgram
+from .....common.score_program import (
+    FIRST_OPERAND,
+    GRADIENT,
+    SCORE,
+    GraphCall,
+    RecordedScoreMod,
+    ScoreProgram,
+)
 from ..call import AttentionCall
-from ..score_mod import GraphScoreMod
 from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides, contiguous_strides
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,12 +88,17 @@ def _repeated(steps: tuple[GraphCall, ...], result: int, graph: Any, values: dic
     return values[result]
 
 
+def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
+    """Return the record of a score_mod; functions of indices, which are plain callables, have none."""
+    return getattr(call.score_mod, "recorded", None)
+
+
 def unsupported_score_mod(call: AttentionCall) -> str | None:
     """Return the reason why the score_mod of a call, or a call with it, is unsupported; None if it is supported."""
-    score_mod = call.score_mod
-    if score_mod is None:
+    if call.score_mod is None:
         return None
-    if not isinstance(score_mod, GraphScoreMod):
+    score_mod = _recorded(call)
+    if score_mod is None:
         return "score_mod takes indices; it takes score_mod(graph, score, tensors)"
     program = score_mod.program
     if isinstance(program, str):
@@ -115,7 +126,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
             return f"score_mod with {name}={given!r}; it takes {supported!r}"
     if call.packed or call.cached:
         return "score_mod with packed sequences or a cache of keys and values"
-    if call.needs_gradient and score_mod.bprop is None:
+    if call.needs_gradient and program.gradient is None:
         if not program.adds_only():
             return "gradients of a score_mod that does more than add to the scores; give score_mod_bprop"
         if any(tensor.requires_grad for tensor in score_mod.operands()):
@@ -123,7 +134,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
     return _unsupported_tensors(call, score_mod)
 
 
-def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str | None:
+def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> str | None:
     """Return the reason why the tensors of a score_mod are unsupported, or None."""
     tensors = score_mod.operands()
     if len(tensors) > MOST_SCORE_MOD_TENSORS:
@@ -156,10 +167,10 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
 
     A tensor of one element on the host stays there, in float32; other tensors on the host are copied to the device.
     """
-    score_mod = call.score_mod
+    score_mod = _recorded(call)
     if score_mod is None:
         return None, ()
-    assert isinstance(score_mod, GraphScoreMod) and isinstance(score_mod.program, ScoreProgram)
+    assert isinstance(score_mod.program, ScoreProgram)
     operands: list[ScoreModTensor] = []
     tensors: list[Tensor] = []
     for number, tensor in enumerate(score_mod.operands(), FIRST_OPERAND):
