@@ -16,11 +16,11 @@ import torch
 from generated import ROOT, write
 
 from transformer_engine.common import optional
+from transformer_engine.pytorch.attention.dot_product_attention.score_mod import GraphScoreMod
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, flash2, flash3, flash4, triton
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 from transformer_engine.pytorch.primitives.attention.choose import TABLE, preference
 from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine.pytorch.primitives.attention.score_mod import GraphScoreMod
 
 PAGE = ROOT / "docs" / "attention.md"
 MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"

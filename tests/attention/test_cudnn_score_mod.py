@@ -15,11 +15,14 @@ from tests.attention.test_cudnn import installed as installed
 from tests.attention.test_cudnn import relative, request
 from tests.attention.test_score_graph import Softcap, inputs, oracle, relative_bias, softcap
 from transformer_engine.common.dispatch import PlanFailure, use_backend
-from transformer_engine.common.score_graph import ScoreProgram, record
+from transformer_engine.common.score_program import ScoreProgram, record
+from transformer_engine.pytorch.attention.dot_product_attention.score_mod import (
+    GraphScoreMod,
+    bound_score_mod,
+)
 from transformer_engine.pytorch.primitives.attention import choose
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_graph, cudnn_plan
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_score_mod import bound_tensors
-from transformer_engine.pytorch.primitives.attention.score_mod import GraphScoreMod, bound_score_mod
 
 
 def unchanged(graph, score, tensors):
@@ -84,7 +87,7 @@ def test_a_changed_closure_is_another_program():
     axes[0] = 3
     changed = graph_score_mod(positions)
     assert first == same and hash(first) == hash(same)
-    assert first != changed and first.program != changed.program
+    assert first != changed and first.recorded.program != changed.recorded.program
     slope = torch.zeros(1, 4, 1, 1)
     frozen = graph_score_mod(biased, {"bias": slope})
     assert frozen == graph_score_mod(biased, {"bias": slope})
@@ -100,7 +103,7 @@ def test_steps_without_a_reader_are_left_out():
 
     needed = program_of(wasteful, "unused", "used").needed(with_gradient=False)
     assert [step.method for step in needed.modify] == ["mul"] and needed.operands() == {3}
-    program = capped().program
+    program = capped().recorded.program
     assert isinstance(program, ScoreProgram)
     assert not program.needed(with_gradient=False).differentiate
     assert [step.method for step in program.needed(with_gradient=True).differentiate] == [
@@ -143,9 +146,9 @@ def test_only_additions_have_a_derivative_of_one(function, adds):
 )
 def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, installed):
     score_mod = graph_score_mod(function)
-    assert isinstance(score_mod.program, str) and words in score_mod.program
+    assert isinstance(score_mod.recorded.program, str) and words in score_mod.recorded.program
     call = request("no_mask", score_mod=score_mod, needs_gradient=False)
-    assert cudnn.BACKEND.rejection_reason(call) == score_mod.program
+    assert cudnn.BACKEND.rejection_reason(call) == score_mod.recorded.program
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,7 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
             {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1, requires_grad=True)})},
             "gradients of score_mod_tensors",
         ),
+        ({"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1).int()})}, "torch.int32; it takes"),
         (
             {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1).double()})},
             "torch.float64; it takes",
@@ -171,6 +175,43 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         (
             {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1, 3, 1, 1)})},
             "score_mod_tensors['bias'] is [1, 3, 1, 1], which does not broadcast to the scores [2, 4, 256, 256]",
+        ),
+        (
+            {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(2, 1, 1, 256)})},
+            "gradients with score_mod_tensors['bias'] [2, 1, 1, 256], one row for all queries",
+        ),
+        (
+            {
+                "score_mod": graph_score_mod(
+                    biased, {"bias": torch.zeros(1, 1, 1, 256).expand(1, 1, 256, 256)}
+                )
+            },
+            "one row for all queries; give a row for each",
+        ),
+        # The library crashes on these graphs.
+        (
+            {
+                "score_mod": graph_score_mod(
+                    lambda g, s, t: g.add(g.mul(t["bias"], t["bias"]), s), {"bias": torch.zeros(1, 4, 1, 1)}
+                )
+            },
+            "graph.mul of score_mod_tensors alone; compute it before the call",
+        ),
+        (
+            {"score_mod": graph_score_mod(lambda g, s, t: t["bias"], {"bias": torch.zeros(1)})},
+            "does not depend on the scores",
+        ),
+        (
+            {"score_mod": graph_score_mod(lambda g, s, t: g.tanh(g.gen_index(s, axis=3)))},
+            "does not depend on the scores",
+        ),
+        (
+            {
+                "score_mod": graph_score_mod(
+                    unchanged, {}, lambda g, d, t: t["zero"], {"zero": torch.zeros(1)}
+                )
+            },
+            "does not depend on the gradient",
         ),
     ],
 )
@@ -200,6 +241,17 @@ def test_the_choice_falls_back_with_the_reason_of_the_library(installed, monkeyp
     assert bound.name in ("flex", "reference")
     reasons = {verdict.backend: verdict.reason for verdict in choose.explain(rejected)}
     assert reasons["cudnn"] == "cuDNN has no engine for this attention"
+    # A number where the library takes a tensor: the bindings raise TypeError.
+    numbers = request("no_mask", score_mod=graph_score_mod(lambda g, s, t: g.add(s, 2.0)))
+    error = TypeError("add(): incompatible function arguments.\n1. (self: ..)")
+    monkeypatch.setattr(cudnn, "_plan", lambda *key: (_ for _ in ()).throw(error))
+    assert cudnn.bind(numbers) == PlanFailure("add(): incompatible function arguments.")
+    inference = request(
+        "no_mask",
+        score_mod=graph_score_mod(biased, {"bias": torch.zeros(2, 1, 1, 256)}),
+        needs_gradient=False,
+    )
+    assert cudnn.BACKEND.rejection_reason(inference) is None
 
 
 class LoggedTensor:
@@ -389,12 +441,15 @@ def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
     if name == "alibi":
         slope = SLOPES.cuda()
         return {"score_mod": alibi, "score_mod_tensors": {"slope": slope}}, lambda s: s + slope * distances(s)
-    bias = torch.randn(1, 4, *size, device="cuda")
+    shape = {"bias": (1, 4, *size), "bias of sequences": (2, 1, *size), "bias of queries": (2, 1, size[0], 1)}
+    bias = torch.randn(shape[name], device="cuda")
     return {"score_mod": biased, "score_mod_tensors": {"bias": bias}}, lambda s: s + bias
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["unchanged", "softcap", "causal", "alibi", "bias"])
+@pytest.mark.parametrize(
+    "name", ["unchanged", "softcap", "causal", "alibi", "bias", "bias of sequences", "bias of queries"]
+)
 @pytest.mark.parametrize(
     ("dtype", "tensor_format", "sizes", "groups", "depth"),
     [

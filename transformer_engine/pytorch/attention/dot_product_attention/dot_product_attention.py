@@ -24,7 +24,6 @@ from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
 from ...primitives.attention.call import AttentionInputs
-from ...primitives.attention.score_mod import bound_score_mod
 from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
 from ...runtime.device import canonical_device, is_meta
@@ -35,6 +34,7 @@ from .arguments import RULES, accept_older_state, check_heads, unpacked
 from .fp8_recipe import attention_recipe, requested_backward, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
+from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 

@@ -24,9 +24,9 @@ from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
-from ...primitives.attention.score_mod import GraphScoreMod
 from ...runtime.device import canonical_device, get_device_compute_capability
 from .fp8_recipe import scaling_of
+from .score_mod import GraphScoreMod
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):

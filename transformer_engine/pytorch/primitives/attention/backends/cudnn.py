@@ -173,8 +173,9 @@ def _planning_failure(call: AttentionCall) -> str | None:
         _plan(describe_forward, device, call, strided)
         if call.needs_gradient:
             _plan(describe_backward, device, call, strided._replace(grad_output=grad_output))
-    except RuntimeError as error:
-        return str(error)
+    except (RuntimeError, TypeError) as error:
+        # TypeError: a score_mod gives an operation of the library other arguments than its own.
+        return str(error).partition("\n")[0]
     return None
 
 

@@ -12,15 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....common.score_graph import FIRST_OPERAND, GRADIENT, SCORE, ScoreProgram, Step
+from .....common.score_program import (
+    FIRST_OPERAND,
+    GRADIENT,
+    SCORE,
+    GraphCall,
+    RecordedScoreMod,
+    ScoreProgram,
+)
 from ..call import AttentionCall
-from ..score_mod import GraphScoreMod
 from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides, contiguous_strides
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Operand(NamedTuple):
+class ScoreModTensor(NamedTuple):
     """Facts of a tensor of a score_mod; shape and strides have 4 dimensions, which broadcast with [b, h, s_q, s_kv].
 
     Attributes:
@@ -44,7 +50,7 @@ class Modifier(NamedTuple):
     """A program with the facts of its tensors: everything that a plan with a score_mod depends on."""
 
     program: ScoreProgram
-    operands: tuple[Operand, ...]
+    operands: tuple[ScoreModTensor, ...]
 
     def callbacks(self, description: Description, with_gradient: bool) -> dict[str, Callable[..., Any]]:
         """Describe the tensors that one pass reads; return the arguments score_mod and score_mod_bprop of the pass."""
@@ -76,21 +82,37 @@ class Modifier(NamedTuple):
         return found
 
 
-def _repeated(steps: tuple[Step, ...], result: int, graph: Any, values: dict[int, Any]) -> Any:
+def _repeated(steps: tuple[GraphCall, ...], result: int, graph: Any, values: dict[int, Any]) -> Any:
     for step in steps:
         step.run(graph, values)
     return values[result]
 
 
+def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
+    """Return the record of a score_mod; functions of indices, which are plain callables, have none."""
+    return getattr(call.score_mod, "recorded", None)
+
+
 def unsupported_score_mod(call: AttentionCall) -> str | None:
     """Return the reason why the score_mod of a call, or a call with it, is unsupported; None if it is supported."""
-    score_mod = call.score_mod
-    if score_mod is None:
+    if call.score_mod is None:
         return None
-    if not isinstance(score_mod, GraphScoreMod):
+    score_mod = _recorded(call)
+    if score_mod is None:
         return "score_mod takes indices; it takes score_mod(graph, score, tensors)"
-    if isinstance(score_mod.program, str):
-        return score_mod.program
+    program = score_mod.program
+    if isinstance(program, str):
+        return program
+    # The library crashes on such graphs.
+    if not program.depends_on(SCORE, program.modified):
+        return "a score_mod whose result does not depend on the scores"
+    if program.gradient is not None and not program.depends_on(GRADIENT, program.gradient):
+        return "a score_mod_bprop whose result does not depend on the gradient"
+    needed = program.needed(call.needs_gradient)
+    given = needed.operands()
+    for step in (*needed.modify, *needed.differentiate):
+        if step.reads() <= given:
+            return f"graph.{step.method} of score_mod_tensors alone; compute it before the call"
     for name, given, supported in (
         ("attn_mask_type", call.mask.name, "no_mask"),
         ("window_size", call.mask.window, (-1, -1)),
@@ -104,15 +126,15 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
             return f"score_mod with {name}={given!r}; it takes {supported!r}"
     if call.packed or call.cached:
         return "score_mod with packed sequences or a cache of keys and values"
-    if call.needs_gradient and score_mod.bprop is None:
-        if not score_mod.program.adds_only():
+    if call.needs_gradient and program.gradient is None:
+        if not program.adds_only():
             return "gradients of a score_mod that does more than add to the scores; give score_mod_bprop"
         if any(tensor.requires_grad for tensor in score_mod.operands()):
             return "gradients of score_mod_tensors"
     return _unsupported_tensors(call, score_mod)
 
 
-def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str | None:
+def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> str | None:
     """Return the reason why the tensors of a score_mod are unsupported, or None."""
     tensors = score_mod.operands()
     if len(tensors) > MOST_SCORE_MOD_TENSORS:
@@ -124,7 +146,7 @@ def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str |
     scores = (call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype not in _DTYPES:
-            return f"{name} is {tensor.dtype}; it takes float32, bfloat16, float16, int32 and int64"
+            return f"{name} is {tensor.dtype}; it takes float32, bfloat16 and float16"
         if tensor.numel() == 1:
             continue
         broadcasts = tensor.dim() == 4 and all(
@@ -132,27 +154,32 @@ def _unsupported_tensors(call: AttentionCall, score_mod: GraphScoreMod) -> str |
         )
         if not broadcasts:
             return f"{name} is {list(tensor.shape)}, which does not broadcast to the scores {list(scores)}"
+        one_row = tensor.shape[2] == 1 or tensor.stride(2) == 0
+        columns = tensor.shape[3] > 1 and tensor.stride(3) != 0
+        if call.needs_gradient and call.seqlen_q > 1 and one_row and columns:
+            # cuDNN 9.19 on an H200: gradients with a relative error of 0.9, while the output is correct.
+            return f"gradients with {name} {list(tensor.shape)}, one row for all queries; give a row for each"
     return None
 
 
 def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier | None, tuple[Tensor, ...]]:
     """Return the modifier of a supported call, and the tensors in the order of its operands.
 
-    A tensor of one element on the host stays there; other tensors on the host are copied to the device.
+    A tensor of one element on the host stays there, in float32; other tensors on the host are copied to the device.
     """
-    score_mod = call.score_mod
+    score_mod = _recorded(call)
     if score_mod is None:
         return None, ()
-    assert isinstance(score_mod, GraphScoreMod) and isinstance(score_mod.program, ScoreProgram)
-    operands: list[Operand] = []
+    assert isinstance(score_mod.program, ScoreProgram)
+    operands: list[ScoreModTensor] = []
     tensors: list[Tensor] = []
     for number, tensor in enumerate(score_mod.operands(), FIRST_OPERAND):
         tensor = tensor.detach()
         on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
         if tensor.numel() == 1:
             tensor = tensor.reshape(1, 1, 1, 1)
-        if not on_host:
-            tensor = tensor.to(device)
+        # A number on the host becomes float32, the dtype of the scores.
+        tensor = tensor.to(torch.float32) if on_host else tensor.to(device)
         # An expanded dimension, whose stride is zero, is one element that broadcasts.
         for axis, stride in enumerate(tensor.stride()):
             if stride == 0:
@@ -160,6 +187,6 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
         tensor = tensor.contiguous()
         # Not tensor.stride(), which may be anything where a dimension has one element.
         strides = contiguous_strides(tensor.shape)
-        operands.append(Operand(number, tuple(tensor.shape), strides, tensor.dtype, on_host))
+        operands.append(ScoreModTensor(number, tuple(tensor.shape), strides, tensor.dtype, on_host))
         tensors.append(tensor)
     return Modifier(score_mod.program, tuple(operands)), tuple(tensors)

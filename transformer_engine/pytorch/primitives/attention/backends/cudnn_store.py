@@ -39,7 +39,7 @@ SOURCES = (
         "backends/cudnn_score_mod.py",
         "backends/cudnn_store.py",
     ),
-    *("call.py", "mask.py", "../../../common/score_graph.py"),
+    *("call.py", "mask.py", "../../../common/score_program.py"),
 )
 
 logger = logging.getLogger("DotProductAttention")

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from ....common.checks import described, function_or_none
 from ....common.dispatch import is_tracing
-from ....common.score_graph import (
-    FIRST_OPERAND,
-    GRADIENT,
-    SCORE,
-    ScoreGraph,
-    ScoreProgram,
-    builds_a_graph,
-    record,
-)
+from ....common.score_graph import ScoreGraph, builds_a_graph
+from ....common.score_program import FIRST_OPERAND, GRADIENT, SCORE, RecordedScoreMod, ScoreProgram, record
 from ...runtime.double_backward import once_differentiable
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -81,8 +74,9 @@ class GraphScoreMod(BoundScoreMod):
     """A score_mod that builds a graph.
 
     Attributes:
-        program: The recorded graph, or the reason why the functions cannot be recorded. The functions run once for the
-            record, so that a change of their closures is a change of the program, and thereby of the key.
+        recorded: The recorded graph, or the reason why the functions cannot be recorded, and the tensors. The functions
+            run once for the record, so that a change of their closures is a change of the program, and thereby of the
+            key. A backend reads it.
     """
 
     def __init__(
@@ -93,20 +87,17 @@ class GraphScoreMod(BoundScoreMod):
         bprop_tensors: Mapping[str, Tensor],
     ):
         super().__init__(function, tensors, bprop, bprop_tensors)
-        self.program: ScoreProgram | str = "a compiler traces it"
+        program: ScoreProgram | str = "a compiler traces it"
         if not is_tracing():
-            self.program = record(function, self.tensors, bprop, self.bprop_tensors)
-            needed = tuple(tensor.requires_grad for tensor in self.operands())
-            self._key = (*self._key, self.program, needed)
-
-    def operands(self) -> tuple[Tensor, ...]:
-        """Return the tensors of both functions in the order of the program's operands."""
-        return (*self.tensors.values(), *self.bprop_tensors.values())
+            program = record(function, self.tensors, bprop, self.bprop_tensors)
+            needed = tuple(tensor.requires_grad for tensor in (*tensors.values(), *bprop_tensors.values()))
+            self._key = (*self._key, program, needed)
+        self.recorded = RecordedScoreMod(program, self.tensors, self.bprop_tensors)
 
     def forward(self, score: Tensor, places: Places) -> Tensor:
         """Return the modified scores."""
         tensors = _at(self.tensors, places)
-        program = self.program
+        program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
             values = dict(enumerate(tensors.values(), FIRST_OPERAND))
             values[SCORE] = score
@@ -116,7 +107,7 @@ class GraphScoreMod(BoundScoreMod):
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
         """Return the gradient of the scores; bprop may read the function's results, as in one graph."""
         assert self.bprop is not None
-        program = self.program
+        program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
             tensors = (*_at(self.tensors, places).values(), *_at(self.bprop_tensors, places).values())
             values = dict(enumerate(tensors, FIRST_OPERAND))
