@@ -91,8 +91,8 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
         if is_tracing() and not _construction.running:
             given = [_specialized(value) for value in args]
             named = {name: _specialized(value) for name, value in keywords.items()}
-            made = getattr(_constructed, _construct(new, *given, **named))
-            return made if frozen else _traced_copy(object.__new__(new), made)
+            name = _construct(new, *given, **named)
+            return getattr(_constructed, name) if frozen else _traced_copy(object.__new__(new), name)
         return object.__new__(new)
 
     @functools.wraps(initialize)
@@ -148,10 +148,19 @@ def _name_of(made: Any) -> str:
     return name
 
 
-def _traced_copy(target: Any, made: Any) -> Any:
-    """Copy the attributes of an object to another one, in operations that compilers trace."""
-    for name, value in made.__dict__.items():
-        object.__setattr__(target, name, value)
+def _attributes_of(name: str) -> tuple[str, ...]:
+    """Return the names of the attributes of an object in `_constructed`."""
+    return tuple(vars(getattr(_constructed, name)))
+
+
+_attributes_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _traced_copy(target: Any, name: str) -> Any:
+    """Copy the attributes of an object in `_constructed` to another one, in operations that compilers trace."""
+    made = getattr(_constructed, name)
+    for attribute in _attributes_of(name):
+        object.__setattr__(target, attribute, getattr(made, attribute))
     return target
 
 
@@ -199,9 +208,7 @@ def assign(recipe: Any, name: str, value: Any) -> None:
     """
     if is_tracing() and not _construction.running:
         if name in recipe.__dataclass_fields__:
-            _traced_copy(
-                recipe, getattr(_constructed, _assigned(recipe._description, name, _specialized(value)))
-            )
+            _traced_copy(recipe, _assigned(recipe._description, name, _specialized(value)))
         else:
             object.__setattr__(recipe, name, value)
         return

@@ -70,14 +70,16 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
-    facts = linear_facts(first, LINEAR, config.use_bias and not config.return_bias)._replace(
-        grad_weight=any(group.needs_grad_weight for group in groups),
-        grad_bias=any(group.needs_grad_bias for group in groups),
+    first = changed(
+        first,
+        needs_grad_weight=any(group.needs_grad_weight for group in groups),
+        needs_grad_bias=any(group.needs_grad_bias for group in groups),
         plain=all(group.plain for group in groups),
-        inspected=tuple(
-            sorted({name for group in groups if group.inspector for name in group.inspector.results})
-        ),
     )
+    facts = linear_facts(first, LINEAR, config.use_bias and not config.return_bias)
+    inspected = {name for group in groups if group.inspector for name in group.inspector.results}
+    if inspected:
+        facts = facts._replace(inspected=tuple(sorted(inspected)))
     return GroupedSpec(
         groups,
         _groups(call, call.active.unquantized_products, of_weights, of_biases) if quantizes else (),

@@ -306,14 +306,15 @@ class OperationFuser:
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
         override = getattr(recipe, "backward_override", None)
         registered = self._registered_now()
-        key = (type(recipe), length, override, first, registered)
-        if key == self._fused_for:
+        kind = None if recipe is None else type(recipe)
+        key = (length, override, first, registered)
+        if kind is self.recipe_type and key == self._fused_for:
             return
         both = self._fused(self._basic_ops, registered[0], recipe)
         self._forward_ops = self._with_indices(self._fused(both, registered[1], recipe))
         self._backward_ops = self._with_indices(self._fused(both, registered[2], recipe))
         self.first_op_requiring_backward = first
-        self.recipe_type = None if recipe is None else type(recipe)
+        self.recipe_type = kind
         self._fused_for = key
 
     def _fused(

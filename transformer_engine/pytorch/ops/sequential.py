@@ -136,7 +136,10 @@ class Sequential(torch.nn.Module):
         if groups is None:
             groups = []
             chain: list[FusibleOperation] = []
-            for module in [*self._modules.values(), None]:  # torch 2.11 does not trace an iterator of a module
+            for module in [
+                *self._modules.values(),
+                None,
+            ]:  # torch 2.11 does not trace an iterator of a module
                 if isinstance(module, FusibleOperation):
                     chain.append(module)
                     continue
