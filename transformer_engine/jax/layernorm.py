@@ -80,7 +80,9 @@ def check_norm(
     if name == "rmsnorm" and beta is not None:
         raise ValueError("the norm 'rmsnorm' has no beta; give beta=None")
     if name == "rmsnorm" and zero_centered_gamma:
-        raise ValueError("zero_centered_gamma=True belongs to 'layernorm', and the norm is 'rmsnorm'; set it to False")
+        raise ValueError(
+            "zero_centered_gamma=True belongs to 'layernorm', and the norm is 'rmsnorm'; set it to False"
+        )
     if name == "layernorm" and beta is None:
         raise ValueError("the norm 'layernorm' needs beta, which is None; give one number per column")
     return name
