@@ -78,7 +78,7 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
         cls.__eq__, cls.__hash__ = _equal, _hash
     cls.__fx_repr__ = _fx_repr  # pyright: ignore[reportAttributeAccessIssue]
     _registered.add(cls)
-    if TorchVersion(torch.__version__) < (2, 13):
+    if TorchVersion(torch.__version__) < "2.13":
         return cls
     from torch._library.opaque_object import is_opaque_type, register_opaque_type
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nvdlfw_inspect.registry import api_method
@@ -56,7 +57,7 @@ class QuantizationStat(NamedTuple):
 
 
 def _read(
-    stats: list[str], statistics: tuple[str, ...], recipes: tuple[str, ...]
+    stats: Sequence[str], statistics: tuple[str, ...], recipes: tuple[str, ...]
 ) -> dict[str, QuantizationStat]:
     """Return {name: statistic} of a configuration.
 
