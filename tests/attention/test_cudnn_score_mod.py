@@ -188,6 +188,13 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
             },
             "one row for all queries; give a row for each",
         ),
+        (
+            {
+                "score_mod": graph_score_mod(biased, {"bias": torch.zeros(2, 4, 1, 1)}),
+                "needs_gradient": False,
+            },
+            "score_mod_tensors['bias'] [2, 4, 1, 1], one number for each sequence",
+        ),
         # The library crashes on these graphs.
         (
             {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
@@ -229,6 +230,10 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
             tensor._do_not_clear = True
 
 
+# A graph of torch 2.11 adds no gradients of two results that share memory.
+_COPIES = TorchVersion(torch.__version__) < "2.13"
+
+
 class FusedChain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, call, *tensors):
@@ -263,7 +268,8 @@ def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, 
     for result in results:
         for earlier in (*inputs, *made):
             if result is earlier:
-                result = result.detach()
+                copies = _COPIES and torch.compiler.is_compiling()
+                result = result.clone() if copies else result.detach()
                 break
         made.append(result)
     return tuple(made)

@@ -159,6 +159,9 @@ def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> st
         if call.needs_gradient and call.seqlen_q > 1 and one_row and columns:
             # cuDNN 9.19 on an H200: gradients with a relative error of 0.9, while the output is correct.
             return f"gradients with {name} {list(tensor.shape)}, one row for all queries; give a row for each"
+        if tensor.shape[0] > 1 and tensor.stride(0) != 0 and one_row and not columns:
+            # cuDNN 9.19 on an H200: values with a relative error of 0.1 to 0.9.
+            return f"{name} {list(tensor.shape)}, one number for each sequence; give one for each query"
     return None
 
 
