@@ -15,6 +15,7 @@ from tests.distributed.context_parallel_cases import (
     attention_of,
     exact,
     expected_of_rank,
+    groups_of,
     held_tokens,
     in_layout,
     packed,
@@ -153,6 +154,58 @@ def test_projections_that_make_codes_share_a_scale(comm):
             assert_as_good_as(layers[rank](x[held]), alone[held], expected[held])
 
     run_on_threads(run, 2)
+
+
+def _quantized_shards(case: Case) -> list[list[te.Float8Tensor]]:
+    """Return q, k and v of each rank, with the scale of the rank; odd ranks have values 8 times as large."""
+    given, shards = problem(case), []
+    for rank in range(case.size):
+        rows = held_tokens((case.tokens,) * case.batch, case.size, rank)
+        shards.append([])
+        for name in "qkv":
+            x = in_layout(given[name][rows], case.layout, case.batch) * (8 ** (rank % 2) / 4)
+            scale = (448 / x.abs().amax().float()).reshape(1)
+            quantizer = te.Float8Quantizer(scale, torch.zeros_like(scale), torch.float8_e4m3fn)
+            shards[-1].append(quantizer(x))
+    return shards
+
+
+def _results(case: Case, recipe, qkv: list[list[torch.Tensor]], dout: list[torch.Tensor], rank: int):
+    """Return the output and the gradients of q, k and v of one rank."""
+    leaves = [x.detach().requires_grad_() for x in qkv[rank]]
+    module = attention_of(case, groups_of(case, rank)[0])
+    with te.autocast(enabled=True, recipe=recipe):
+        out = module(*leaves)
+    out.backward(dout[rank])
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "comm", "size", "backward"),
+    [(recipe, comm, 2, "1") for recipe in RECIPES for comm in ("p2p", "all_gather", "a2a")]
+    + [("delayed", "p2p", 4, "0"), ("delayed", "a2a", 4, "1"), ("delayed", "a2a+p2p", 4, "1")],
+)
+def test_codes_of_the_caller_are_read_with_the_scale_of_their_rank(recipe, comm, size, backward, monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    case = replace(CASE, comm=comm, size=size)
+    shards = _quantized_shards(case)
+    values = [[x.dequantize() for x in shard] for shard in shards]
+    rows = [held_tokens((case.tokens,), size, rank) for rank in range(size)]
+    order = torch.tensor(sum(rows, [])).argsort()
+    whole = [torch.cat(parts)[order] for parts in zip(*values, strict=True)]
+    dout = in_layout(problem(case)["dout"], case.layout, case.batch).flatten(-2)
+    leaves = [x.float().requires_grad_() for x in whole]
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in leaves), is_causal=True
+    )
+    out = attended.permute(2, 0, 1, 3).flatten(-2)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout.float())]
+    run = partial(_results, replace(case, comm="p2p", size=1), RECIPES[recipe], [whole], [dout])
+    alone = run_on_threads(run, 1)[0]
+    run = partial(_results, case, RECIPES[recipe], shards, [dout[held] for held in rows])
+    for held, result in zip(rows, run_on_threads(run, size), strict=True):
+        for found, plain, exact_result in zip(result, alone, expected, strict=True):
+            assert_as_good_as(found, plain[held], exact_result[held])
 
 
 def test_delayed_scaling_needs_amaxes_of_all_ranks():

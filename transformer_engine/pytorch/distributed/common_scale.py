@@ -36,7 +36,7 @@ def _common(operand: Operand, group: dist_group_type | None) -> Operand:
     if form is None or scale is None:
         return operand
     if form.block is None:
-        codes, scale = _rescaled_codes(codes, scale, group)
+        ((codes, scale),) = rescaled_codes([(codes, scale)], group)
     elif amax is not None and not form.row_scaled:
         scale, amax = _rescaled_blocks(scale, amax, group)
     return operand._replace(codes=codes, scale=scale, amax=amax)
@@ -60,7 +60,8 @@ def payload_with_common_scale(
         if codes not in parts:
             continue
         if scale in whole:
-            values, whole[scale] = _rescaled_codes(parts[codes].view(dtypes[codes]), whole[scale], group)
+            own = parts[codes].view(dtypes[codes]), whole[scale]
+            ((values, whole[scale]),) = rescaled_codes([own], group)
             parts[codes] = values.view(torch.uint8)
         elif amax in whole:
             blocks, whole[amax] = _rescaled_blocks(parts[scale].view(dtypes[scale]), whole[amax], group)
@@ -68,17 +69,26 @@ def payload_with_common_scale(
     return tuple(parts.values()), replace(payload, whole=whole)
 
 
-def _rescaled_codes(codes: Tensor, scale: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
-    """Return FP8 codes for the largest scale of the ranks, and this scale.
+def rescaled_codes(
+    shards: Sequence[tuple[Tensor, Tensor]], group: dist_group_type | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the FP8 codes of several tensors for the largest scale that a rank has for each, and these scales.
 
     The scale of codes that are all zero is arbitrary (1 for a maximum of zero), so such a rank takes the others' scale.
+
+    Args:
+        shards: Codes in an FP8 dtype, and the scale with one element, of each tensor on this rank.
+        group: The process group. Every rank must call the function with as many tensors.
     """
-    values = codes.float()
-    used = (values != 0).any()
-    largest = _maximum(torch.where(used, scale, torch.zeros_like(scale)), group)
-    largest = torch.where(largest > 0, largest, scale)  # every rank has only zeros
-    ratio = torch.where(used, scale / largest, torch.ones_like(scale))
-    return (values * ratio).to(codes.dtype), largest
+    scales = torch.cat([scale.reshape(1) for _, scale in shards])
+    used = torch.stack([(codes.float() != 0).any() for codes, _ in shards])
+    largest = _maximum(torch.where(used, scales, torch.zeros_like(scales)), group)
+    largest = torch.where(largest > 0, largest, scales)  # every rank has only zeros
+    ratios = torch.where(used, scales / largest, torch.ones_like(scales))
+    return [
+        ((codes.float() * ratio).to(codes.dtype), common.reshape(scale.shape))
+        for (codes, scale), ratio, common in zip(shards, ratios, largest, strict=True)
+    ]
 
 
 def _rescaled_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:

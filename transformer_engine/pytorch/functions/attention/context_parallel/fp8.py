@@ -1,22 +1,26 @@
 """FP8 attention of ranks that share a sequence: the codes of q, k and v travel, under one scale for all ranks.
 
 Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; current scaling takes
-the maximum over the ranks. Values travel instead where they are needed themselves: for a backward pass in high
+the maximum over the ranks. Codes that a caller made have the scale of one rank: delayed scaling rescales them to the
+largest scale of the ranks, current scaling quantizes their values again. Values travel instead where they are needed themselves: for a backward pass in high
 precision, and under recipes that scale blocks, which quantize afterwards. Partial outputs are merged as values in
 float32, and gradients travel as values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....distributed.common_scale import rescaled_codes
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....runtime.double_backward import once_differentiable
 from ....runtime.tracing import in_eager_mode
+from ....tensor.elements import float8_dtype
 from ....tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 from ....tensor.quantized_tensor import QuantizedTensor
 from ....tensor.quantizer import Quantizer
@@ -57,9 +61,8 @@ class FP8ContextAttention:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups
         shared.check_lengths(call, inputs)
-        if self.fp8.scaling == "current":
-            # Codes that a projection has made have a scale of this rank alone.
-            inputs = _of_values(inputs)
+        # Codes of the caller have a scale of this rank alone. Delayed scaling rescales them, see `_shared_codes`.
+        inputs = _of_values(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
             return self._in_blocks(inputs)
         exchange = shared.exchange(call, inputs)
@@ -111,15 +114,30 @@ def _values(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
-def _of_values(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with dequantized q, k and v."""
-    q, k, v = (_values(x) for x in inputs[:3])
+def _of_values(inputs: AttentionInputs, kept: type | tuple[()] = ()) -> AttentionInputs:
+    """Return the inputs with dequantized q, k and v, except tensors of the class `kept`."""
+    q, k, v = (x if isinstance(x, kept) else _values(x) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
 
 
 def _by_heads(storage: Any, heads: int) -> Tensor:
     """Return codes [.., h * d] as uint8 [.., h, d]."""
     return storage._data.unflatten(-1, (heads, -1))
+
+
+def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -> list[Any]:
+    """Quantize tensors [.., h, d] to codes [.., h * d]; those of the caller are rescaled to one scale for the group."""
+    storages: list[Any] = [codes_of(x, quantizer) for x in tensors]
+    own = [i for i, x in enumerate(tensors) if isinstance(x, QuantizedTensor)]
+    if own:
+        dtypes = [float8_dtype(storages[i]._fp8_dtype) for i in own]
+        shards = [
+            (storages[i]._data.view(dtype), storages[i]._scale_inv)
+            for i, dtype in zip(own, dtypes, strict=True)
+        ]
+        for i, (codes, scale) in zip(own, rescaled_codes(shards, group), strict=True):
+            storages[i] = Float8TensorStorage(codes.view(torch.uint8), scale, **storages[i].constants())
+    return storages
 
 
 def _tensor_of(codes: Tensor, like: Any) -> Float8Tensor:
@@ -147,7 +165,7 @@ class _EnteringCodes(torch.autograd.Function):
     def forward(ctx: Any, exchange: HeadExchange, quantizer: Quantizer, *qkv: Tensor) -> Any:
         ctx.exchange = exchange
         ctx.set_materialize_grads(True)
-        storages = [codes_of(x, quantizer) for x in qkv]
+        storages = _shared_codes(qkv, quantizer, exchange.group)
         codes = tuple(_by_heads(storage, x.shape[-2]) for storage, x in zip(storages, qkv, strict=True))
         moved = exchange_tokens(exchange, exchange.orders, True, codes)
         return tuple(_tensor_of(x, storage) for x, storage in zip(moved, storages, strict=True))
@@ -232,7 +250,9 @@ class _FP8BlockAttention(torch.autograd.Function):
         values, storages = _of_values(inputs), None
         q, k, v = values[:3]
         if fp8.scaling in TENSOR_SCALING:
-            storages = [codes_of(x, fp8.quantizers.qkv) for x in inputs[:3]]
+            # Queries stay on their rank.
+            shared = _shared_codes((inputs.k, inputs.v), fp8.quantizers.qkv, plan.groups.ring_group)
+            storages = [codes_of(inputs.q, fp8.quantizers.qkv), *shared]
             heads = (plan.call.heads, plan.call.groups, plan.call.groups)
             q, k, v = (_by_heads(storage, count) for storage, count in zip(storages, heads, strict=True))
         sent = inputs._replace(q=q, k=k, v=v)
