@@ -66,21 +66,25 @@ class FP8ContextAttention:
         if groups.heads_size == 1:
             return self._in_blocks(inputs)
         exchange = shared.exchange(call, inputs)
+        only_codes = _are_codes(inputs)
         if isinstance(shared.inner, BlockAttention):
-            # Values are exchanged: the ranks of the ring share a scale, ranks that exchange heads do not.
-            result = self._in_blocks(exchange.enter(_of_values(inputs)))
+            # Ranks that exchange heads share no scale of a quantizer, so they exchange values that have no codes yet.
+            own = (
+                _codes_of_heads(exchange, self.quantizers.qkv, inputs)
+                if only_codes
+                else exchange.enter(_of_values(inputs))
+            )
+            result = self._in_blocks(own)
             output = exchange.leave(_values(result.output))
         elif (
-            self.fp8.call.needs_gradient and self.fp8.passes.high_precision
+            self.fp8.call.needs_gradient and self.fp8.passes.high_precision and not only_codes
         ) or self.fp8.scaling not in TENSOR_SCALING:
             fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=False)
             result = attend(fp8, shared.inner_call, exchange.enter(_of_values(inputs)))
             output = exchange.leave(result.output)
         else:
             fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
-            codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
-            others = exchange.enter_others(inputs)
-            own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+            own = _codes_of_heads(exchange, fp8.quantizers.qkv, inputs)
             result = attend(fp8, shared.inner_call, own)
             output: Any = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
@@ -118,6 +122,11 @@ def _of_values(inputs: AttentionInputs, kept: type | tuple[()] = ()) -> Attentio
     """Return the inputs with dequantized q, k and v, except tensors of the class `kept`."""
     q, k, v = (x if isinstance(x, kept) else _values(x) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
+
+
+def _are_codes(inputs: AttentionInputs) -> bool:
+    """Return whether the caller quantized q, k and v: both passes then read their codes, in every precision."""
+    return all(isinstance(x, Float8Tensor) and x._data is not None for x in inputs[:3])
 
 
 def _by_heads(storage: Any, heads: int) -> Tensor:
@@ -176,6 +185,12 @@ class _EnteringCodes(torch.autograd.Function):
         exchange = ctx.exchange
         plain = tuple(_values(grad) for grad in grads)
         return None, None, *exchange_tokens(exchange, exchange.orders, False, plain)
+
+
+def _codes_of_heads(exchange: HeadExchange, quantizer: Quantizer, inputs: AttentionInputs) -> AttentionInputs:
+    """Return the inputs of this rank's heads, for all tokens of the group, with q, k and v as codes."""
+    q, k, v = _EnteringCodes.apply(exchange, quantizer, *inputs[:3])  # pyright: ignore[reportGeneralTypeIssues]
+    return exchange.enter_others(inputs)._replace(q=q, k=k, v=v)
 
 
 class _LeavingCodes(torch.autograd.Function):
@@ -258,7 +273,7 @@ class _FP8BlockAttention(torch.autograd.Function):
         sent = inputs._replace(q=q, k=k, v=v)
         merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, requested, storages))
         output = merged.output.to(plan.call.dtype).flatten(-2)
-        if fp8.passes.high_precision:
+        if fp8.passes.high_precision and not _are_codes(inputs):
             sent, storages = values, None
         ctx.plan, ctx.fp8, ctx.requested = plan, fp8, requested
         ctx.like = None if storages is None else [storage.constants() for storage in storages]
