@@ -111,6 +111,8 @@ def exact(case: Case) -> dict[str, Tensor]:
     each, scale, logits_of = case.heads // case.groups, 1 / math.sqrt(case.head_dim[0]), []
     out = torch.zeros(*given["q"].shape[:2], case.head_dim[1], dtype=torch.float64)
     for number, (start_q, start_k, real_q, real_k) in enumerate(sequences(case)):
+        if real_q == 0:
+            continue
         q = leaves["q"][start_q : start_q + real_q].transpose(0, 1)
         k, v = (
             leaves[x][start_k : start_k + real_k].transpose(0, 1).repeat_interleave(each, 0)
