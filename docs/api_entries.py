@@ -152,12 +152,12 @@ class ApiEntries(griffe.Extension):
 def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Give a class without an `__init__` in its source, which therefore shows no signature, its runtime signature."""
     entry = _found(loader, f"{package}.{name}")
-    if not isinstance(entry, griffe.Class):
-        return
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         members = "Members: " + ", ".join(f"`{member}`" for member in value.__members__) + "."
-        if entry.docstring is not None and members not in entry.docstring.value:
+        if entry is not None and entry.docstring is not None and members not in entry.docstring.value:
             entry.docstring.value += f"\n\n{members}\n"
+        return
+    if not isinstance(entry, griffe.Class):
         return
     if "__init__" in entry.all_members and "__new__" not in entry.all_members:
         return
@@ -219,7 +219,9 @@ def _found(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
 def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Correct a public name that static analysis resolves to a module, or not at all."""
     entry = _found(loader, f"{package}.{name}")
-    is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
+    is_function = (
+        inspect.isroutine(value) or isinstance(value, functools.partial) or _is_callable_object(value)
+    )
     if entry is not None and not entry.is_module and not (entry.is_attribute and is_function):
         _complete_defaults(entry, value)
         return
@@ -236,6 +238,12 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
         if entry is not None and entry.docstring is not None:  # the text below the assignment
             function.docstring = griffe.Docstring(entry.docstring.value, parent=function)
         module.members[name] = function
+
+
+def _is_callable_object(value: Any) -> bool:
+    """Whether a value is an instance whose class is of this package and defines `__call__`."""
+    own = type(value).__module__.startswith("transformer_engine")
+    return own and callable(value) and not inspect.isclass(value)
 
 
 def _complete_defaults(entry: griffe.Object, value: Any) -> None:
@@ -300,7 +308,7 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
     value = value.func if isinstance(value, functools.partial) else value
     text = inspect.getdoc(value) or ""
     entries = described(griffe.Docstring(text))
-    if type(value).__module__.startswith("transformer_engine"):  # an instance whose class defines `__call__`
+    if _is_callable_object(value):
         entries |= described(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
     reference = _OTHERS.search(text)
     for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():

@@ -35,6 +35,7 @@ from transformer_engine.pytorch.runtime.checks import floating, tensor
 from .enums import NVTEQBHistogramMode
 
 NVTERoutingMapFormat = RoutingMapFormat
+"""Encoding of a routing map: one byte or one bit per token and expert."""
 
 
 def fused_topk_with_score_function_fwd(

@@ -426,5 +426,5 @@ def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_t
 
 def test_the_backward_half_of_attention_rejects_arrays_that_the_forward_half_did_not_save():
     x = jnp.ones((1, 4, 1, 8))
-    with pytest.raises(TypeError, match="is not of fused_attn_fwd; pass the second one of its results"):
+    with pytest.raises(TypeError, match="is not a result of fused_attn_fwd; pass its second result"):
         tex.fused_attn_bwd((x, x, x), None, jnp.ones((1, 1, 4, 1)), None, x, x)

@@ -12,6 +12,7 @@ DType = enum.IntEnum(
     },
     module="transformer_engine_jax",
 )  # fmt: skip
+"""Element types, by the numbers of the original."""
 
 
 class NVTE_Bias_Type(enum.IntEnum):

@@ -37,11 +37,10 @@ def described(value: Any) -> str:
 def with_article(kind: type | str) -> str:
     """Return the name of a class with its article, for messages: "an int", "a uint8", "an MXFP8Tensor"."""
     name = kind if isinstance(kind, str) else kind.__name__
-    spelled = (
-        name[:2].isupper() and not name[1:2].islower()
-    )  # its first letter is read by its name: "em", "en"
-    vowel = name[:1] in "AEFHILMNORSX" if spelled else name[:1] in "aeioAEIO" or name == "ndarray"
-    return f"{'an' if vowel else 'a'} {name}"
+    # An abbreviation is read letter by letter ("em ex", "en dee"), another name as a word.
+    is_abbreviation = name[:2].isupper() or name == "ndarray"
+    vowels = "AEFHILMNORSXn" if is_abbreviation else "AEIOaeio"
+    return f"{'an' if name[:1] in vowels else 'a'} {name}"
 
 
 def to_int(name: str, value: Any, least: int | None = None) -> int:

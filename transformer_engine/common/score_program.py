@@ -16,20 +16,10 @@ from .score_graph import OPERATIONS
 SCORE, GRADIENT, FIRST_OPERAND = 0, 1, 2
 
 # Operations of cuDNN's graphs that `ScoreGraph` does not compute.
-_ONLY_IN_CUDNN = frozenset(
-    (
-        *(
-            "elu",
-            "elu_backward",
-            "erf",
-            "gelu",
-            "gelu_approx_tanh",
-            "gelu_approx_tanh_backward",
-            "gelu_backward",
-        ),
-        *("leaky_relu", "leaky_relu_backward", "softplus_backward", "swish_backward"),
-    )
-)
+_ONLY_IN_CUDNN = frozenset((
+    "elu", "elu_backward", "erf", "gelu", "gelu_approx_tanh", "gelu_approx_tanh_backward", "gelu_backward",
+    "leaky_relu", "leaky_relu_backward", "softplus_backward", "swish_backward",
+))  # fmt: skip
 _SETTERS = frozenset(("set_data_type", "set_dim", "set_name", "set_stride"))
 
 
@@ -56,7 +46,7 @@ class GraphCall(NamedTuple):
     named: tuple[tuple[str, Any], ...]
 
     def run(self, graph: Any, values: dict[int, Any]) -> None:
-        """Call the method on a graph, and enter its result into the values."""
+        """Call the method on a graph; store the result of an operation in values under its number."""
         target = graph if self.receiver is None else values[self.receiver]
         arguments = [_given(argument, values) for argument in self.arguments]
         named = {name: _given(argument, values) for name, argument in self.named}
@@ -93,13 +83,13 @@ class ScoreProgram(NamedTuple):
         return any(step.receiver is not None for step in (*self.modify, *self.differentiate))
 
     def compute(self, graph: Any, values: dict[int, Any]) -> Any:
-        """Return the modified scores by the operations of a graph that computes on arrays; fill in the values."""
-        return _computed(self.modify, self.modified, graph, values)
+        """Return the modified scores, computed by a graph of arrays; the results of all calls are added to values."""
+        return run_calls(self.modify, self.modified, graph, values, setters=False)
 
     def compute_gradient(self, graph: Any, values: dict[int, Any]) -> Any:
-        """Return the gradient of the scores by such a graph, from the values of `compute` and GRADIENT."""
+        """Return the gradient of the scores from the values of `compute` and that of number GRADIENT."""
         assert self.gradient is not None
-        return _computed(self.differentiate, self.gradient, graph, values)
+        return run_calls(self.differentiate, self.gradient, graph, values, setters=False)
 
     def needed(self, with_gradient: bool) -> ScoreProgram:
         """Return the program without the steps that no result depends on."""
@@ -140,20 +130,26 @@ class ScoreProgram(NamedTuple):
         for step in self.modify:
             if step.receiver is not None or step.method == "gen_index":
                 continue
-            order = (*step.arguments, *(step_named for _, step_named in sorted(step.named)))
-            given = [argument.number for argument in order if isinstance(argument, Value)]
+            ordered = (*step.arguments, *(argument for _, argument in sorted(step.named)))  # keywords a, b
+            given = [argument.number for argument in ordered if isinstance(argument, Value)]
             reads = [number in dependent for number in given]
             if any(reads):
                 dependent.add(step.result)
-                either = step.method in ("add", "bias", "identity") and sum(reads) == 1
-                first = step.method == "sub" and reads == [True, False]
-                if (either or first) and given[reads.index(True)] in shifted:
+                adds = step.method in ("add", "bias", "identity") and sum(reads) == 1
+                subtracts = step.method == "sub" and reads == [True, False]
+                if (adds or subtracts) and given[reads.index(True)] in shifted:
                     shifted.add(step.result)
         return self.modified in shifted
 
 
 class RecordedScoreMod(NamedTuple):
-    """A program with the named tensors of its functions; instead of the program, the reason why there is none."""
+    """A program and the named tensors of its functions.
+
+    Attributes:
+        program: The program, or the reason why the functions cannot be recorded.
+        tensors: Tensors of score_mod by name.
+        bprop_tensors: Tensors of score_mod_bprop by name.
+    """
 
     program: ScoreProgram | str
     tensors: Mapping[str, Any]
@@ -170,15 +166,26 @@ def _given(argument: Any, values: dict[int, Any]) -> Any:
     return list(argument) if type(argument) is tuple else argument
 
 
-def _computed(steps: tuple[GraphCall, ...], result: int, graph: Any, values: dict[int, Any]) -> Any:
+def run_calls(
+    steps: tuple[GraphCall, ...], result: int, graph: Any, values: dict[int, Any], setters: bool
+) -> Any:
+    """Run the calls of a program on a graph and return one value.
+
+    Args:
+        steps: The calls, in order.
+        result: Number of the value to return.
+        graph: A graph of cuDNN, or a `ScoreGraph` of arrays.
+        values: Values by number: the inputs, to which the results of the calls are added.
+        setters: Whether to call setters too, which arrays do not have.
+    """
     for step in steps:
-        if step.receiver is None:
+        if setters or step.receiver is None:
             step.run(graph, values)
     return values[result]
 
 
 def _live(steps: tuple[GraphCall, ...], wanted: set[int]) -> tuple[list[GraphCall], set[int]]:
-    """Return the steps that wanted values depend on, and the numbers of all values that these steps read."""
+    """Return the steps that the wanted values depend on, and the numbers of these values and of all that are read."""
     read, kept = set(wanted), []
     for step in reversed(steps):
         if step.result in read:
@@ -264,7 +271,9 @@ def record(
     numbered = [_RecordedTensor(recorder, FIRST_OPERAND + i) for i in range(len(names) + len(bprop_names))]
     try:
         modified = score_mod(
-            recorder, _RecordedTensor(recorder, SCORE), dict(zip(names, numbered, strict=False))
+            recorder,
+            _RecordedTensor(recorder, SCORE),
+            dict(zip(names, numbered[: len(names)], strict=True)),
         )
         if not isinstance(modified, _RecordedTensor):
             return f"score_mod returns a value of type {type(modified).__name__} instead of a tensor of the graph"

@@ -174,7 +174,7 @@ def finalize_delayed_grads(
 class _Gather(torch.autograd.Function):
     """Materializes the whole weights of shards; the backward pass calls `finalize_group_grads` of their group.
 
-    With delayed gradients `finalize_delayed_grads` calls it.
+    With delayed gradients, the backward pass returns no gradients, and `finalize_delayed_grads` calls it later.
     """
 
     @staticmethod
@@ -183,9 +183,8 @@ class _Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         wholes = tuple(materialize_weight_for_forward(shards))
         frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True) if not needed]
-        ctx.mark_non_differentiable(
-            *frozen
-        )  # otherwise layers compute gradients for frozen weights of the group
+        # Without this mark, layers would compute gradients for frozen weights of the group.
+        ctx.mark_non_differentiable(*frozen)
         return wholes
 
     @staticmethod

@@ -1,10 +1,10 @@
 """Quantizers and quantized tensors in operators of your own under torch.compile.
 
-`register_value_opaque_quantizer(cls)` registers a class of quantizers as an opaque value type of torch (2.13 and newer;
-an older torch has none, or only for classes with a metaclass of its own). An operator of `torch.library.custom_op` may
-then take such a quantizer as an argument, and a compiled graph holds it as a constant. No class is registered by
-default: torch does not trace methods of a registered class, so that operations which copy such a quantizer
-(`te.ops.Quantize`) do not compile. Register a subclass.
+`register_value_opaque_quantizer(cls)` registers a class of quantizers as an opaque value type of torch. An operator
+of `torch.library.custom_op` may then take such a quantizer as an argument, and a compiled graph holds it as a constant.
+This needs torch 2.13: older versions have no such types, or restrict them to classes with torch's own metaclass. No
+class is registered by default: torch does not trace methods of a registered class, so that operations which copy such a
+quantizer (`te.ops.Quantize`) do not compile. Register a subclass.
 
 Example:
     >>> import transformer_engine.pytorch as te

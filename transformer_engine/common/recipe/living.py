@@ -56,21 +56,22 @@ class _Constructed:
     """Objects of traced constructor calls as attributes, because a compiler copies a dict before its first read."""
 
 
-def _unchanged(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-_specialized: Callable[[Any], Any] = _unchanged
+_specialized: Callable[[Any], Any] = _identity
 _construction = _Construction()
 _constructed = _Constructed()
 _constructed_lock = threading.Lock()
 
 
 def specialize_with(specialized: Callable[[Any], Any]) -> None:
-    """Set the function that returns a traced argument as a constant; a framework that has a compiler calls this once.
+    """Set the function that converts a traced argument to a constant; a framework with a compiler calls this once.
 
-    It is called only while the compiler traces. It returns the number of a symbol, for which the compiler then
-    specializes the graph, and raises an error for a value that the compiler does not know.
+    Args:
+        specialized: Called only while the compiler traces. It returns the number of a symbol, for which the compiler
+            then specializes the graph, and raises an error for a value that the compiler does not know.
     """
     global _specialized
     _specialized = specialized
@@ -153,6 +154,7 @@ def _attributes_of(name: str) -> tuple[str, ...]:
     return tuple(vars(getattr(_constructed, name)))
 
 
+# torch.compile evaluates a function with this mark while it traces, instead of tracing `vars`.
 _attributes_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -42,13 +42,16 @@ def intervals(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
 
 
 def _interval(first_name: str, first: Any, last_name: str, last: Any) -> tuple[int, int | None]:
+    """Return an interval of steps as numbers; None and -1 mean no last step."""
     return parse_int(first_name, first), None if last in (None, -1) else parse_int(last_name, last)
 
 
 def stats_of(config: Mapping[str, Any]) -> Sequence[Any]:
     """Return the statistics that a configuration names; ValueError if it names none."""
     if not config.get("stats"):
-        raise ValueError("the configuration names no statistics; add `stats: [..]`")
+        raise ValueError(
+            f"stats={config.get('stats')!r} names no statistics; add `stats: [..]` to the configuration"
+        )
     return config["stats"]
 
 

@@ -95,7 +95,7 @@ def make_fused_attn_score_mod_config(
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["pullback"], meta_fields=[])
 @dataclass(frozen=True)
 class _SoftmaxAux:
-    """Saved arrays of the forward half: the function that jax.vjp returned, which is a pytree."""
+    """Saved arrays of the forward half: the function that `jax.vjp` returned, which is a pytree."""
 
     pullback: Any
 
@@ -138,13 +138,13 @@ def fused_attn_bwd(
 
     Args:
         qkv: The arrays of the forward half.
-        bias: Its bias, or None.
-        softmax_aux: Its second result.
-        rng_state: Its third result.
-        output: Its output.
+        bias: The bias of the forward half, or None.
+        softmax_aux: The second result of `fused_attn_fwd`.
+        rng_state: The third result of `fused_attn_fwd`.
+        output: The first result of `fused_attn_fwd`.
         doutput: Gradient of the output, [b, q, h, dv].
-        arguments: Its further arguments.
-        options: Its keyword arguments.
+        arguments: Further arguments of the forward half.
+        options: Keyword arguments of the forward half.
 
     Returns:
         The gradients of qkv, of the bias and of the softmax_offset; None for an array that was not given.
@@ -155,7 +155,7 @@ def fused_attn_bwd(
     """
     if not isinstance(softmax_aux, _SoftmaxAux):
         raise TypeError(
-            f"softmax_aux={described(softmax_aux)} is not of fused_attn_fwd; pass the second one of its results"
+            f"softmax_aux={described(softmax_aux)} is not a result of fused_attn_fwd; pass its second result"
         )
     check_shaped("doutput", doutput, output.shape)
     return softmax_aux.pullback(doutput.astype(output.dtype))

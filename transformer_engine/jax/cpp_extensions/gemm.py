@@ -127,8 +127,8 @@ def gemm(
 def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]) -> Array:
     """Return the values of an operand in float32; an operand in high precision is quantized first.
 
-    Both directions of a block-scaled tensor differ. The product reads the one whose blocks are along the contracted
-    axes: the column-wise codes if these are the first axes, otherwise the row-wise ones.
+    The two directions of a block-scaled tensor have different values. The product reads the direction whose blocks are
+    along the contracted axes: column-wise codes if these are the first axes, otherwise row-wise codes.
     """
     count, axes = len(contracted), sorted(sanitize_dims(operand.ndim, contracted))
     columns = axes == list(range(count)) and count < operand.ndim
@@ -205,7 +205,7 @@ def grouped_gemm(
         dtype = a.dtype if dtype is None else check_floating("preferred_element_type", dtype)
         return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
     if isinstance(rhs, ScaledTensor2x) and tuple(contracting_dims[1]) in ((1,), (-2,)):
-        rhs = rhs.colwise_tensor  # its blocks are along the contracted axis
+        rhs = rhs.colwise_tensor  # the blocks of this direction are along the contracted axis
     lhs, rhs = (x.dequantize() if isinstance(x, AbstractBaseTensor) else x for x in (lhs, rhs))
     return grouped_dense(
         lhs,

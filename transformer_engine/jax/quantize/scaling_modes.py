@@ -190,14 +190,15 @@ class AmaxComputeAlgo(enum.Enum):
 def should_use_rht(
     scaling_mode: ScalingMode, is_colwise: bool | None = None, q_layout: QuantizeLayout | None = None
 ) -> bool:
-    """Return whether the NVFP4 recipe transforms codes of a mode and direction: the column-wise ones of 1-D blocks.
+    """Return whether the NVFP4 recipe applies the random Hadamard transform (RHT) before it quantizes.
 
-    The recipe does so for inputs and gradients, unless its disable_rht is True. A quantizer of its own has `use_rht`.
+    The recipe transforms column-wise codes with 1-D blocks of inputs and gradients, unless its disable_rht is True. The
+    setting of one quantizer is its `use_rht`.
 
     Args:
         scaling_mode: Scaling mode.
         is_colwise: Whether the codes are column-wise.
-        q_layout: Directions instead of is_colwise; True if they are the columns alone.
+        q_layout: Directions instead of is_colwise; only QuantizeLayout.COLWISE is column-wise.
 
     Raises:
         ValueError: Both of is_colwise and q_layout are given, or neither.

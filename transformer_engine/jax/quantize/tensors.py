@@ -289,7 +289,11 @@ class NoScaleTensor(AbstractBaseTensor1x):
 
 @dataclass(frozen=True)
 class Dequantizer:
-    """Computes the values of the quantized tensors of one scaling mode."""
+    """Computes the values of quantized tensors of one scaling mode.
+
+    Args:
+        scaling_mode: The scaling mode of the tensors that `dequantize` accepts.
+    """
 
     scaling_mode: ScalingMode
 
@@ -305,13 +309,14 @@ class Dequantizer:
         mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)  # containers of plain values have no mode
         if mode is not self.scaling_mode:
             raise ValueError(
-                f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}, call dequantize() of the "
+                f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}; call dequantize() of the "
                 "tensor"
             )
         return scaled_tensor.dequantize()
 
 
 ScalingModeToDequantizerMap = {mode: Dequantizer(mode) for mode in ScalingMode}
+"""The `Dequantizer` of each scaling mode."""
 
 
 class ScaledTensorFactory:

@@ -22,7 +22,7 @@ from .faults import started
 
 
 def with_common_scale(operands: Operands, group: dist_group_type | None) -> Operands:
-    """Return both directions of a shard under scales that all ranks of a group have.
+    """Return both directions of a shard, rescaled to scales that are equal on all ranks of a group.
 
     Args:
         operands: Codes and scales of this rank's rows. Formats without a scale of the whole tensor are unchanged.
@@ -32,6 +32,7 @@ def with_common_scale(operands: Operands, group: dist_group_type | None) -> Oper
 
 
 def _common(operand: Operand, group: dist_group_type | None) -> Operand:
+    """Return one direction of a shard, rescaled."""
     codes, scale, form, amax, _ = operand
     if form is None or scale is None:
         return operand
@@ -45,7 +46,7 @@ def _common(operand: Operand, group: dist_group_type | None) -> Operand:
 def payload_with_common_scale(
     tensors: Sequence[Tensor], payload: GatheredPayload, group: dist_group_type | None
 ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-    """Return the result of `gather_payload` under a scale that all ranks of a group have.
+    """Return the result of `gather_payload`, rescaled to scales that are equal on all ranks of a group.
 
     Args:
         tensors: Codes and scales of this rank's rows.

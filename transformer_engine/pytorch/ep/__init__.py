@@ -98,7 +98,7 @@ def _check_tokens(buffer: EpBuffer, topk_idx: Tensor, tokens: Tensor, weights: T
     floating("tokens", tokens)
     if isinstance(tokens, QuantizedTensor):
         raise NotImplementedError(
-            f"tokens are {with_article(type(tokens))}; pass plain tokens, and dispatch_fwd_quant_recipe to EpBuffer"
+            f"tokens is {with_article(type(tokens))}; pass plain tokens, and dispatch_fwd_quant_recipe to EpBuffer"
         )
     tensor("topk_weights", weights)
     if weights.dtype != torch.float32:

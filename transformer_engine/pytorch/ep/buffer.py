@@ -102,10 +102,11 @@ class EpBuffer:
             "combine_bwd_quant_recipe", combine_bwd_quant_recipe, "backward", hidden_dim
         )
         self._routing: ExpertRouting | None = None
-        self.handle_mem = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
+        self.handle_mem: Tensor = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.tokens_per_expert: Tensor = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
         on_host = self.recv_capacity_per_rank is None
-        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device="cpu" if on_host else self.device)
+        device = "cpu" if on_host else self.device
+        self.total_recv_tokens: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
 
     def _store(self, routing: ExpertRouting) -> None:
         """Replace the routing and the public tensors that describe it."""

@@ -204,7 +204,7 @@ def _run_watched(schedule: Schedule, env: Environment, given: list[Any]) -> tupl
     for place in schedule.unread:
         values[place] = None
     offloads = offloading.synchronizer is not None
-    for number, step in enumerate(schedule.steps):  # torch 2.11 reads fields of a step but does not unpack it
+    for number, step in enumerate(schedule.steps):  # not unpacked, which torch 2.11 does not trace
         if offloading.used:
             for place in step.arriving:
                 wait_for_saved(values[place])

@@ -201,7 +201,7 @@ class WeightGradient:
         with torch.no_grad():
             if self.fused:
                 self._add_to_main(gradient)
-            return self._delivered(gradient)
+            return self._deliver(gradient)
 
     def _add_to_main(self, gradient: Tensor) -> None:
         main_grad = main_grad_of(self.parameter)
@@ -214,10 +214,10 @@ class WeightGradient:
         with torch.no_grad():
             if self.fused:
                 self._accumulate(dy, x, exact)
-                return self._delivered(None)
-            return self._delivered(gemm(dy, x, Epilogue(dtype, exact=exact)))
+                return self._deliver(None)
+            return self._deliver(gemm(dy, x, Epilogue(dtype, exact=exact)))
 
-    def _delivered(self, gradient: Tensor | None) -> tuple[tuple[Any, ...], Tensor] | None:
+    def _deliver(self, gradient: Tensor | None) -> tuple[tuple[Any, ...], Tensor] | None:
         """Add a delayed gradient to .grad, unless it is in main_grad.
 
         Returns:

@@ -69,7 +69,7 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     linear = product_spec(
         call, 0, quantizers, parallel, needs, update, weight, (call.options[1], False), call.rows
     )
-    spec = NormLinearSpec(  # torch 2.11 traces keywords only
+    spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
         linear=linear,
         beta=of_norm[1] is not None,

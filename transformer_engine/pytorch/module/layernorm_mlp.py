@@ -98,7 +98,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         return product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
 
     added = None if config.adds_bias_late else fc2_bias
-    made = NormMLPSpec(  # torch 2.11 traces keywords only
+    made = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
         fc1=spec(0, "column", fc1_weight, fc1_bias),
         fc2=spec(1, "row", fc2_weight, added),

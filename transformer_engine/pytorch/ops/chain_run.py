@@ -230,8 +230,8 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
             tensor._do_not_clear = True
 
 
-# A graph of torch 2.11 adds no gradients of two results that share memory.
-_COPIES = TorchVersion(torch.__version__) < "2.13"
+# A graph that torch 2.11 compiles does not add the gradients of two results that share memory, so they are cloned.
+_CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
 class FusedChain(torch.autograd.Function):
@@ -268,8 +268,8 @@ def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, 
     for result in results:
         for earlier in (*inputs, *made):
             if result is earlier:
-                copies = _COPIES and torch.compiler.is_compiling()
-                result = result.clone() if copies else result.detach()
+                clones = _CLONES_SHARED_RESULTS and torch.compiler.is_compiling()
+                result = result.clone() if clones else result.detach()
                 break
         made.append(result)
     return tuple(made)

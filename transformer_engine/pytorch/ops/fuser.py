@@ -61,7 +61,8 @@ class OperationFuser:
         self._links = Links(self._basic_ops)
         self.num_extra_inputs: int = len(self._links.public_inputs)
         for op in self._basic_ops:
-            object.__setattr__(op, "_captured_by_fuser", True)  # without another revision
+            # An assignment would count as a change of the operation (`_revision`).
+            object.__setattr__(op, "_captured_by_fuser", True)
         self._ops = list(ops)
         self._forward_ops: Fused = []
         self._backward_ops: Fused = []

@@ -136,10 +136,8 @@ class Sequential(torch.nn.Module):
         if groups is None:
             groups = []
             chain: list[FusibleOperation] = []
-            for module in [
-                *self._modules.values(),
-                None,
-            ]:  # torch 2.11 does not trace an iterator of a module
+            # torch 2.11 does not trace an iterator over the container itself. None ends the last chain.
+            for module in [*self._modules.values(), None]:
                 if isinstance(module, FusibleOperation):
                     chain.append(module)
                     continue

@@ -285,9 +285,8 @@ class FusedAdam(AdamStates):
                     states.store(numbers, local_of(stored), self._scale(parameter, name))
         if bucket.quantized:
             for parameter, numbers in zip(bucket.parameters, stepped, strict=True):
-                if isinstance(
-                    parameter, QuantizedTensor
-                ):  # also without elements: maxima are reduced over ranks
+                # A rank without elements takes part too: the maximum is reduced over the ranks.
+                if isinstance(parameter, QuantizedTensor):
                     parameter.quantize_(local_of(numbers).view(parameter.shape))
 
     def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:

@@ -93,4 +93,7 @@ def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
-"""The `MultiTensorApply` that callers of the original use: multi_tensor_applier(op, flag, tensor_lists, *args)."""
+"""Return the result of `op` on the local tensors of the lists, without empty tensors; None if all tensors are empty.
+
+Lists of different lengths raise RuntimeError.
+"""

@@ -252,7 +252,7 @@ def _new_zeros(
 ) -> Any:
     """Return a quantized tensor of zero codes in the tensor's directions, if the format supports the shape.
 
-    It has the tensor's scale of all rows, if there is one.
+    The result has the tensor's scale if one scale applies to all rows.
 
     A shard whose last rows end inside a block is a plain tensor: its codes would have other scales than the whole.
     """
@@ -268,7 +268,7 @@ def _new_zeros(
         if cuts_block:
             warnings.warn(
                 f"a shard of {shape[0]} rows of {with_article(type(tensor))} {list(tensor.shape)} ends inside a block "
-                f"of {granularity} rows, so it is stored and gathered in {nominal}; shard a multiple of them",
+                f"of {granularity} rows, so it is stored and gathered in {nominal}; shard whole blocks",
                 stacklevel=2,
             )
         return NotImplemented
@@ -277,7 +277,7 @@ def _new_zeros(
     storage = writer.empty(tuple(shape), nominal, device or tensor.device, bool(pin_memory))
     storage = storage.mapped(Tensor.zero_)
     for name, scale in tensor._named_tensors().items():
-        # One scale of all rows: a shard without rows also has it.
+        # A shard without rows needs this scale too, to decode the gathered rows.
         if scale is not None and scale.dim() == 1 and scale.numel() == 1:
             getattr(storage, name).copy_(scale)
     zeros = like(tensor, storage, shape)

@@ -62,7 +62,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         num_attention_heads: Query heads, of all ranks of tp_group.
         kv_channels: Head size, or (of queries and keys, of values).
         num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
-        attention_dropout: Dropout rate of the softmax, drawn in a fork of the tracker unless sequence_parallel.
+        attention_dropout: Dropout rate of the softmax; get_rng_state_tracker is forked unless sequence_parallel.
         qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
         attn_mask_type: no_mask, arbitrary, padding, or (padding_)causal(_bottom_right); forward() can override it.
         window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
@@ -257,12 +257,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             qkv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k and v.
             kv_layer: Packed [.., 2, h, d] or [.., h, 2, d] instead of k and v.
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
-            pad_between_seqs: Whether tokens between sequences of a thd tensor belong to none; by default found out.
+            pad_between_seqs: Whether a thd tensor has tokens that belong to no sequence; by default determined from
+                the bounds.
             qkv_interleave_dim: Axis of the 3 or 2 in qkv_layer or kv_layer.
             fp8_output: Return a Float8Tensor. Like bf16_backward, for FP8 attention, which the recipe of autocast
                 requests by fp8_dpa or fp8_mha.
             bf16_backward: Compute the gradients of FP8 attention in high precision.
-            score_mod_tensors: Named tensors, passed to score_mod as keywords or as its dict.
+            score_mod_tensors: Named tensors of score_mod, passed as keywords or as the third argument of a graph.
             score_mod_bprop: Gradient of score_mod, in either form; by default that of autograd.
             score_mod_bprop_tensors: Named tensors, passed to score_mod_bprop.
             fast_zero_fill: Has no effect.

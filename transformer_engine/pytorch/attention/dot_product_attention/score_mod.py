@@ -74,9 +74,9 @@ class GraphScoreMod(BoundScoreMod):
     """A score_mod that builds a graph.
 
     Attributes:
-        recorded: The recorded graph, or the reason why the functions cannot be recorded, and the tensors. The functions
-            run once for the record, so that a change of their closures is a change of the program, and thereby of the
-            key. A backend reads it.
+        recorded: The recorded graph, or the reason why the functions cannot be recorded, and the tensors; the backend
+            cudnn reads it. Each construction records the functions again, so that a changed closure changes the
+            program, which is part of the key.
     """
 
     def __init__(
@@ -90,8 +90,10 @@ class GraphScoreMod(BoundScoreMod):
         program: ScoreProgram | str = "a compiler traces it"
         if not is_tracing():
             program = record(function, self.tensors, bprop, self.bprop_tensors)
-            needed = tuple(tensor.requires_grad for tensor in (*tensors.values(), *bprop_tensors.values()))
-            self._key = (*self._key, program, needed)
+            differentiated = tuple(
+                tensor.requires_grad for tensor in (*tensors.values(), *bprop_tensors.values())
+            )
+            self._key = (*self._key, program, differentiated)
         self.recorded = RecordedScoreMod(program, self.tensors, self.bprop_tensors)
 
     def forward(self, score: Tensor, places: Places) -> Tensor:

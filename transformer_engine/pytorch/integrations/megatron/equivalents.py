@@ -43,6 +43,7 @@ def _of_megatron(module: str, name: str, otherwise: Any) -> Any:
 
 
 AttnMaskType: Any = _of_megatron("transformer.enums", "AttnMaskType", _LightMaskType)
+"""The keys that a query sees: the enumeration of Megatron-core, or one with the same names where it is missing."""
 MegatronModule: Any = _of_megatron("transformer.module", "MegatronModule", _LightModule)
 _ProcessGroups: Any = _of_megatron("process_groups_config", "ProcessGroupCollection", None)
 _get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tracker", None)

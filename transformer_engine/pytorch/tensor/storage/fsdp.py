@@ -67,7 +67,8 @@ def _run(part: Tensor | None, dim: int, rows: int, first: int, last: int) -> Ten
 class GatheredPayload:
     """Metadata of gathered bytes: their fields of `Quantized`, in order, and the tensors that are not gathered.
 
-    With `rows` the gathered matrices are longer: rows of zeros follow, with which shards were padded.
+    Attributes:
+        rows: Rows of the whole matrix, after which the gathered rows are padding; None if no shard is padded.
     """
 
     storage_class: type[QuantizedTensorStorage]
@@ -154,10 +155,10 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
 def sent_shard(
     storage: QuantizedTensorStorage, whole: Sequence[int], ranks: int | None
 ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-    """Return what `fully_shard` gathers of a shard, and its metadata; see `gather_payload`.
+    """Return the tensors of a shard that `fully_shard` gathers, and their metadata; see `gather_payload`.
 
-    The codes of one scale are padded to the same number of rows on all ranks. The rows of the ranks differ if they do
-    not divide those of the whole tensor.
+    Codes with one scale are padded with zeros to the same number of rows on all ranks, if the number of ranks does not
+    divide the rows of the whole tensor.
 
     Args:
         storage: The shard.

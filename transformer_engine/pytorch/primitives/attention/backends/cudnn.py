@@ -174,7 +174,7 @@ def _planning_failure(call: AttentionCall) -> str | None:
         if call.needs_gradient:
             _plan(describe_backward, device, call, strided._replace(grad_output=grad_output))
     except (RuntimeError, TypeError) as error:
-        # TypeError: a score_mod gives an operation of the library other arguments than its own.
+        # TypeError: a score_mod passes arguments that an operation of the library does not accept.
         return str(error).partition("\n")[0]
     return None
 
@@ -192,7 +192,7 @@ _PLANS: Memory[tuple[Any, int, AttentionCall, Strided], CudnnPlan] = Memory(
 
 
 def _plan(describe: Any, device: int, call: AttentionCall, strided: Strided) -> CudnnPlan:
-    """Return the plan of a call; the strides contain the program of its score_mod, which replaces the functions."""
+    """Return the plan of a call. The key has the program of its score_mod (in `strided`) instead of the functions."""
     plain = call if call.score_mod is None else replace(call, score_mod=None)
     return _PLANS[describe, device, plain, strided]
 

@@ -21,6 +21,7 @@ from .....common import env, optional
 from ....runtime.device import get_cudnn_version, is_current_device
 from . import cudnn_store
 
+# The unique ids of a graph's tensors are numbers of a fixed table of roles, which therefore has an end.
 MOST_SCORE_MOD_TENSORS = 64
 
 ROLES = (

@@ -235,7 +235,7 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
         options["bias"] = tensors.bias()
         options["dBias"] = description.tensor("grad_bias", call.bias_shape, dtype=call.dtype).set_output(True)
     if has_sink_gradient(call):
-        # For nothing else: the statistics have the sink in them.
+        # Only the sink's gradient needs the sink: the statistics already include it.
         options["sink_token"] = tensors.sink()
         options["dSink_token"] = description.tensor("grad_sink", (1, call.heads, 1, 1)).set_output(True)
     if strided.modifier is not None:

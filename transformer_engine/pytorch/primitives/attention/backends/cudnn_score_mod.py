@@ -16,9 +16,9 @@ from .....common.score_program import (
     FIRST_OPERAND,
     GRADIENT,
     SCORE,
-    GraphCall,
     RecordedScoreMod,
     ScoreProgram,
+    run_calls,
 )
 from ..call import AttentionCall
 from .cudnn_graph import MOST_SCORE_MOD_TENSORS, Description, Strides, contiguous_strides
@@ -69,23 +69,17 @@ class Modifier(NamedTuple):
             values.clear()
             values.update(given)
             values[SCORE] = score
-            return _repeated(program.modify, program.modified, graph, values)
+            return run_calls(program.modify, program.modified, graph, values, setters=True)
 
         def differentiate(graph: Any, gradient: Any) -> Any:
             assert program.gradient is not None
             values[GRADIENT] = gradient
-            return _repeated(program.differentiate, program.gradient, graph, values)
+            return run_calls(program.differentiate, program.gradient, graph, values, setters=True)
 
         found: dict[str, Callable[..., Any]] = {"score_mod": modify}
         if program.gradient is not None:
             found["score_mod_bprop"] = differentiate
         return found
-
-
-def _repeated(steps: tuple[GraphCall, ...], result: int, graph: Any, values: dict[int, Any]) -> Any:
-    for step in steps:
-        step.run(graph, values)
-    return values[result]
 
 
 def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
@@ -109,9 +103,9 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
     if program.gradient is not None and not program.depends_on(GRADIENT, program.gradient):
         return "a score_mod_bprop whose result does not depend on the gradient"
     needed = program.needed(call.needs_gradient)
-    given = needed.operands()
+    operands = needed.operands()
     for step in (*needed.modify, *needed.differentiate):
-        if step.reads() <= given:
+        if step.reads() <= operands:
             return f"graph.{step.method} of score_mod_tensors alone; compute it before the call"
     for name, given, supported in (
         ("attn_mask_type", call.mask.name, "no_mask"),
@@ -188,7 +182,7 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
             if stride == 0:
                 tensor = tensor.narrow(axis, 0, 1)
         tensor = tensor.contiguous()
-        # Not tensor.stride(), which may be anything where a dimension has one element.
+        # The library reads strides of dimensions of one element too, where tensor.stride() is arbitrary.
         strides = contiguous_strides(tensor.shape)
         operands.append(ScoreModTensor(number, tuple(tensor.shape), strides, tensor.dtype, on_host))
         tensors.append(tensor)
