@@ -199,7 +199,7 @@ def test_codes_of_the_caller_are_read_with_the_scale_of_their_rank(recipe, comm,
     shards = _quantized_shards(case, 64.0 if backward == "0" else 1.0)
     values = [[x.dequantize() for x in shard] for shard in shards]
     rows = [held_tokens((case.tokens,), size, rank) for rank in range(size)]
-    order = torch.tensor(sum(rows, [])).argsort()
+    order = torch.cat([torch.tensor(held) for held in rows]).argsort()
     whole = [torch.cat(parts)[order] for parts in zip(*values, strict=True)]
     dout = in_layout(problem(case)["dout"], case.layout, case.batch).flatten(-2)
     leaves = [x.float().requires_grad_() for x in whole]
