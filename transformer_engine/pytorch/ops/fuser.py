@@ -309,6 +309,7 @@ class OperationFuser:
         registered = self._registered_now()
         kind = None if recipe is None else type(recipe)
         key = (length, override, first, registered)
+        # Torch 2.11 traces the identity of two classes, and not their equality inside of a tuple.
         if kind is self.recipe_type and key == self._fused_for:
             return
         both = self._fused(self._basic_ops, registered[0], recipe)
