@@ -36,7 +36,7 @@ CASES += [("norm_linear", name) for name in ("delayed", "current")]
 
 
 def _quantized(name: str, x: torch.Tensor) -> Any:
-    """Return x with a scale of its own maximum."""
+    """Return x quantized with the scale of its maximum."""
     if name == "delayed":
         scale = (448 / x.abs().amax().float()).reshape(1)
         return Float8Quantizer(scale, torch.zeros_like(scale), E4M3)(x)

@@ -1,8 +1,8 @@
 """One scale for shards that ranks quantized separately, so that their codes can be joined.
 
 A quantizer of a layer takes its maximum over the ranks of a sharded tensor (`Quantizer.reducing_over`). A tensor that a
-caller or a neighboring layer quantized has the scale of its own shard. Before its codes are sent, they are
-rescaled to the largest scale of the group. Codes are unchanged if the scales are equal.
+caller or a neighboring layer quantized has the scale of one shard. Before its codes are sent, they are rescaled to the
+largest scale of the group. Codes are unchanged if the scales are equal.
 """
 
 from __future__ import annotations

@@ -101,9 +101,7 @@ class GraphScoreMod(BoundScoreMod):
         tensors = _at(self.tensors, places)
         program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
-            values = dict(enumerate(tensors.values(), FIRST_OPERAND))
-            values[SCORE] = score
-            return program.compute(ScoreGraph(torch, places), values)
+            return program.compute(ScoreGraph(torch, places), _numbered(score, tensors))
         return self.function(ScoreGraph(torch, places), score, tensors)
 
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
@@ -111,14 +109,18 @@ class GraphScoreMod(BoundScoreMod):
         assert self.bprop is not None
         program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
-            tensors = (*_at(self.tensors, places).values(), *_at(self.bprop_tensors, places).values())
-            values = dict(enumerate(tensors, FIRST_OPERAND))
-            values[SCORE] = score
+            values = _numbered(score, _at(self.tensors, places), _at(self.bprop_tensors, places))
             program.compute(ScoreGraph(torch, places), values)
             values[GRADIENT] = gradient
             return program.compute_gradient(ScoreGraph(torch, places), values)
         self.forward(score, places)
         return self.bprop(ScoreGraph(torch, places), gradient, _at(self.bprop_tensors, places))
+
+
+def _numbered(score: Tensor, *named: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return the inputs of a program by number: the scores and the tensors, in order."""
+    tensors = [tensor for mapping in named for tensor in mapping.values()]
+    return {SCORE: score, **dict(enumerate(tensors, FIRST_OPERAND))}
 
 
 class _WithGradient(torch.autograd.Function):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....common.formats import ceil_div
 from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
@@ -172,7 +173,7 @@ def sent_shard(
         return tensors, payload
     padded = []
     for tensor in tensors:
-        sent = tensor.new_zeros(-(-whole[0] // ranks), *tensor.shape[1:])
+        sent = tensor.new_zeros(ceil_div(whole[0], ranks), *tensor.shape[1:])
         sent[: tensor.shape[0]] = tensor
         padded.append(sent)
     return tuple(padded), replace(payload, rows=whole[0])
