@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import transformer_engine.pytorch as te
+from tests.distributed.pretended_memory import Memory
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
 from transformer_engine.pytorch.distributed import (
@@ -26,39 +27,6 @@ from transformer_engine.pytorch.distributed.symmetric_memory import (
     reduce_over,
     unsupported_reason,
 )
-
-
-class Memory:
-    """Buffers of threads that can read each other's."""
-
-    def __init__(self, size: int):
-        self.buffers: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=60)
-
-    def peers(self, rank: int, values: torch.Tensor) -> Peers:
-        self.buffers[rank] = values
-        self._barrier.wait()
-        return Peers(self, rank)
-
-    def wait(self) -> None:
-        self._barrier.wait()
-
-
-class Peers:
-    """Replaces `torch._C._distributed_c10d._SymmetricMemory`."""
-
-    def __init__(self, memory: Memory, rank: int):
-        self.rank, self.world_size = rank, len(memory.buffers)
-        self._memory = memory
-
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        (count,) = sizes
-        found = self._memory.buffers[rank][storage_offset : storage_offset + count]
-        assert found.dtype is dtype and found.numel() == count
-        return found
-
-    def barrier(self, channel: int = 0) -> None:
-        self._memory.wait()
 
 
 def values_of(rank: int, count: int, dtype: torch.dtype, turn: int = 0) -> torch.Tensor:
@@ -198,7 +166,7 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
         made.append(group)
         return torch.zeros(numel, dtype=dtype), None
 
-    monkeypatch.setattr(symmetric_memory, "_allocated", allocated)
+    monkeypatch.setattr(symmetric_memory, "allocated", allocated)
     monkeypatch.setattr(symmetric_memory, "_buffers", {})
     group: Any = Group()
     device = torch.device("cuda")

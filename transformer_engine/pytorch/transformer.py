@@ -14,6 +14,7 @@ from .attention.dot_product_attention.settings import AttentionArguments, pack_a
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
+from .distributed.tensor_parallel import OverlapFlags
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
@@ -47,6 +48,7 @@ _OF_ALL = (
     "set_parallel_mode",
     "tp_group",
     "tp_size",
+    *OverlapFlags._fields,
 )
 _OF_ATTENTIONS = (
     "attention_dropout",
@@ -93,7 +95,7 @@ class TransformerLayer(nn.Module):
         enc_dec_window_size: `window_size` of inter_attention.
         enc_dec_bottom_right_diagonal: `bottom_right_diagonal` of inter_attention.
         attn_input_format: "sbhd", "bshd" or "thd".
-        ub_tp_comm_overlap: Accepted for compatibility, like the other arguments that begin with ub_.
+        ub_tp_comm_overlap: Apply the other arguments that begin with ub_, see `Linear`.
 
     Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are those of
     `MultiheadAttention` and `LayerNormMLP`.
@@ -150,6 +152,7 @@ class TransformerLayer(nn.Module):
             given["tp_size"] = torch.distributed.get_world_size(tp_group)
         given["sequence_parallel"] = sequence_parallel and given["tp_size"] > 1
         given["return_bias"] = not parallel_attention_mlp
+        given |= {flag: given[flag] and ub_tp_comm_overlap for flag in OverlapFlags._fields}
         self._config = TransformerLayerConfig(
             **{field.name: given[field.name] for field in fields(TransformerLayerConfig)}
         )

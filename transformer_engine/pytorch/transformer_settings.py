@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.checks import one_of
 from .constants import LayerTypes
-from .module.arguments import Rule, checked, switch
+from .module.arguments import Rule, checked
 from .module.config import Config
 from .runtime.warn_once import warn_once
 
@@ -48,11 +48,7 @@ class TransformerLayerConfig(Config):
     sequence_parallel: bool = False
 
 
-# The overlap flags default to True here and take part only with ub_tp_comm_overlap=True, whose rule warns.
 LAYER_RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), switch
-    ),
     "layer_type": checked(partial(one_of, allowed=LayerTypes)),
 }
 

@@ -71,6 +71,8 @@ class LinearFacts(NamedTuple):
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
     inspected: tuple[str, ...] = ()
+    overlaps_gather: bool = False
+    overlaps_scatter: bool = False
 
     @property
     def gathers_input(self) -> bool:
@@ -167,7 +169,7 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
         y = f"{name}.y_inspected"
     if facts.mode == "row":
         collective = "reduce_scatter" if facts.sequence else "all_reduce"
-        y = _communicated(steps, collective, name, y, f"{name}.y_reduced")
+        y = _communicated(steps, facts, collective, y, f"{name}.y_reduced")
     if facts.quantized_output:
         steps.append(
             Step("quantize", (y,), (f"{name}.y_quantized",), CastSettings(name, "output", True, False))
@@ -188,14 +190,14 @@ def _input(steps: list[Step], facts: LinearFacts, x: str) -> tuple[str, str | No
     way = facts.gather_input if facts.gathers_input else None
     shard = x
     if way in (VALUES, ONCE):
-        x = _communicated(steps, "all_gather", name, x, f"{name}.x_gathered")
+        x = _communicated(steps, facts, "all_gather", x, f"{name}.x_gathered")
     values = facts.keep_input or facts.backward == HIGH_PRECISION
     quantized_again = way in (VALUES, ROW_CODES)
     columns = facts.grad_weight and facts.backward == QUANTIZED and not facts.keep_input
     row, column = _cast(steps, name, "input", x, f"{name}.x", columns and not quantized_again)
     saved = row if facts.backward == DEQUANTIZED or way == ROW_CODES else column
     if way in (CODES, ROW_CODES):
-        row = _communicated(steps, "all_gather", name, row, f"{name}.x_row_gathered")
+        row = _communicated(steps, facts, "all_gather", row, f"{name}.x_row_gathered")
     if way == VALUES:
         saved = shard
     elif values and facts.grad_weight:
@@ -229,8 +231,8 @@ def backward_steps(
     turned = facts.backward != QUANTIZED
     gathers_codes = facts.gathers_gradient and facts.gather_gradient != VALUES and not turned
     if facts.gathers_gradient and not gathers_codes:
-        dy = _communicated(steps, "all_gather", name, dy, f"{name}.dy_gathered")
-    if not made_before:
+        dy = _communicated(steps, facts, "all_gather", dy, f"{name}.dy_gathered", dense=not made_before)
+    elif not made_before:
         steps.append(Step("dense", (dy,), (f"{name}.dy",)))
         dy = f"{name}.dy"
     grad_bias = None
@@ -257,7 +259,7 @@ def backward_steps(
             grad_input = f"{name}.dx_inspected"
         if facts.mode == "column":
             collective = "reduce_scatter" if facts.sequence else "all_reduce"
-            grad_input = _communicated(steps, collective, name, grad_input, f"{name}.dx_reduced")
+            grad_input = _communicated(steps, facts, collective, grad_input, f"{name}.dx_reduced")
         if facts.quantized_grad_input:
             cast = CastSettings(name, "grad_input", True, False)
             steps.append(Step("quantize", (grad_input,), (f"{name}.dx_quantized",), cast))
@@ -283,9 +285,9 @@ def _gradient_operands(steps: list[Step], facts: LinearFacts, dy: str, gathered:
     steps.append(Step("cast", (dy,), names, settings))
     row, column = names
     if gathered and row is not None:
-        row = _communicated(steps, "all_gather", name, row, f"{row}_gathered")
+        row = _communicated(steps, facts, "all_gather", row, f"{row}_gathered")
     if gathered and column is not None:
-        column = _communicated(steps, "all_gather", name, column, f"{column}_gathered", axis=1)
+        column = _communicated(steps, facts, "all_gather", column, f"{column}_gathered", axis=1)
     if by_rows and facts.grad_weight:
         column = f"{name}.dy_column"
         steps.append(Step("transpose", (row,), (column,)))
@@ -303,9 +305,9 @@ def _gathered_again(steps: list[Step], facts: LinearFacts, saved: str) -> str:
             steps.append(Step("cast", (saved,), made, CastSettings(name, "input", by_rows, not by_rows)))
             saved = again
         return _communicated(
-            steps, "all_gather", name, saved, f"{name}.x_again_gathered", axis=int(way == CODES)
+            steps, facts, "all_gather", saved, f"{name}.x_again_gathered", axis=int(way == CODES)
         )
-    return _communicated(steps, "all_gather", name, saved, f"{name}.x_again_gathered")
+    return _communicated(steps, facts, "all_gather", saved, f"{name}.x_again_gathered")
 
 
 def _saved_input(steps: list[Step], facts: LinearFacts, saved: str) -> str:
@@ -345,9 +347,21 @@ def _cast(
     return row, column
 
 
-def _communicated(steps: list[Step], collective: str, layer: str, read: str, made: str, axis: int = 0) -> str:
+def _communicated(
+    steps: list[Step],
+    facts: LinearFacts,
+    collective: str,
+    read: str,
+    made: str,
+    axis: int = 0,
+    dense: bool = False,
+) -> str:
     """Append both halves of a collective and return the buffer of its result."""
-    pending, settings = f"{made}.pending", Collective(layer, axis)
+    overlaps = axis == 0 and {
+        "all_gather": facts.overlaps_gather,
+        "reduce_scatter": facts.overlaps_scatter,
+    }.get(collective, False)
+    pending, settings = f"{made}.pending", Collective(facts.layer, axis, dense, overlaps)
     steps.append(Step(f"{collective}.begin", (read,), (pending,), settings))
     steps.append(Step(f"{collective}.wait", (pending,), (made,), settings))
     return made

@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .step import Pass, Step, replaced
-from .vocabulary import Activation, CastSettings, ColumnSum, NormSettings, Product
+from .vocabulary import (
+    Activation,
+    CastSettings,
+    Collective,
+    ColumnSum,
+    NormSettings,
+    OverlappedProduct,
+    Product,
+)
 
 Merge = Callable[[Step, Step], "Step | None"]
 Allowed = Callable[[str, Step, Step], bool]
@@ -154,6 +162,36 @@ def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
     return Step("norm_backward", (*producer.inputs, other), results, producer.settings)
 
 
+def _gathered_product(producer: Step, reader: Step) -> Step | None:
+    """Let a product that reads gathered rows multiply those of one rank while those of others are on their way."""
+    settings, gather = reader.settings, producer.settings
+    if producer.op != "all_gather.wait" or reader.op != "product" or reader.inputs[0] != producer.results[0]:
+        return None
+    if not isinstance(settings, Product) or not isinstance(gather, Collective) or not gather.overlaps:
+        return None
+    if settings.activation or settings.cast or len(reader.inputs) > 3:
+        return None
+    results = (*reader.results, *producer.results)
+    return Step(
+        "gathered_product",
+        (*producer.inputs, *reader.inputs[1:]),
+        results,
+        OverlappedProduct(settings, gather),
+    )
+
+
+def _scattered_product(producer: Step, reader: Step) -> Step | None:
+    """Let a product whose only reader sums it over the ranks send the rows of one rank while it computes others."""
+    settings, scatter = producer.settings, reader.settings
+    if producer.op != "product" or reader.op != "reduce_scatter.begin" or len(producer.inputs) > 2:
+        return None
+    if not isinstance(settings, Product) or not isinstance(scatter, Collective) or not scatter.overlaps:
+        return None
+    if settings.activation or settings.cast:
+        return None
+    return Step("scattered_product", producer.inputs, reader.results, OverlappedProduct(settings, scatter))
+
+
 CODES_FROM_PRODUCER = Rule("codes from producer", _codes_from_producer)
 CODES_AND_SUMS_FROM_PRODUCER = Rule("codes and sums from producer", _codes_and_sums_from_producer)
 CODES_WITH_SUMS = Rule("codes beside sums", _codes_with_sums, beside=True)
@@ -163,6 +201,8 @@ ACTIVATION_GRADIENT_IN_PRODUCT = Rule("activation gradient in product", _activat
 QUANTIZED_PRODUCT = Rule("quantized product", _quantized_product)
 ACCUMULATED_PRODUCT = Rule("accumulated product", _accumulated_product)
 SUM_IN_NORM_BACKWARD = Rule("sum in norm backward", _sum_in_norm_backward)
+GATHERED_PRODUCT = Rule("gathered product", _gathered_product, keeps=True)
+SCATTERED_PRODUCT = Rule("scattered product", _scattered_product)
 RULES = (
     BIAS_IN_PRODUCT,
     CODES_WITH_SUMS,
@@ -173,6 +213,8 @@ RULES = (
     QUANTIZED_PRODUCT,
     ACCUMULATED_PRODUCT,
     SUM_IN_NORM_BACKWARD,
+    GATHERED_PRODUCT,
+    SCATTERED_PRODUCT,
 )
 
 

@@ -29,6 +29,9 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
 | `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
 
+| `gathered_product` | pending of an `all_gather`, b, bias | y, gathered matrix | `OverlappedProduct` |
+| `scattered_product` | a, b | pending of a `reduce_scatter` | `OverlappedProduct` |
+
 An `all_gather` takes values, a quantized tensor, or an operand, whose codes and scales it sends.
 
 `grouped_cast`, `grouped_convert`, `grouped_dequantize`, `grouped_product`, `grouped_inspect`,
@@ -212,13 +215,28 @@ class Collective:
     Attributes:
         group: Name of the layer, or of the group, in the environment.
         axis: Axis that an `all_gather` joins: 0, or 1 for the column direction [K, M] of rows that ranks share.
+        dense: The result is values with a contiguous axis, as of `dense`.
+        overlaps: It can overlap with the product of its rows, see `OverlappedProduct`.
     """
 
     group: str
     axis: int = 0
+    dense: bool = False
+    overlaps: bool = False
 
     def __str__(self) -> str:
         return f"{self.group}, columns" if self.axis else self.group
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappedProduct:
+    """A product and the collective of its input or of its result, which can run by parts at the same time."""
+
+    product: Product
+    collective: Collective
+
+    def __str__(self) -> str:
+        return f"{self.product}; {self.collective}"
 
 
 # (number of inputs, number of results without a cast) by operation.
@@ -248,6 +266,8 @@ OPERATIONS: dict[str, tuple[int, int]] = {
         for name in ("all_gather", "all_reduce", "reduce_scatter")
         for half in ("begin", "wait")
     },
+    "gathered_product": (3, 2),
+    "scattered_product": (2, 1),
 }
 Settings = (
     Layer
@@ -259,5 +279,6 @@ Settings = (
     | ColumnSum
     | DropoutSettings
     | Collective
+    | OverlappedProduct
     | Hashable
 )

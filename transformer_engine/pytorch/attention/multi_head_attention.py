@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
+from ..distributed.tensor_parallel import OverlapFlags
 from ..functions.attention.autograd import Projection
 from ..module.arguments import accepts
 from ..module.config import configured
@@ -41,6 +42,7 @@ _OF_PROJECTIONS = (
     "get_rng_state_tracker",
     "params_dtype",
     "tp_group",
+    *OverlapFlags._fields,
 )
 _OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
 _OF_CORE = (

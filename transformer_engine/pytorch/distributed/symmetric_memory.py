@@ -83,7 +83,7 @@ ALL_REDUCE: Table[Reduction] = Table(
 _buffers: dict[tuple[Any, ...], _SharedBuffer] = {}
 
 
-def _allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> tuple[Tensor, Peers]:
+def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> tuple[Tensor, Peers]:
     """Return a buffer that all ranks of the group allocate at the same time, and its peers."""
     from torch.distributed import _symmetric_memory as symmetric  # importing it registers operators
 
@@ -95,7 +95,7 @@ def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, ta
     key = (numel, dtype, device, group.group_name, tag)
     known = _buffers.get(key)
     if known is None or known.group is not group:
-        known = _buffers[key] = _SharedBuffer(*_allocated(numel, dtype, device, group), group)
+        known = _buffers[key] = _SharedBuffer(*allocated(numel, dtype, device, group), group)
     return known
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,43 @@ from .rng import CudaRNGStatesTracker
 from .symmetric_memory import symmetric_all_reduce
 
 
+class Overlap(NamedTuple):
+    """Which collectives of a layer overlap with their own products; see `overlap`.
+
+    Attributes:
+        gather: Gathers of the input or of the output gradient.
+        scatter: Sums over ranks of the output or of the input gradient.
+    """
+
+    gather: bool = False
+    scatter: bool = False
+
+
+NO_OVERLAP = Overlap()
+
+
+class OverlapFlags(NamedTuple):
+    """The `ub_*` flags of a layer, by the names of its constructor."""
+
+    ub_overlap_ag: bool = False
+    ub_overlap_rs: bool = False
+    ub_overlap_rs_dgrad: bool = False
+    ub_bulk_dgrad: bool = False
+    ub_bulk_wgrad: bool = False
+
+    def of(self, mode: str | None) -> Overlap:
+        """Return the overlap of a column-parallel or row-parallel product."""
+        if mode == "row":
+            return Overlap(self.ub_overlap_ag, self.ub_overlap_rs)
+        if mode == "column":
+            gather = self.ub_overlap_ag or self.ub_bulk_dgrad
+            return Overlap(gather, self.ub_overlap_rs_dgrad or self.ub_bulk_wgrad)
+        return NO_OVERLAP
+
+
+NO_FLAGS = OverlapFlags()
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The boundary of one linear layer. Every method is the identity if the group has one rank.
@@ -38,6 +76,7 @@ class TensorParallel:
         size: Ranks of the group.
         sequence: Activations outside the pair of layers are sharded along their first dimension.
         symmetric: Algorithm over symmetric memory that sums the output of a row-parallel layer.
+        overlap: Collectives that overlap with their products, with sequence parallelism.
     """
 
     mode: str | None = None
@@ -45,6 +84,7 @@ class TensorParallel:
     size: int = 1
     sequence: bool = False
     symmetric: str | None = None
+    overlap: Overlap = NO_OVERLAP
 
     def __post_init__(self) -> None:
         one_of("parallel_mode", self.mode, GemmParallelModes)

@@ -18,7 +18,9 @@ from ...common.passes.rules import (
     CODES_AND_SUMS_FROM_PRODUCER,
     CODES_FROM_PRODUCER,
     CODES_WITH_SUMS,
+    GATHERED_PRODUCT,
     QUANTIZED_PRODUCT,
+    SCATTERED_PRODUCT,
     Rule,
     fuse,
 )
@@ -72,6 +74,8 @@ def linear_facts(spec: LinearSpec, layer: str = LINEAR, bias: bool = False) -> L
         spec.gather_input,
         spec.gather_gradient,
         () if spec.inspector is None else spec.inspector.results,
+        parallel.overlap.gather and not spec.traced,
+        parallel.overlap.scatter and not spec.traced,
     )
 
 
@@ -123,7 +127,7 @@ def _built(key: tuple[Any, ...]) -> LayerPasses:
         made = norm_mlp_passes(NormFacts(*norm), facts[0], facts[1], activation)
 
     def is_allowed(rule: str, producer: Step, reader: Step) -> bool:
-        return rule == BIAS_IN_PRODUCT.name or f"{rule}: {_merged_for(rule, producer, reader)}" in allowed
+        return rule in _ALWAYS or f"{rule}: {_merged_for(rule, producer, reader)}" in allowed
 
     forward, backward = (overlap(fuse(pass_, is_allowed)) for pass_ in made)
     if kind == "grouped":
@@ -141,6 +145,7 @@ def _built(key: tuple[Any, ...]) -> LayerPasses:
     )
 
 
+_ALWAYS = frozenset([rule.name for rule in (BIAS_IN_PRODUCT, GATHERED_PRODUCT, SCATTERED_PRODUCT)])
 _known: Memory[tuple[Any, ...], LayerPasses] = Memory(_built, 4096)
 
 

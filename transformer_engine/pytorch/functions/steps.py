@@ -21,11 +21,13 @@ from ...common.passes.vocabulary import (
     Inspection,
     Layer,
     NormSettings,
+    OverlappedProduct,
     Product,
 )
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
 from ..distributed.faults import check_collective
 from ..distributed.operands import PendingOperand, gather_operand
+from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
 from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
@@ -43,6 +45,7 @@ from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import Environment, gathers_codes
 from .normalization import NormStatistics
+from .overlapped_products import product_of_rows, rows_by_copies, scattered_by_copies
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -165,10 +168,15 @@ def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any, ...]:
     return (*quantizer.adopt(quantized, x.dtype), sums)
 
 
+def _values_of(x: Any) -> Tensor:
+    """Return a matrix in high precision, which kernels read; a quantized tensor has no memory of its own."""
+    return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
+
+
 def _norm(
     env: Environment, s: NormSettings, x: Tensor, gamma: Tensor, beta: Tensor | None = None
 ) -> tuple[Any, ...]:
-    norm, matrix = env.norms[s.norm], as_matrix(x)
+    norm, matrix = env.norms[s.norm], as_matrix(_values_of(x))
     if s.cast is None:
         y, statistics = norm.forward(matrix, gamma, beta)
         return (y, *statistics)
@@ -188,7 +196,8 @@ def _norm_backward(
     addend: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     statistics = NormStatistics(mean, rstdev)
-    dx, dgamma, dbeta = env.norms[s.norm].backward(as_matrix(dy), as_matrix(x), statistics, gamma)
+    matrices = as_matrix(_values_of(dy)), as_matrix(_values_of(x))
+    dx, dgamma, dbeta = env.norms[s.norm].backward(*matrices, statistics, gamma)
     if addend is not None:
         dx = dx + addend.view(dx.shape)
     return dx, dgamma, dbeta
@@ -246,6 +255,10 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
         parallel = env.linears[s.group].parallel
         check_collective(parallel, collective, x)
+        if collective == "all_gather" and s.overlaps:
+            rows = rows_by_copies(x, parallel)
+            if rows is not None:
+                return (rows,)
         if isinstance(x, Operand):
             return (gather_operand(x, parallel.checked_group(), s.axis),)
         if collective == "all_reduce" and parallel.sums_symmetrically:
@@ -261,12 +274,37 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
 
 
 def _wait(env: Environment, s: Collective, pending: Any) -> tuple[Any]:
-    if isinstance(pending, PendingOperand):
-        return (pending.wait(),)
-    result, work = pending
-    if work is not None:
-        work.wait()
-    return (result,)
+    if isinstance(pending, (PendingOperand, GatheredRows, ScatteredRows)):
+        result = pending.wait()
+    else:
+        result, work = pending
+        if work is not None:
+            work.wait()
+    return _dense(env, None, result) if s.dense else (result,)
+
+
+def _gathered_product(
+    env: Environment, s: OverlappedProduct, pending: Any, b: Any, bias: Tensor | None = None
+) -> tuple[Any, Any]:
+    if isinstance(pending, GatheredRows):
+        spec, product = env.linears[s.product.layer], s.product
+        right = operand_of(b, product.turned[1])
+        epilogue = Epilogue(spec.dtype, bias=bias, exact=getattr(spec.accumulation, product.kind))
+        y = product_of_rows(pending, right, epilogue)
+        return y, _wait(env, s.collective, pending)[0]
+    (whole,) = _wait(env, s.collective, pending)
+    return _product(env, s.product, whole, b, bias)[0], whole
+
+
+def _scattered_product(env: Environment, s: OverlappedProduct, a: Any, b: Any) -> tuple[Any]:
+    parallel, product = env.linears[s.collective.group].parallel, s.product
+    spec = env.linears[product.layer]
+    left, right = operand_of(a, product.turned[0]), operand_of(b, product.turned[1])
+    epilogue = Epilogue(spec.dtype, exact=getattr(spec.accumulation, product.kind))
+    rows = scattered_by_copies(left, right, epilogue, parallel)
+    if rows is not None:
+        return (rows,)
+    return _beginning("reduce_scatter")(env, s.collective, *_product(env, product, a, b))
 
 
 def _transpose(env: Environment, s: None, x: Operand) -> tuple[Operand]:
@@ -294,4 +332,6 @@ OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "transpose": _transpose,
     **{f"{name}.begin": _beginning(name) for name in COLLECTIVES},
     **{f"{name}.wait": _wait for name in COLLECTIVES},
+    "gathered_product": _gathered_product,
+    "scattered_product": _scattered_product,
 }

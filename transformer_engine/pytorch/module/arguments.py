@@ -16,6 +16,7 @@ from ...common import checks
 from ...common.checks import described
 from ...common.numbers import to_bool, to_float, to_int
 from ..distributed.symmetric_memory import SYMMETRIC_ALL_REDUCES
+from ..distributed.tensor_parallel import NO_FLAGS, OverlapFlags
 from ..functions.normalization import NORMALIZATIONS
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime import checks as torch_checks
@@ -127,17 +128,23 @@ def text_or_none(name: str, value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def overlap_flag(name: str, value: Any) -> bool | None:
-    """Return a flag for overlapped communication, with a warning that it has no effect when it is set."""
-    wanted = switch(name, value)
-    if wanted:
-        warn_once(
-            "overlapped communication",
-            f"{name}={value!r} has no effect: collectives of sequence-parallel layers overlap with independent "
-            "products in any case, and products are not split to overlap with their collectives. The ub_* arguments "
-            "can be left out",
-        )
-    return wanted
+def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
+    """Return the `ub_*` flags of a layer; warn once if they are set and have no effect.
+
+    Args:
+        applies: The layer is sharded over several ranks, with sequence parallelism.
+        flags: Fields of `OverlapFlags`.
+    """
+    if applies or not any(flags):
+        return OverlapFlags(*flags)
+    names = ", ".join([name for name, flag in zip(OverlapFlags._fields, flags, strict=False) if flag])
+    warn_once(
+        "ub_* flags of a layer without sequence parallelism",
+        f"{names}=True has no effect: only layers that are sharded over several ranks with sequence_parallel=True "
+        "gather and scatter rows. Leave it False",
+        stacklevel=4,
+    )
+    return NO_FLAGS
 
 
 def warn_unless_reduced(symmetric_ar_type: str | None, is_reduced: bool) -> None:
@@ -187,13 +194,12 @@ _SWITCHES = (
     "single_grouped_weight",
     "zero_centered_gamma",
 )
-_OVERLAP_FLAGS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad")
 _SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "tp_size")
 _FUNCTIONS = ("get_rng_state_tracker", "init_method", "output_layer_init_method", "score_mod")
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_SWITCHES, switch),
-    **dict.fromkeys((*_OVERLAP_FLAGS, "ub_tp_comm_overlap"), overlap_flag),
+    **dict.fromkeys((*OverlapFlags._fields, "ub_tp_comm_overlap"), switch),
     **dict.fromkeys(_SIZES, size),
     **dict.fromkeys(("kv_channels", "num_gqa_groups"), size_or_none),
     **dict.fromkeys(("micro_batch_size", "seq_length"), partial(size_or_none, least=0)),

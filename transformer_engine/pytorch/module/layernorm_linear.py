@@ -32,7 +32,7 @@ from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts, warn_unless_reduced
+from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured, early
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
@@ -141,6 +141,14 @@ class LayerNormLinear(ProductsModule):
             tp_size=tp_size,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             symmetric_ar_type=symmetric_ar_type,
+            overlap_flags=overlap_flags(
+                parallel_mode is not None and sequence_parallel and tp_size > 1,
+                ub_overlap_ag,
+                ub_overlap_rs,
+                ub_overlap_rs_dgrad,
+                ub_bulk_dgrad,
+                ub_bulk_wgrad,
+            ),
             use_bias=bias,
             return_bias=return_bias,
             return_layernorm_output=return_layernorm_output,

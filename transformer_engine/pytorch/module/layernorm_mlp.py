@@ -34,7 +34,7 @@ from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts, warn_unless_reduced
+from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products
 from .linear_base import ProductsConfig, ProductsModule
@@ -70,6 +70,7 @@ class NormMLPConfig(ProductsConfig):
             self.tp_size,
             self.sequence_parallel,
             self.symmetric_ar_type,
+            self.overlap_flags.of(mode),
         )
 
     @property
@@ -203,6 +204,14 @@ class LayerNormMLP(ProductsModule):
             sequence_parallel=sequence_parallel and tp_size > 1,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             symmetric_ar_type=symmetric_ar_type,
+            overlap_flags=overlap_flags(
+                set_parallel_mode and sequence_parallel and tp_size > 1,
+                ub_overlap_ag,
+                ub_overlap_rs,
+                ub_overlap_rs_dgrad,
+                ub_bulk_dgrad,
+                ub_bulk_wgrad,
+            ),
             _tensors=(
                 "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "layer_norm_weight", "layer_norm_bias",
             ),

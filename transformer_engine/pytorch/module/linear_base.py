@@ -16,6 +16,8 @@ from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..distributed.tensor_parallel import (
+    NO_FLAGS,
+    OverlapFlags,
     TensorParallel,
     check_tensor_parallel_group,
     tensor_parallel_size,
@@ -58,6 +60,7 @@ class ProductsConfig(ModuleConfig):
     return_layernorm_output_gathered: bool = False
     save_original_input: bool = False
     symmetric_ar_type: str | None = None
+    overlap_flags: OverlapFlags = NO_FLAGS
     use_bias: bool = True
     _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
@@ -112,7 +115,12 @@ class LinearConfig(ProductsConfig):
 
     def parallel(self) -> TensorParallel:
         return TensorParallel(
-            self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel, self.symmetric_ar_type
+            self.parallel_mode,
+            self.tp_group,
+            self.tp_size,
+            self.sequence_parallel,
+            self.symmetric_ar_type,
+            self.overlap_flags.of(self.parallel_mode),
         )
 
 

@@ -1,9 +1,9 @@
-"""Userbuffers: the settings by which the original overlaps collectives with matrix products, checked and recorded.
+"""Userbuffers: the settings by which collectives overlap with matrix products.
 
-Layers compute the same function without them. Gathers and reductions of sequence-parallel layers are asynchronous and
-overlap with products that do not depend on them, with or without `ub_*` flags (the `bulk` methods of the original). A
-product is not split into chunks that overlap with parts of its collective (the `ring_exchange` and `pipeline` methods).
-`initialize_ub` therefore allocates nothing: it validates a configuration, which `get_ub` returns.
+`initialize_ub` sets the size of the buffers through which sequence-parallel layers with `ub_*` flags gather and scatter
+rows (`distributed/overlap.py`). The methods and settings of single products are those of the original.
+They are checked and recorded for `get_ub` and change nothing else: `distributed/overlapped_rows.py` describes the one
+method of this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ...common.checks import described
 from ...common.numbers import to_bool, to_int
-from ..runtime.warn_once import warn_once
+from ..distributed.overlap import reserve
 
 
 class UserBufferQuantizationMode(Enum):
@@ -101,15 +101,20 @@ def initialize_ub(
     bootstrap_backend: str | None = None,
     with_cublasmp: bool = False,
 ) -> None:
-    """Check and record a configuration, and warn once that it has no effect: nothing is allocated.
+    """Reserve buffers through which collectives of sequence-parallel layers with `ub_*` flags overlap with products.
+
+    At its first such collective, a group allocates two buffers of the given shape on each rank. It also measures from
+    which size on these are faster than the process group, which sends smaller messages, and all messages on a CPU.
+    `te.explain` says which one a call uses, and why.
 
     Args:
-        shape: [tokens, hidden] of the communicated activations.
+        shape: [tokens, hidden] of the communicated activations of all ranks of a tensor-parallel group.
         tp_size: Number of tensor-parallel ranks.
         use_fp8: Deprecated; `quantization_modes=[UserBufferQuantizationMode.FP8]`.
         quantization_modes: Data types of the communicated activations.
-        dtype: Has no effect.
-        ub_cfgs: {name of a product: settings}, or one such mapping per quantization mode.
+        dtype: Dtype of the activations.
+        ub_cfgs: {name of a product: settings}, or one such mapping per quantization mode; checked and recorded for
+            `get_ub`.
         bootstrap_backend: "gloo", "mpi" or "nccl"; checked, and has no effect.
         with_cublasmp: Has no effect.
 
@@ -124,6 +129,7 @@ def initialize_ub(
         raise RuntimeError("userbuffers are initialized already; call destroy_ub() first")
     if len(shape) != 2:
         raise ValueError(f"shape={list(shape)}; give [tokens, hidden]")
+    size = to_int("shape[0]", shape[0], 1) * to_int("shape[1]", shape[1], 1) * dtype.itemsize
     to_int("tp_size", tp_size, 1)
     if bootstrap_backend is not None and bootstrap_backend not in _BACKENDS:
         raise ValueError(
@@ -139,17 +145,14 @@ def initialize_ub(
     made = {}
     for mode, settings in zip(modes, given, strict=True):
         made |= _communicators_of(tp_size, mode, settings or {})
-    warn_once(
-        "initialize_ub",
-        "initialize_ub has no effect: collectives of sequence-parallel layers overlap with independent products in "
-        "any case, and products are not split to overlap with their collectives. The call can be left out",
-    )
     _communicators.update(made)
+    reserve(size)
 
 
 def destroy_ub() -> None:
-    """Forget the configuration of `initialize_ub`; without one, do nothing."""
+    """Free the buffers of `initialize_ub` and forget its configuration; without one, do nothing."""
     _communicators.clear()
+    reserve(0)
 
 
 def is_ub_initialized() -> bool:

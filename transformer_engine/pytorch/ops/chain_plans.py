@@ -17,10 +17,13 @@ from ...common.passes.rules import (
     CODES_AND_SUMS_FROM_PRODUCER,
     CODES_FROM_PRODUCER,
     CODES_WITH_SUMS,
+    GATHERED_PRODUCT,
+    SCATTERED_PRODUCT,
     SUM_IN_NORM_BACKWARD,
     fuse,
     without_identity_casts,
 )
+from ...common.passes.schedule import overlap
 from ...common.passes.step import Pass, Step
 from ...common.passes.vocabulary import CastSettings, ColumnSum
 from ..functions.run import Schedule, schedule_of
@@ -34,6 +37,8 @@ RULES = (
     CODES_FROM_PRODUCER,
     ACCUMULATED_PRODUCT,
     SUM_IN_NORM_BACKWARD,
+    GATHERED_PRODUCT,
+    SCATTERED_PRODUCT,
 )
 # Steps whose result is contiguous, so that `dense` leaves it unchanged.
 _DENSE = frozenset({"dense", "activation_backward", "norm_backward", "product", "situ_glu_backward"})
@@ -124,7 +129,7 @@ def _plan_forward(key: tuple[tuple[PassMember, ...], bool, bool]) -> ForwardPlan
     made = Pass(tuple(inputs), (output, *extra), saved, tuple(steps.steps))
     read = without_identity_casts(made, _is_plain(contributions))
     if fused:
-        read = fuse(read, _allowed(contributions), RULES)
+        read = overlap(fuse(read, _allowed(contributions), RULES))
     read = over_groups(read, _over_groups(members))
     pairs = iter(zip(saved, read.saved, strict=True))
     return ForwardPlan(
@@ -182,7 +187,7 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     is_plain = _is_plain(contributions)
     read = _without_dense(without_identity_casts(made_pass, lambda cast: not cast.tensor or is_plain(cast)))
     if fused:
-        read = fuse(read, _allowed(contributions), RULES)
+        read = overlap(fuse(read, _allowed(contributions), RULES))
     read = over_groups(read, _over_groups(members))
     return BackwardPlan(
         schedule_of(read),

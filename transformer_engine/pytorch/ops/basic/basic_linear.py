@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
-from ...distributed.tensor_parallel import TensorParallel
+from ...distributed.tensor_parallel import Overlap, TensorParallel
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import gathering
 from ...functions.weight_gradient import WeightGradient
@@ -56,7 +57,8 @@ class BasicLinear(StepOperation):
         sequence_parallel: Activations outside of the pair of sharded layers are sharded along their first dimension.
         rng_state_tracker_function: Function that returns the tracker under whose state the weight is initialized.
         accumulate_into_main_grad: Accumulate the weight gradient into `weight.main_grad`.
-        userbuffers_options: Accepted for compatibility. Communication is not overlapped; results are the same.
+        userbuffers_options: Overlap gathers and sums of sequence parallelism with products, as the `ub_*` flags of
+            `Linear` do. The options themselves have no effect.
 
     Raises:
         ValueError: An unsupported dtype or mode, or a size that the group does not divide.
@@ -93,6 +95,8 @@ class BasicLinear(StepOperation):
         )
         self.tensor_parallel_mode, self.tensor_parallel_group = parallel.mode, parallel.group
         self.tensor_parallel_size, self.sequence_parallel = parallel.size, parallel.sequence
+        if userbuffers_options is not None and parallel.sequence:
+            parallel = replace(parallel, overlap=Overlap(True, True))
         self._parallel = parallel
         self.local_in_features = self.in_features // (parallel.size if parallel.mode == "row" else 1)
         self.local_out_features = self.out_features // (parallel.size if parallel.mode == "column" else 1)

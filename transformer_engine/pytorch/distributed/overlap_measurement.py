@@ -1,0 +1,154 @@
+"""From which size on products that overlap with their own collective are faster than the process group's collectives.
+
+Both are measured once per machine, beside a product of the size of a narrow layer, and kept in the user's cache folder.
+All ranks of a group use the same sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...common import env
+from .overlapped_rows import Copies, GatheredRows, ScatteredRows
+
+_WIDTH = 4096  # of the multiplied rows
+_SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
+_REPEATS = 8
+_NEVER = -1
+_VERSION = 1  # of the measurement, part of the file's name
+
+
+class Least(NamedTuple):
+    """Bytes from which on a collective over copy engines, beside its product, is faster; None if it never is."""
+
+    gather: int | None
+    scatter: int | None
+
+
+def least_sizes(copies: Copies, group: Any, device: torch.device) -> Least:
+    """Return the sizes of a group, measured unless the first rank finds them in its cache folder.
+
+    Args:
+        copies: The buffers of the group.
+        group: Process group; all its ranks call this function.
+        device: Device of this rank.
+    """
+    path = _path(copies.ranks, device)
+    found: list[Any] = [_stored(path) if copies.rank == 0 else None]
+    dist.broadcast_object_list(found, group_src=0, group=group)
+    if found[0] is None:
+        found[0] = _measured(copies, group, device)
+        if copies.rank == 0:
+            _store(path, found[0])
+    return Least(*[None if size == _NEVER else size for size in found[0]])
+
+
+def _path(ranks: int, device: torch.device) -> Path:
+    name = f"{torch.cuda.get_device_name(device)} {ranks} torch {torch.__version__} {_VERSION}"
+    return env.cache_directory() / "overlap" / (re.sub(r"[^A-Za-z0-9.]+", "_", name) + ".json")
+
+
+def _stored(path: Path) -> list[int] | None:
+    """Return the sizes in a file, or None if there is none, or one that was not written by `_store`."""
+    try:
+        sizes = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    valid = isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int for size in sizes)
+    return sizes if valid else None
+
+
+def _store(path: Path, sizes: list[int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(sizes, file)
+    os.replace(file.name, path)
+
+
+def _measured(copies: Copies, group: Any, device: torch.device) -> list[int]:
+    """Return the least size of a gather and of a reduce-scatter, `_NEVER` if the process group is always faster."""
+    least = []
+    for measure in (_gather_ms, _scatter_ms):
+        smallest = _NEVER
+        for size in reversed([size for size in _SIZES if size <= copies.capacity]):
+            times = torch.tensor(measure(copies, group, device, size), device=device)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+            overlapped, plain = times.tolist()
+            if overlapped >= plain:
+                break
+            smallest = size
+        least.append(smallest)
+    return least
+
+
+def _gather_ms(copies: Copies, group: Any, device: torch.device, size: int) -> tuple[float, float]:
+    """Return the milliseconds of a product of gathered rows: by parts, and after the process group's gather."""
+    rows = size // (_WIDTH * torch.bfloat16.itemsize)
+    x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // copies.ranks)
+    whole = x.new_empty(copies.ranks * rows, _WIDTH)
+    out = x.new_empty(copies.ranks * rows, weight.shape[1])
+    parts = out.chunk(copies.ranks)
+
+    def overlapped() -> None:
+        gathered = GatheredRows(copies, [x], lambda tensors: tensors[0])
+        for rank in gathered.order():
+            torch.mm(gathered.rows_of(rank), weight, out=parts[rank])
+        gathered.wait()
+
+    def plain() -> None:
+        dist.all_gather_into_tensor(whole, x, group=group)
+        torch.mm(whole, weight, out=out)
+
+    return _milliseconds(overlapped, group), _milliseconds(plain, group)
+
+
+def _scatter_ms(copies: Copies, group: Any, device: torch.device, size: int) -> tuple[float, float]:
+    """Return the milliseconds of a product whose rows are summed: by parts, and before the process group's sum."""
+    others = copies.ranks - 1
+    rows = max(size // (_WIDTH * torch.bfloat16.itemsize * others), 1)
+    x = _random(device, copies.ranks * rows, _WIDTH // copies.ranks)
+    weight, out = _random(device, x.shape[1], _WIDTH), x.new_empty(rows, _WIDTH)
+    parts = x.chunk(copies.ranks)
+
+    def multiply(rank: int, target: Tensor) -> None:
+        torch.mm(parts[rank], weight, out=target)
+
+    def overlapped() -> None:
+        ScatteredRows(copies, (rows, _WIDTH), x.dtype, device, multiply).wait()
+
+    def plain() -> None:
+        dist.reduce_scatter_tensor(out, torch.mm(x, weight), group=group)
+
+    return _milliseconds(overlapped, group), _milliseconds(plain, group)
+
+
+def _random(device: torch.device, rows: int, columns: int) -> Tensor:
+    """Return values that leave the random state of the device as it is."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16, generator=generator)
+
+
+def _milliseconds(step: Callable[[], None], group: Any) -> float:
+    """Return the median time of a step on the GPU."""
+    for _ in range(3):
+        step()
+    dist.barrier(group=group)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+    return times[_REPEATS // 2]

@@ -1,0 +1,105 @@
+"""Products of rows that arrive from other ranks, or leave for them, while the product is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.faults import check_collective
+from ..distributed.overlap import GATHER, SCATTER, copies_for
+from ..distributed.overlapped_rows import GatheredRows, ScatteredRows, message_size
+from ..distributed.tensor_parallel import TensorParallel
+from ..primitives.gemm import Epilogue, as_matrix, gemm
+from ..primitives.operand import Operand, OwnedOperand, plain
+
+
+def rows_by_copies(x: Any, parallel: TensorParallel) -> GatheredRows | None:
+    """Start to gather the rows of a matrix by copies; return None where the process group gathers them.
+
+    Args:
+        x: Values [.., K] or an operand of this rank's rows. Rows of other types are gathered by the process group.
+        parallel: The boundary of the layer.
+    """
+    if type(x) not in (Tensor, torch.nn.Parameter, Operand):
+        return None
+    if isinstance(x, Tensor):
+        parts = [x]
+    else:
+        by_rows = x.format is not None and x.format.block is not None and x.scale is not None
+        parts = [x.codes, x.scale] if by_rows else [x.codes]
+    copies = copies_for(GATHER, parts[0], message_size(parts), parallel.checked_group())
+    if copies is None:
+        return None
+    return GatheredRows(copies, parts, _joining(x))
+
+
+def _joining(x: Tensor | Operand) -> Any:
+    """Return the function from gathered tensors to the matrix of the same kind as x."""
+    if isinstance(x, Tensor):
+        return lambda parts: parts[0]
+    scale, form, amax, dtype = x[1:]
+    return lambda parts: Operand(parts[0], parts[1] if len(parts) > 1 else scale, form, amax, dtype)
+
+
+def product_of_rows(rows: GatheredRows, right: Operand, epilogue: Epilogue) -> Tensor:
+    """Return rows @ right.T [n * m, N], computed rank by rank as the rows arrive.
+
+    Args:
+        rows: The rows [m, K] of n ranks.
+        right: Operand [N, K].
+        epilogue: Bias, dtype and accumulation of the product.
+    """
+    y: Tensor | None = None
+    for rank in rows.order():
+        found = rows.rows_of(rank)
+        left = plain(as_matrix(found)) if isinstance(found, Tensor) else found
+        if y is None:
+            shape = (rows.ranks * left.rows, right.rows)
+            y = torch.empty(shape, dtype=epilogue.dtype, device=left.codes.device)
+        part = y[rank * left.rows : (rank + 1) * left.rows]
+        gemm(left, right, epilogue._replace(out=part))
+    assert y is not None
+    return y
+
+
+def scattered_by_copies(
+    left: Operand, right: Operand, epilogue: Epilogue, parallel: TensorParallel
+) -> ScatteredRows | None:
+    """Start to compute left @ right.T and to sum its rows over the ranks by copies.
+
+    Args:
+        left: Operand [n * m, K]; rank r gets the sum of the rows from r * m on.
+        right: Operand [N, K].
+        epilogue: Dtype and accumulation of the product.
+        parallel: The boundary of the layer.
+
+    Returns:
+        The pending sum [m, N], or None where the process group computes it.
+    """
+    rows, blocks = left.rows, left.format is not None and left.format.block is not None
+    granularity = 1 if left.scale is None or not blocks else -(-rows // left.scale.shape[0])
+    if rows % (parallel.size * granularity) or isinstance(left, OwnedOperand):
+        return None
+    share = rows // parallel.size
+    size = (parallel.size - 1) * share * right.rows * epilogue.dtype.itemsize
+    copies = copies_for(SCATTER, left.codes, size, parallel.checked_group())
+    if copies is None:
+        return None
+    check_collective(parallel, "reduce_scatter", left)
+
+    def multiply(rank: int, out: Tensor) -> None:
+        gemm(_rows(left, rank, parallel.size), right, epilogue._replace(out=out))
+
+    return ScatteredRows(copies, (share, right.rows), epilogue.dtype, left.codes.device, multiply)
+
+
+def _rows(operand: Operand, rank: int, ranks: int) -> Operand:
+    """Return the rows of an operand that belong to a rank."""
+    codes, scale, amax = operand.codes.chunk(ranks)[rank], operand.scale, operand.amax
+    if operand.format is not None and operand.format.block is not None and scale is not None:
+        scale = scale.chunk(ranks)[rank]
+    if amax is not None and amax.numel() > 1:  # one per row
+        amax = amax.chunk(ranks)[rank]
+    return operand._replace(codes=codes, scale=scale, amax=amax)
