@@ -76,12 +76,12 @@ def gradients_of(
 
 
 def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
-    """Return the compiled passes of a layer; None if its steps do more than launch kernels and products."""
+    """Return the compiled passes of a layer; None if its steps do more than kernels, products and collectives."""
     linears = spec.linears().values()
     if spec.passes is None or not compiles_on(device):
         return None
     for linear in linears:
-        if linear.traced or linear.communicates or linear.output is not None or linear.grad_input is not None:
+        if linear.traced or linear.output is not None or linear.grad_input is not None:
             return None
     return compiled_passes(linears, device, _forward_pass, _backward_pass)
 

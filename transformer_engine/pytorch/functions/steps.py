@@ -44,6 +44,13 @@ from ..tensor.quantizer import Matrix, Operands, turned
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import Environment, gathers_codes
+from .listed_collectives import (
+    is_listed,
+    list_begin,
+    list_gathered_product,
+    list_scattered_product,
+    list_wait,
+)
 from .normalization import NormStatistics
 from .overlapped_products import product_of_rows, rows_by_copies, scattered_by_copies
 
@@ -253,6 +260,8 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 
 def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
+        if is_listed(x):
+            return (list_begin(begin, collective, env, s, x),)
         parallel = env.linears[s.group].parallel
         check_collective(parallel, collective, x)
         if collective == "all_gather" and s.overlaps:
@@ -274,6 +283,8 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
 
 
 def _wait(env: Environment, s: Collective, pending: Any) -> tuple[Any]:
+    if is_listed(pending):
+        return (list_wait(_wait, env, s, pending),)
     if isinstance(pending, (PendingOperand, GatheredRows, ScatteredRows)):
         result = pending.wait()
     else:
@@ -286,6 +297,9 @@ def _wait(env: Environment, s: Collective, pending: Any) -> tuple[Any]:
 def _gathered_product(
     env: Environment, s: OverlappedProduct, pending: Any, b: Any, bias: Tensor | None = None
 ) -> tuple[Any, Any]:
+    if is_listed(pending):
+        columns = operand_of(b, s.product.turned[1]).rows
+        return list_gathered_product(_gathered_product, env, s, pending, b, bias, columns)
     if isinstance(pending, GatheredRows):
         spec, product = env.linears[s.product.layer], s.product
         right = operand_of(b, product.turned[1])
@@ -300,6 +314,9 @@ def _scattered_product(env: Environment, s: OverlappedProduct, a: Any, b: Any) -
     parallel, product = env.linears[s.collective.group].parallel, s.product
     spec = env.linears[product.layer]
     left, right = operand_of(a, product.turned[0]), operand_of(b, product.turned[1])
+    if is_listed(a):
+        shape = (left.rows, right.rows)
+        return (list_scattered_product(_scattered_product, env, s, a, b, shape),)
     epilogue = Epilogue(spec.dtype, exact=getattr(spec.accumulation, product.kind))
     rows = scattered_by_copies(left, right, epilogue, parallel)
     if rows is not None:

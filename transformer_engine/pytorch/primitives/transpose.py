@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...common.dispatch import Backend, Table
 from ..runtime.launching import operator, run, unsupported_elementwise
+from ..runtime.symbols import Symbol
 from .operand import Operand
 from .quantize import pack_fp4, unpack_fp4
 
@@ -33,7 +34,7 @@ class TransposeRequest(NamedTuple):
 
 def transposed_codes(codes: Tensor) -> Tensor:
     """Return codes [M, K] transposed to [K, M], contiguous."""
-    native = torch.compiler.is_compiling() or type(codes) is Tensor
+    native = torch.compiler.is_compiling() or type(codes) in (Tensor, Symbol)
     return TABLE.bound((codes.shape, codes.dtype, codes.device, codes.is_contiguous(), native))(codes)
 
 

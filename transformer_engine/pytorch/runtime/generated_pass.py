@@ -19,7 +19,18 @@ from torch import Tensor
 from ...common.formats import round_up
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from .device import only_device
-from .symbols import Allocated, Called, Form, Instructions, Multiplied, NotListed, Numbers, Started, Symbol
+from .symbols import (
+    Allocated,
+    Applied,
+    Called,
+    Form,
+    Instructions,
+    Multiplied,
+    NotListed,
+    Numbers,
+    Started,
+    Symbol,
+)
 from .zeros import numbers
 
 # An allocation takes 3.3 us on an H200's host, a launch 5 us. Larger passes wait for the GPU, and for memory.
@@ -77,10 +88,17 @@ class _Writer:
                 if form.dtype is made[buffer].dtype and _elements(form) == _elements(made[buffer]):
                     self.forms[buffer] = form
         # The offsets of small buffers that are not results in one shared allocation.
+        as_tensors = {
+            argument[0]
+            for step in self.instructions.steps
+            if isinstance(step, Applied)
+            for argument in step.arguments
+            if argument is not None
+        }
         lives = [
             Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
             for number, step in enumerate(self.instructions.steps)
-            if isinstance(step, Allocated) and step.buffer in self.last
+            if isinstance(step, Allocated) and step.buffer in self.last and step.buffer not in as_tensors
         ]
         small = [life for life in lives if life.bytes <= _SMALL // 4]
         planned = plan_scratch(small)
@@ -173,6 +191,8 @@ class _Writer:
             return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
         if isinstance(step, Numbers):
             return []
+        if isinstance(step, Applied):
+            return self._applied(step)
         if isinstance(step, Multiplied):
             return self._multiplied(step)
         handle = self.handles[id(step)]
@@ -181,6 +201,20 @@ class _Writer:
         values += [self._address(place) for place in step.buffers]
         values += [self._constant(value) for value in handle.arguments]
         return [f"{self._name(handle.run)}({before}, stream, {', '.join(values)})"]
+
+    def _applied(self, step: Applied) -> list[str]:
+        arguments = [
+            "None"
+            if argument is None
+            else f"b{argument[0]}"
+            if argument[1] is None
+            else self._return_value(Result(argument[0], argument[1]))
+            for argument in step.arguments
+        ]
+        made = "".join([f"b{buffer}, " for buffer in step.results])
+        call = f"{self._name(step.function)}({', '.join(arguments)})"
+        tensors = [buffer for buffer, makes in zip(step.results, step.makes, strict=True) if makes]
+        return [f"{made}= {call}" if made else call, *[f"p{b} = b{b}.data_ptr()" for b in tensors]]
 
     def _multiplied(self, step: Multiplied) -> list[str]:
         call = step.plan.library_call()
@@ -277,6 +311,8 @@ def _read(step: Any) -> list[int]:
         return [buffer for buffer in step.buffers if buffer is not None]
     if isinstance(step, Multiplied):
         return [b for b in (step.left, step.right, step.result, *step.pointers) if b is not None]
+    if isinstance(step, Applied):
+        return [argument[0] for argument in step.arguments if argument is not None] + list(step.results)
     return list(step.buffers) if isinstance(step, Numbers) else [step.buffer]
 
 

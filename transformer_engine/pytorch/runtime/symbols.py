@@ -40,6 +40,10 @@ class Form(NamedTuple):
     def of(tensor: Tensor) -> Form:
         return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
+    @staticmethod
+    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Form:
+        return Form.of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
 
 class Allocated(NamedTuple):
     """An instruction that allocates a buffer of a form."""
@@ -79,7 +83,23 @@ class Multiplied(NamedTuple):
     pointers: tuple[int | None, ...]
 
 
-Instruction = Allocated | Called | Numbers | Started | Multiplied
+class Applied(NamedTuple):
+    """An instruction that calls a function of tensors and objects, such as a half of a collective.
+
+    Attributes:
+        function: The function; it returns a tuple.
+        arguments: Buffer and form of each argument; the form of an object is None. None for an absent argument.
+        results: Buffers of the results.
+        makes: Whether each result is a tensor; the others are objects, which only other functions take.
+    """
+
+    function: Callable[..., tuple[Any, ...]]
+    arguments: tuple[tuple[int, Form | None] | None, ...]
+    results: tuple[int, ...]
+    makes: tuple[bool, ...]
+
+
+Instruction = Allocated | Called | Numbers | Started | Multiplied | Applied
 
 
 class Instructions:
@@ -174,9 +194,48 @@ class Instructions:
         assert numbers[0] is not None and numbers[1] is not None
         self.steps.append(Multiplied(plan, numbers[0], numbers[1], result.buffer, tuple(numbers[2:])))
 
+    def apply(
+        self, function: Callable[..., tuple[Any, ...]], arguments: Sequence[Any], forms: Sequence[Form | None]
+    ) -> list[Any]:
+        """Append the call of a function.
+
+        Args:
+            function: Called with the tensors and objects of the arguments; it returns a tuple of aligned tensors and of
+                objects. It may write to its arguments.
+            arguments: Symbols, tensors that the pass was given, objects of other calls, and None.
+            forms: Forms of the results; None for an object.
+
+        Returns:
+            The symbols of the tensors and the `Object`s.
+        """
+        places: list[tuple[int, Form | None] | None] = []
+        for argument in arguments:
+            if isinstance(argument, Object):
+                places.append((argument.buffer, None))
+            else:
+                symbol = self.symbol(argument)
+                places.append(None if symbol is None else (symbol.buffer, symbol.form))
+        results: list[Any] = []
+        for form in forms:
+            if form is None:
+                self.forms.append(None)
+                results.append(Object(self, len(self.forms) - 1))
+            else:
+                results.append(self._new(form))
+        makes = tuple([form is not None for form in forms])
+        self.steps.append(Applied(function, tuple(places), tuple([made.buffer for made in results]), makes))
+        return results
+
     def _new(self, form: Form) -> Symbol:
         self.forms.append(form)
         return Symbol(self, len(self.forms) - 1, _meta(form))
+
+
+class Object(NamedTuple):
+    """An object that a function of a pass returns, and that only other functions take."""
+
+    instructions: Instructions
+    buffer: int
 
 
 # Attributes and methods of a symbol that are those of its tensor on the meta device.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..primitives.quantize import Quantized
 from ..runtime.device import canonical_device
+from ..runtime.symbols import Symbol
 
 
 class RecordsScale:
@@ -80,11 +81,29 @@ class ReducesMaximum:
 
     def reduce_amax(self, maxima: torch.Tensor) -> torch.Tensor:
         """Replace the maxima of this rank's shard by those of the group."""
-        torch.distributed.all_reduce(
-            maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-        )
-        return maxima
+        return reduce_maxima(maxima, self.amax_reduction_group)
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group lives as long as its process.
         return self.__dict__ | {"amax_reduction_group": None, "with_amax_reduction": False}
+
+
+def reduce_maxima(maxima: Any, group: Any, matrix: Any = None) -> Any:
+    """Replace maxima by those over the ranks of a group, in place, and return them.
+
+    Args:
+        maxima: Tensor, or a symbol of one.
+        group: Process group.
+        matrix: The matrix whose maxima these are; a symbol if the pass of a layer is being listed.
+    """
+
+    def reduce(tensor: Tensor) -> tuple[()]:
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group)
+        return ()
+
+    listed = next((value for value in (maxima, matrix) if type(value) is Symbol), None)
+    if listed is None:
+        reduce(maxima)
+    else:
+        listed.instructions.apply(reduce, [maxima], [])
+    return maxima

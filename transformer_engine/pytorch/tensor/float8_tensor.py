@@ -17,9 +17,10 @@ from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
+from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.device import canonical_device
-from .current_scaling import RecordsScale, ReducesMaximum
+from .current_scaling import RecordsScale, ReducesMaximum, reduce_maxima
 from .elements import check_scalar, element_of, empty_quantized, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
@@ -233,7 +234,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise)
         quantized = quantize(matrix, spec, multiplier=scale, record=amax)
         if self.amax_reduction_group is not None:
-            self._reduce_amax()
+            reduce_maxima(amax, self.amax_reduction_group, matrix)
         return _operands(quantized, matrix.dtype)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
@@ -253,8 +254,9 @@ class Float8Quantizer(_PerTensorQuantizer):
         return slot[2:]
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        alone = type(self) is Float8Quantizer and self.amax_reduction_group is None
-        return (self.dtype, self._views()) if alone else None
+        if type(self) is not Float8Quantizer:
+            return None
+        return (self.dtype, self.amax_reduction_group), self._views()
 
     def __getstate__(self) -> dict[str, Any]:
         # a process group lives as long as its process
@@ -268,7 +270,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return together
 
     def _reduce_amax(self) -> None:
-        torch.distributed.all_reduce(self.amax, torch.distributed.ReduceOp.MAX, self.amax_reduction_group)
+        reduce_maxima(self.amax, self.amax_reduction_group)
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
@@ -349,14 +351,16 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        alone = type(self) is Float8CurrentScalingQuantizer and not self.with_amax_reduction
-        return ((self.dtype, self.force_pow_2_scales, self.amax_epsilon), ()) if alone else None
+        if type(self) is not Float8CurrentScalingQuantizer:
+            return None
+        group = self.amax_reduction_group if self.with_amax_reduction else None
+        return (self.dtype, self.force_pow_2_scales, self.amax_epsilon, self.with_amax_reduction, group), ()
 
     def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
         spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
         amax = None
         if self.with_amax_reduction:
-            amax = self.reduce_amax(absolute_maximum(matrix))
+            amax = self.reduce_amax(maximum(matrix))
         return quantize(matrix, spec, amax=amax)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:

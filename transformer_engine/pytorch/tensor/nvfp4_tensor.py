@@ -15,7 +15,8 @@ from ...common.formats import E2M1, NVFP4_FORMATS
 from ...common.numbers import to_bool
 from ...common.quantize_spec import FAST_ERRORS
 from ..constants import DType
-from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
+from ..primitives.quantize import Quantized, QuantizeSpec, hadamard_transform, quantize
+from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
 from .current_scaling import ReducesMaximum
@@ -230,12 +231,12 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         if self.with_amax_reduction:
             # The group's maxima of both directions, each float32 [1], in one reduction. Maxima per row stay the rank's.
             if spec.format.row_scaled:
-                amax_t = self.reduce_amax(absolute_maximum(matrix)) if spec.columnwise else None
+                amax_t = self.reduce_amax(maximum(matrix)) if spec.columnwise else None
             else:
                 columns = matrix
                 if spec.hadamard and spec.columnwise:
                     columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
-                maxima = self.reduce_amax(torch.cat((absolute_maximum(matrix), absolute_maximum(columns))))
+                maxima = self.reduce_amax(torch.cat((maximum(matrix), maximum(columns))))
                 amax, amax_t = maxima[:1], maxima[1:]
         random = None
         if spec.stochastic:
