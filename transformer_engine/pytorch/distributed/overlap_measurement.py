@@ -6,7 +6,6 @@ All ranks of a group use the same sizes.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from .overlapped_rows import Copies, GatheredRows, ScatteredRows
 _WIDTH = 4096  # of the multiplied rows
 _SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
 _REPEATS = 8
+_QUEUEING_CYCLES = 4_000_000  # about two milliseconds
 _NEVER = -1
 _VERSION = 1  # of the measurement, part of the file's name
 
@@ -140,15 +140,17 @@ def _random(device: torch.device, rows: int, columns: int) -> Tensor:
 
 
 def _milliseconds(step: Callable[[], None], group: Any) -> float:
-    """Return the median time of a step on the GPU."""
+    """Return the median time of a step on the GPU, which waits until the host has queued the step."""
     for _ in range(3):
         step()
-    dist.barrier(group=group)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
+    times = []
+    for _ in range(_REPEATS):
+        dist.barrier(group=group)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda._sleep(_QUEUEING_CYCLES)
+        events[0].record()
         step()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
-    return times[_REPEATS // 2]
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return sorted(times)[_REPEATS // 2]
