@@ -57,6 +57,7 @@ def test_exposure_counts_the_time_in_which_only_communication_runs():
     # Two collectives at once count once, and an idle GPU does not count.
     collectives = [("ncclDevKernel_AllGather", 7.0, 9.0), ("ncclDevKernel_AllReduce", 7.0, 10.0)]
     assert exposure([*compute, *collectives]) == 3.0 / 10.0
+    assert exposure([*compute, ("Memcpy PtoP (Device -> Device)", 5.0, 8.0)]) == 2.0 / 8.0
     assert exposure(compute) == 0.0
     assert exposure([]) is None
 
@@ -123,8 +124,8 @@ def check_figures(path: Path, families: set[str]) -> None:
 
 
 def test_two_processes_measure_a_collective_and_a_layer(tmp_path: Path):
-    path = bench_on_two(tmp_path, "--recipe", "bf16", "--only", "all_gather_0.25MiB,layer_sp_fb")
-    check_figures(path, {"collective", "layer_sp"})
+    path = bench_on_two(tmp_path, "--recipe", "bf16", "--only", "all_gather_0.25MiB,layer_sp_fb,layer_ub_fb")
+    check_figures(path, {"collective", "layer_sp", "layer_ub"})
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
 
 
 def traced_exposure(step: Callable[[], object]) -> float | None:
-    """Return the fraction of a step in which the GPU runs NCCL kernels only; None if the trace has no kernels."""
+    """Return the fraction of a step in which the GPU only communicates; None if the trace has no kernels."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(TRACED_STEPS):
@@ -201,15 +201,23 @@ def traced_exposure(step: Callable[[], object]) -> float | None:
     return exposure(kernels)
 
 
+_COMMUNICATION = (
+    "nccl",
+    "memcpy ptop",
+    "symmetric_memory::barrier",
+)  # parts of the names of kernels, in lower case
+
+
 def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
     """Return the fraction of the time in which only communication runs, or None without kernels.
 
     Args:
-        kernels: Name, start and end of each kernel, on any stream. The names of NCCL's kernels contain "nccl".
+        kernels: Name, start and end of each kernel, on any stream. NCCL's kernels, copies between GPUs and barriers of
+            symmetric memory communicate.
     """
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for name, start, end in kernels:
-        spans["nccl" in name.lower()].append((start, end))
+        spans[any(part in name.lower() for part in _COMMUNICATION)].append((start, end))
     everything = spans[True] + spans[False]
     if not everything:
         return None

@@ -137,6 +137,7 @@ RANKS_FAMILIES: dict[str, Families] = {
     "attention_cp": _attention,
     "layer_tp": _layer_of("layer_tp"),
     "layer_sp": _layer_of("layer_sp"),
+    "layer_ub": _layer_of("layer_ub"),
     "layer_cp": _layer_of("layer_cp"),
     "layers_fsdp": _sharded,
 }

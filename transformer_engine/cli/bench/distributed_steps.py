@@ -27,6 +27,7 @@ def build_step(case: RanksCase, group: Any, device: torch.device) -> Step:
         "attention_cp": _attention,
         "layer_tp": functools.partial(_layer, tensor=True),
         "layer_sp": functools.partial(_layer, tensor=True, sequence=True),
+        "layer_ub": functools.partial(_layer, tensor=True, sequence=True, overlap=True),
         "layer_cp": _layer,
         "layers_fsdp": _sharded,
     }
@@ -115,9 +116,14 @@ def _layer_step(
 
 
 def _layer(
-    case: RanksCase, group: Any, device: torch.device, tensor: bool = False, sequence: bool = False
+    case: RanksCase,
+    group: Any,
+    device: torch.device,
+    tensor: bool = False,
+    sequence: bool = False,
+    overlap: bool = False,
 ) -> Step:
-    """Return the step of one layer: tensor parallel, sequence parallel in addition, or context parallel."""
+    """Return the step of one layer: tensor parallel, with sequence parallelism and overlap, or context parallel."""
     options: dict[str, Any] = {}
     if tensor and group is not None:
         ranks = _ranks(group)
@@ -126,7 +132,11 @@ def _layer(
             "tp_group": group,
             "tp_size": ranks,
             "sequence_parallel": sequence,
+            "ub_tp_comm_overlap": overlap,
         }
+        if overlap:
+            te.destroy_ub()
+            te.initialize_ub([case.arguments["sequence"], case.arguments["hidden"]], ranks)
     module = transformer_layer(case.arguments, device, **options)
     if group is not None and not tensor:
         _share_sequence(module, case, group, device)

@@ -39,36 +39,46 @@ class Copies:
     def __init__(self, buffers: Sequence[tuple[Tensor, Peers]], stream: Any):
         self._buffers, self._stream = tuple(buffers), stream
         self._turn = 0
+        self._joined: int | None = None  # the stream that has waited for all copies
         values, peers = buffers[0]
         self.rank, self.ranks, self.capacity = peers.rank, peers.world_size, values.numel()
 
-    def next_buffer(self) -> tuple[Tensor, Peers]:
-        """Return the buffer of this use, which no rank reads any more."""
+    def next_buffer(self, current: Any) -> tuple[Tensor, Peers]:
+        """Return the buffer of this use, which no rank reads any more.
+
+        Args:
+            current: The current stream, from `current_stream`.
+        """
         buffer, peers = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        if self._stream is not None and torch.cuda.is_current_stream_capturing():
-            self.barrier(peers)  # replays may use one buffer twice in a row
+        if current is not None and torch.cuda.is_current_stream_capturing():
+            self.barrier(peers, current)  # replays may use one buffer twice in a row
         return buffer, peers
 
-    def barrier(self, peers: Peers) -> None:
+    def current_stream(self) -> Any:
+        """Return the current stream; None on a CPU."""
+        return None if self._stream is None else torch.cuda.current_stream()
+
+    def barrier(self, peers: Peers, current: Any) -> None:
         """Let the current stream wait for the copies of this rank, and then for all ranks."""
-        self.join()
+        self.join(current)
         peers.barrier()
 
-    def join(self) -> None:
+    def join(self, current: Any) -> None:
         """Let the current stream wait for the copies of this rank."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream()
+        if current is not None and self._joined != current.cuda_stream:
             self._stream.wait_stream(
                 current
             )  # makes the stream a part of the graph that is captured, if there is one
             current.wait_stream(self._stream)
+            self._joined = current.cuda_stream
 
-    def copying(self) -> Any:
+    def copying(self, current: Any) -> Any:
         """Return the context of copies that begin after the work of the current stream."""
-        if self._stream is None:
+        if current is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._joined = None
+        self._stream.wait_stream(current)
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Any:
@@ -92,7 +102,7 @@ class PendingRows:
 
     def __del__(self) -> None:
         if not self._complete and not sys.is_finalizing():
-            self._copies.join()
+            self._copies.join(self._copies.current_stream())
 
 
 class GatheredRows(PendingRows):
@@ -109,16 +119,17 @@ class GatheredRows(PendingRows):
         self.rank, self.ranks, self._join = copies.rank, copies.ranks, join
         self._own = parts
         contiguous = [part.contiguous() for part in parts]
-        buffer, peers = copies.next_buffer()
+        current = copies.current_stream()
+        buffer, peers = copies.next_buffer(current)
         sent = [part.view(-1).view(torch.uint8) for part in contiguous]
         starts = _starts(sent)
         for part, start in zip(sent, starts, strict=True):
             buffer[start : start + part.numel()].copy_(part)
-        copies.barrier(peers)
+        copies.barrier(peers, current)
         self._whole = [part.new_empty((self.ranks * part.shape[0], *part.shape[1:])) for part in contiguous]
         received = [whole.view(-1).view(torch.uint8) for whole in self._whole]
         self._arrivals: dict[int, Any] = {}
-        with copies.copying():
+        with copies.copying(current):
             for rank in self.order()[1:]:
                 for target, part, start in zip(received, sent, starts, strict=True):
                     source = peers.get_buffer(rank, (part.numel(),), torch.uint8, start)
@@ -184,15 +195,16 @@ class ScatteredRows(PendingRows):
         multiply: Callable[[int, Tensor], object],
     ):
         super().__init__(copies)
-        buffer, peers = copies.next_buffer()
+        current = copies.current_stream()
+        buffer, peers = copies.next_buffer(current)
         size = shape[0] * shape[1] * dtype.itemsize
         self._others = [torch.empty(shape, dtype=dtype, device=device) for _ in range(copies.ranks - 1)]
         for place, received in enumerate(self._others):
             step = place + 1
             part = buffer[place * size : (place + 1) * size].view(dtype).view(shape)
             multiply((copies.rank + step) % copies.ranks, part)
-            copies.barrier(peers)
-            with copies.copying():
+            copies.barrier(peers, current)
+            with copies.copying(current):
                 source = peers.get_buffer(
                     (copies.rank - step) % copies.ranks, (size,), torch.uint8, place * size
                 )
