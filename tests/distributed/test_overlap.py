@@ -16,7 +16,6 @@ from tests.distributed.pretended_memory import Memory
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
 from tests.support.layers import RECIPES
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.distributed import overlap
 from transformer_engine.pytorch.distributed.overlap import (
@@ -32,8 +31,6 @@ from transformer_engine.pytorch.distributed.overlapped_rows import Copies, Gathe
 from transformer_engine.pytorch.functions import overlapped_products
 
 TOKENS, HIDDEN, INNER = 256, 128, 256  # of one rank: two blocks of 128 rows
-# Threads share the states of delayed scaling, whose update takes a lock; without a reduction it waits for no rank.
-DELAYED = DelayedScaling(reduce_amax=False)
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
 
 
@@ -95,7 +92,7 @@ def _step(model: torch.nn.Module, recipe: str, device: torch.device) -> dict[str
     x = torch.randn(*shape, generator=generator).to(device)
     if isinstance(model, te.TransformerLayer):
         x = x.view(shape[0], 1, shape[1])
-    chosen = DELAYED if recipe == "delayed" else RECIPES[recipe]
+    chosen = RECIPES[recipe]
     found: dict[str, torch.Tensor] = {}
     for _ in range(2):
         model.zero_grad()
@@ -147,9 +144,12 @@ class Uses:
 
 
 @pytest.mark.parametrize("kind", BUILD)
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "mxfp8", "nvfp4"])
 def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypatch):
-    """Parts of a product have other shapes, so that its float32 sums can differ in their last bits."""
+    """Parts of a product have other shapes, so that its float32 sums can differ in their last bits.
+
+    Threads share the states of delayed scaling, which therefore runs on two GPUs only (below).
+    """
     ranks = 2
     uses = Uses(ranks)
     monkeypatch.setattr(overlapped_products, "copies_for", uses)

@@ -67,9 +67,8 @@ class Copies:
     def join(self, current: Any) -> None:
         """Let the current stream wait for the copies of this rank."""
         if current is not None and self._joined != current.cuda_stream:
-            self._stream.wait_stream(
-                current
-            )  # makes the stream a part of the graph that is captured, if there is one
+            # The first wait makes the stream a part of the graph that is captured, if there is one.
+            self._stream.wait_stream(current)
             current.wait_stream(self._stream)
             self._joined = current.cuda_stream
 
