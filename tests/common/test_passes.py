@@ -56,6 +56,12 @@ def results_of(step: Step, read: list[Any]) -> list[Any]:
         return [("column_sum", settings, read[0])]
     if step.op == "accumulate":
         return [("accumulate", *read)]
+    if step.op == "gathered_product":
+        (whole,) = results_of(Step("all_gather.wait", (), (None,), settings.collective), read[:1])
+        return [*_product(settings.product, [whole, *read[1:], *[None] * (4 - len(read[1:]))]), whole]
+    if step.op == "scattered_product":
+        y = _product(settings.product, [*read, None, None, None])
+        return results_of(Step("reduce_scatter.begin", (), (None,), settings.collective), y)
     return [(step.op, settings, i, *read) for i in range(OPERATIONS[step.op][1])]
 
 

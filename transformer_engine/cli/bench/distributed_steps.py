@@ -25,10 +25,10 @@ def build_step(case: RanksCase, group: Any, device: torch.device) -> Step:
     builders: dict[str, Callable[[RanksCase, Any, torch.device], Step]] = {
         "collective": _collective,
         "attention_cp": _attention,
-        "layer_tp": functools.partial(_layer, tensor=True),
-        "layer_sp": functools.partial(_layer, tensor=True, sequence=True),
-        "layer_ub": functools.partial(_layer, tensor=True, sequence=True, overlap=True),
-        "layer_cp": _layer,
+        "layer_tp": _tensor_parallel_layer,
+        "layer_sp": _tensor_parallel_layer,
+        "layer_ub": _tensor_parallel_layer,
+        "layer_cp": _context_parallel_layer,
         "layers_fsdp": _sharded,
     }
     return builders[case.family](case, group, device)
@@ -115,34 +115,31 @@ def _layer_step(
     return Workload(module, (x,), {"rotary_pos_emb": angles}, context).step(backward=True)
 
 
-def _layer(
-    case: RanksCase,
-    group: Any,
-    device: torch.device,
-    tensor: bool = False,
-    sequence: bool = False,
-    overlap: bool = False,
-) -> Step:
-    """Return the step of one layer: tensor parallel, with sequence parallelism and overlap, or context parallel."""
+def _tensor_parallel_layer(case: RanksCase, group: Any, device: torch.device) -> Step:
+    """Return the step of a tensor-parallel layer: with sequence parallelism in layer_sp, with overlap in layer_ub."""
+    sequence, overlap = case.family != "layer_tp", case.family == "layer_ub"
     options: dict[str, Any] = {}
-    if tensor and group is not None:
-        ranks = _ranks(group)
+    if group is not None:
         options = {
             "set_parallel_mode": True,
             "tp_group": group,
-            "tp_size": ranks,
+            "tp_size": _ranks(group),
             "sequence_parallel": sequence,
             "ub_tp_comm_overlap": overlap,
         }
         if overlap:
             te.destroy_ub()
-            te.initialize_ub([case.arguments["sequence"], case.arguments["hidden"]], ranks)
+            te.initialize_ub([case.arguments["sequence"], case.arguments["hidden"]], _ranks(group))
     module = transformer_layer(case.arguments, device, **options)
-    if group is not None and not tensor:
-        _share_sequence(module, case, group, device)
-    shared = sequence or not tensor
-    tokens = case.arguments["sequence"] // (_ranks(group) if shared else 1)
+    tokens = case.arguments["sequence"] // (_ranks(group) if sequence else 1)
     return _layer_step(module, case, group, tokens, device)
+
+
+def _context_parallel_layer(case: RanksCase, group: Any, device: torch.device) -> Step:
+    module = transformer_layer(case.arguments, device)
+    if group is not None:
+        _share_sequence(module, case, group, device)
+    return _layer_step(module, case, group, case.arguments["sequence"] // _ranks(group), device)
 
 
 class Stack(torch.nn.Module):

@@ -36,7 +36,7 @@ An `all_gather` takes values, a quantized tensor, or an operand, whose codes and
 
 `grouped_cast`, `grouped_convert`, `grouped_dequantize`, `grouped_product`, `grouped_inspect`,
 `grouped_weight_gradient` and `grouped_column_sum` are the operations of these names over groups of rows, with the same
-settings (`linear.py`). `grouped_trained` returns the codes of groups whose weights are trained, and None for the
+settings (`groups.py`). `grouped_trained` returns the codes of groups whose weights are trained, and None for the
 others; its settings are a `Layer`.
 
 Operations that only sequences of operations (`te.ops`) contribute; `Named` names an object of their environment:

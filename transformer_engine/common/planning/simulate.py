@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ..memory import Memory
 from ..passes import rules
-from ..passes.linear import LinearFacts, linear_passes, over_groups
+from ..passes.groups import over_groups
+from ..passes.linear import LinearFacts, linear_passes
 from ..passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
 from ..passes.schedule import BEGIN, WAIT, freed_after, overlap
 from ..passes.step import Pass, Step

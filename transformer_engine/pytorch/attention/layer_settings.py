@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..distributed.tensor_parallel import OverlapFlags
 from ..module.config import Config
 from ..primitives.attention.mask import canonical_name
 from ..runtime.warn_once import warn_once
@@ -47,6 +48,16 @@ FIXED = frozenset(
         *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
         *("num_gqa_groups", "qk_norm_type", "qkv_weight_interleaved"),
     }
+)
+# The arguments of a layer that are those of its projections.
+OF_PROJECTIONS = (
+    "bias",
+    "device",
+    "fuse_wgrad_accumulation",
+    "get_rng_state_tracker",
+    "params_dtype",
+    "tp_group",
+    *OverlapFlags._fields,
 )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
-from ..distributed.tensor_parallel import OverlapFlags
 from ..functions.attention.autograd import Projection
 from ..module.arguments import accepts
 from ..module.config import configured
@@ -28,22 +27,13 @@ from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pa
 from .heads import Heads, head_size
 from .inference import InferenceParams
 from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
-from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, MultiheadAttentionConfig, child_name
+from .layer_settings import AS_GIVEN, FIXED, OF_PROJECTIONS, WORKED_BY, MultiheadAttentionConfig, child_name
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
 _attention = DotProductAttention.forward
 
 # Arguments of children.
-_OF_PROJECTIONS = (
-    "bias",
-    "device",
-    "fuse_wgrad_accumulation",
-    "get_rng_state_tracker",
-    "params_dtype",
-    "tp_group",
-    *OverlapFlags._fields,
-)
 _OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
 _OF_CORE = (
     "attention_dropout",
@@ -146,7 +136,7 @@ class MultiheadAttention(nn.Module):
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
         self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(layer_plan_of, MAX_LAYER_PLANS)
-        projection = {argument: given[argument] for argument in _OF_PROJECTIONS}
+        projection = {argument: given[argument] for argument in OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
         norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
         columns = {

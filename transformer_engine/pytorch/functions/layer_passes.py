@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.linear import LinearFacts, linear_passes, over_groups, saving_trained_groups
+from ...common.passes.groups import over_groups, saving_trained_groups
+from ...common.passes.linear import LinearFacts, linear_passes
 from ...common.passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
 from ...common.passes.rules import (
     ACTIVATION_GRADIENT_IN_PRODUCT,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.memory import Memory
-from ...common.passes.linear import GROUPED
+from ...common.passes.groups import GROUPED
 from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
 from ...common.passes.vocabulary import CastSettings

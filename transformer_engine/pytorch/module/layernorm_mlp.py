@@ -64,14 +64,7 @@ class NormMLPConfig(ProductsConfig):
 
     def parallel(self, mode: str) -> TensorParallel:
         """Return the boundary of fc1 ("column") or fc2 ("row")."""
-        return TensorParallel(
-            mode if self.set_parallel_mode else None,
-            self.tp_group,
-            self.tp_size,
-            self.sequence_parallel,
-            self.symmetric_ar_type,
-            self.overlap_flags.of(mode),
-        )
+        return self.boundary(mode if self.set_parallel_mode else None)
 
     @property
     def adds_bias_late(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,7 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import AccumulationTarget, Call, EqualFacts, check_call, facts_of, quantizable
+from .specs import AccumulationTarget, Call, check_call, facts_of, quantizable, runs_of
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -69,6 +67,11 @@ class ProductsConfig(ModuleConfig):
     def input_features(self) -> int:
         """Size of the last dimension of the input."""
         raise NotImplementedError
+
+    def boundary(self, mode: str | None) -> TensorParallel:
+        """Return the boundary of a product to the tensor-parallel group."""
+        tp = self.tp_group, self.tp_size, self.sequence_parallel
+        return TensorParallel(mode, *tp, self.symmetric_ar_type, self.overlap_flags.of(mode))
 
     @property
     def is_sharded(self) -> bool:
@@ -114,14 +117,7 @@ class LinearConfig(ProductsConfig):
         return self.parallel_mode == "row" and self.tp_size > 1
 
     def parallel(self) -> TensorParallel:
-        return TensorParallel(
-            self.parallel_mode,
-            self.tp_group,
-            self.tp_size,
-            self.sequence_parallel,
-            self.symmetric_ar_type,
-            self.overlap_flags.of(self.parallel_mode),
-        )
+        return self.boundary(self.parallel_mode)
 
 
 def checked_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int) -> int:
@@ -139,20 +135,6 @@ def checked_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: in
         padded = -(-sharded[1] // ranks) * ranks
         raise ValueError(f"tp_size={ranks} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
     return ranks
-
-
-_is_given = functools.partial(operator.is_not, None)
-_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
-
-
-def _runs(tensors: tuple[Tensor | None, ...]) -> tuple[EqualFacts, ...]:
-    """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
-    given = list(filter(_is_given, tensors))
-    found = itertools.groupby(map(_facts, given))
-    runs = [EqualFacts(facts, len(list(members))) for facts, members in found]
-    if len(given) < len(tensors):  # a layer without biases
-        runs.append(EqualFacts(None, len(tensors) - len(given)))
-    return tuple(runs)
 
 
 def _role(kept: str) -> property:
@@ -300,7 +282,7 @@ class ProductsModule(TransformerEngineBaseModule):
                 store,
                 self._holders() if store is not None or config.fuse_wgrad_accumulation else None,
                 (type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad),
-                _runs(tensors)
+                runs_of(tensors)
                 if any_rows
                 else tuple(
                     [

@@ -7,6 +7,9 @@ it here. `product_spec` makes the spec of every linear product.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +50,20 @@ class EqualFacts(NamedTuple):
 
     facts: tuple[Any, ...] | None
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+_is_given = functools.partial(operator.is_not, None)
+_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
+
+
+def runs_of(tensors: tuple[Tensor | None, ...]) -> tuple[EqualFacts, ...]:
+    """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
+    given = list(filter(_is_given, tensors))
+    found = itertools.groupby(map(_facts, given))
+    runs = [EqualFacts(facts, len(list(members))) for facts, members in found]
+    if len(given) < len(tensors):  # a layer without biases
+        runs.append(EqualFacts(None, len(tensors) - len(given)))
+    return tuple(runs)
 
 
 class AccumulationTarget:

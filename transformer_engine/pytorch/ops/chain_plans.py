@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.linear import LinearFacts, over_groups
+from ...common.passes.groups import over_groups
+from ...common.passes.linear import LinearFacts
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
     BIAS_IN_PRODUCT,

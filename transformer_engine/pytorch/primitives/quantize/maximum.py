@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, Table
-from ....common.kernels import cast
 from ...runtime.launching import run, unsupported_casts
 from .encodings import absolute_maximum
 
@@ -32,6 +31,8 @@ def _unsupported_reason(request: MaximumRequest) -> str | None:
 
 
 def _bind(request: MaximumRequest) -> Callable[[Tensor], Tensor]:
+    from ....common.kernels import cast  # it imports triton
+
     launch = cast.absolute_maximum(request.size)
     return lambda x: run(launch, (x,))[0]
 
