@@ -6,6 +6,8 @@ scaling. The loop serves every call.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,9 +93,7 @@ def are_regular(weights: Sequence[Tensor]) -> bool:
 
     Addresses may change between two calls.
     """
-    addresses = 0
-    for address in map(Tensor.data_ptr, weights):
-        addresses |= address
+    addresses = functools.reduce(operator.or_, map(Tensor.data_ptr, weights), 0)
     return not addresses % 16 and all(map(Tensor.is_contiguous, weights))
 
 

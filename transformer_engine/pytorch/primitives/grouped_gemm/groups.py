@@ -72,6 +72,7 @@ class Groups(NamedTuple):
         layout: int32 on the matrix's device: first row and first tile of 128 rows of every group and of the end
             [2 x (count + 1)], then the group of every tile (count: no such tile).
         padded: Sum of the groups' rows, each rounded up to 128. If the rows are unknown on the host, an upper bound.
+        fits: Whether the rows are known on the host and the number of rows of every group is a multiple of 16.
     """
 
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -79,6 +80,7 @@ class Groups(NamedTuple):
     rows: tuple[int, ...] | None
     layout: Tensor
     padded: int
+    fits: bool = False
 
     @property
     def known_rows(self) -> tuple[int, ...]:
@@ -120,13 +122,13 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
             return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
         splits = splits.tolist()
     rows = tuple(splits)
-    numbers, padded = _layout(rows, total)
-    return Groups(len(rows), total, rows, on_device(numbers, torch.int32, device), padded)
+    numbers, padded, fits = _layout(rows, total)
+    return Groups(len(rows), total, rows, on_device(numbers, torch.int32, device), padded, fits)
 
 
 @functools.lru_cache(maxsize=_KEPT_TABLES)
-def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int]:
-    """Return the numbers of the layout, and the rows of all groups, each rounded up to 128.
+def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int, bool]:
+    """Return the numbers of the layout, `Groups.padded` and `Groups.fits`.
 
     Raises:
         ValueError: The numbers of rows are negative or do not add up to `total`.
@@ -141,7 +143,7 @@ def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int]:
         group_of_tile += [group] * count
     absent = tiles_at_most(starts[-1], len(rows)) - len(group_of_tile)
     numbers = (*starts, *tiles, *group_of_tile, *[len(rows)] * absent)
-    return numbers, tiles[-1] * TILE_ROWS
+    return numbers, tiles[-1] * TILE_ROWS, not any(extent % 16 for extent in rows)
 
 
 class Matrices(NamedTuple):

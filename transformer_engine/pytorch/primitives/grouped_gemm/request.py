@@ -202,7 +202,7 @@ def request_of(product: GroupedProduct) -> GroupedGemmRequest:
         groups.count,
         groups.total,
         rows is not None,
-        rows is not None and (a.format is None or not any([extent % 16 for extent in rows])),  # noqa: C419 - faster
+        rows is not None and (a.format is None or groups.fits),
         n,
         k,
         a.codes.device,
