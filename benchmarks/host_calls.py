@@ -57,6 +57,34 @@ class Hole(torch.autograd.Function):
         return tuple([grad.new_empty(shape) for shape in ctx.shapes])
 
 
+class Parameters(torch.autograd.Function):
+    """A layer of no cost with a weight [WIDTH, WIDTH] per group, whose gradients are views of one stack."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.count = len(weights)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        stack = grad.new_empty((ctx.count, WIDTH, WIDTH))
+        return torch.empty_like(grad), *stack.unbind(0)
+
+
+class AutogradAlone(torch.nn.Module):
+    """The part of a grouped layer's time that is autograd's: one node, and one gradient per parameter."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(
+            [torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(groups)]
+        )
+        self.each = tuple(self.weights)  # iterating over the list calls a Python function per parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Parameters.apply(x, *self.each)  # pyright: ignore[reportReturnType]
+
+
 def _attention(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     return Hole.apply(q, k, v)  # pyright: ignore[reportReturnType]
 
@@ -140,6 +168,8 @@ def cases() -> Iterator[Case]:
     for kind in ("delayed", "current", "block"):
         yield case(f"linear/{kind}/fb_first", _linear, kind, True, is_first_microbatch=True)
         yield case(f"linear/{kind}/fb_later", _linear, kind, True, is_first_microbatch=False)
+    for groups in (4, 8, 64):
+        yield case(f"autograd_{groups}/none/fb", functools.partial(AutogradAlone, groups), "none", True)
     yield case("layernorm/none/f", _norm, "none", False)
     yield case("layernorm/none/fb", _norm, "none", True)
     yield Case("autocast/delayed/empty", lambda: _empty_block(recipes.DelayedScaling()))
