@@ -20,8 +20,8 @@ _EP = (
 )
 _CUSOLVERMP = "cuSolverMp is not part of this package; call te.newton_schulz with te.CusolverMpCtx(group)"
 _USERBUFFERS = (
-    "products do not overlap with collectives in chunks; te.initialize_ub records a configuration, and layers gather "
-    "and reduce with torch.distributed"
+    "the original's buffers are not part of this package; layers with ub_* flags overlap collectives with products by "
+    "themselves after te.initialize_ub"
 )
 
 _UNREAD = "Args:\n    args: Are not read.\n    kwargs: Are not read."

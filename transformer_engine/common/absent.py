@@ -131,7 +131,7 @@ ABSENT = {
         "an internal step of the original's layers; set the usages of a quantizer with set_usage()",
     ),
     "transformer_engine.pytorch.module.base.fill_userbuffers_buffer_for_all_gather": "a step of userbuffers; layers "
-    "gather with torch.distributed, see te.initialize_ub",
+    "gather by themselves, see te.initialize_ub",
     "transformer_engine.pytorch.module._split_quantization": "a part of the original's GroupedLinear; call "
     "transformer_engine_torch.split_quantize",
     "transformer_engine.pytorch.distributed.use_reentrant_activation_recompute": "a flag of the original's checkpoint; "
