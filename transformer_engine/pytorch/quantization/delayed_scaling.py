@@ -161,6 +161,21 @@ def reduction_group(recipe: DelayedScaling, group: dist_group_type | None) -> di
     return group
 
 
+def histories_agree(recipe: Any, group: dist_group_type | None, members: dist_group_type) -> bool:
+    """Return whether the updates of a recipe's scales take maxima over all members of a group.
+
+    Args:
+        recipe: The recipe. Only delayed scaling has histories.
+        group: amax_reduction_group of `autocast`.
+        members: Process group whose ranks share a tensor.
+    """
+    if not getattr(recipe, "reduce_amax", False):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    # Without an amax_reduction_group the update takes maxima over the default group, which contains every other group.
+    return group is None or set(ranks(members)) <= set(ranks(group))
+
+
 def update_states(
     states: Sequence[Any],
     forward: bool,
