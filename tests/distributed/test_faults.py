@@ -88,7 +88,38 @@ def column(rank: int, rows: int = TOKENS) -> None:
     layer(x).sum().backward()
 
 
+def of_kind(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return x, or x as a quantized tensor."""
+    if kind == "values":
+        return x
+    if kind == "mxfp8":
+        return te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
+    return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=x.device)(x)
+
+
+def sequence(rank: int, rows: int = 32, kind: str = "values", used: Any = None) -> None:
+    """A column-parallel layer with sequence parallelism, whose input is gathered."""
+    layer = row_layer(parallel_mode="column", sequence_parallel=True)
+    x = of_kind(torch.randn(rows, HIDDEN), kind)
+    with te.autocast(enabled=used is not None, recipe=used):
+        layer(x).sum().backward()
+
+
+def gathered(rank: int, kind: str = "values", rows: int = 32) -> None:
+    x = of_kind(torch.randn(rows, HIDDEN), kind)
+    te.distributed.gather_along_first_dim(x, dist.group.WORLD)
+
+
+def fp8_attention(rank: int, kind: str = "values", used: Any = None) -> None:
+    layer = te.DotProductAttention(2, 16)
+    layer.set_context_parallel_group(dist.group.WORLD, list(range(2)), None, "p2p")
+    q, k, v = (of_kind(torch.randn(16, 2, 2, 16, dtype=torch.bfloat16), kind) for _ in range(3))
+    with te.autocast(enabled=used is not None, recipe=used):
+        layer(q, k, v)
+
+
 CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_history_len=4)
+MXFP8, FP8_ATTENTION = recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling(fp8_dpa=True)
 # {difference: (function, arguments of rank 0, arguments of rank 1, text of the message)}
 MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
     "rows": (forward, {}, {"rows": 8}, r"tensor: rank 0: float32 \[16, 32\]; rank 1: float32 \[8, 32\]"),
@@ -118,11 +149,52 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], 
     "softmax": (attention, {}, {"softmax_type": "off-by-one"}, "softmax: rank 0: vanilla"),
     "dropout": (attention, {}, {"attention_dropout": 0.1}, "dropout: rank 0: 0.0; rank 1: 0.1"),
     "scale": (attention, {}, {"softmax_scale": 0.5}, "scale"),
+    "codes": (sequence, {"kind": "float8"}, {}, r"tensor: rank 0: Float8Tensor \[32, 32\]; rank 1: float32"),
+    "codes under a recipe": (
+        sequence,
+        {"kind": "float8", "used": CURRENT},
+        {"used": CURRENT},
+        "tensor: rank 0: Float8Tensor",
+    ),
+    "codes under delayed scaling": (
+        sequence,
+        {"kind": "float8", "used": DELAYED},
+        {"used": DELAYED},
+        "tensor: rank 0: Float8Tensor",
+    ),
+    "codes under MXFP8": (
+        sequence,
+        {"kind": "mxfp8", "used": MXFP8},
+        {"used": MXFP8},
+        "tensor: rank 0: MXFP8Tensor",
+    ),
+    "format of codes": (sequence, {"kind": "float8"}, {"kind": "mxfp8"}, "rank 1: MXFP8Tensor"),
+    "rows under a recipe": (
+        sequence,
+        {"used": CURRENT},
+        {"rows": 64, "used": CURRENT},
+        r"rank 1: float32 \[64, 32\]",
+    ),
+    "rows under MXFP8": (sequence, {"used": MXFP8}, {"rows": 64, "used": MXFP8}, r"rank 1: .*\[64, 32\]"),
+    "gathered codes": (gathered, {"kind": "float8"}, {}, "tensor: rank 0: Float8Tensor"),
+    "gathered rows": (gathered, {}, {"rows": 64}, r"rank 1: float32 \[64, 32\]"),
+    "recipe of attention": (
+        fp8_attention,
+        {"used": FP8_ATTENTION},
+        {},
+        "recipe: rank 0: .*Current.*rank 1: None",
+    ),
+    "codes of attention": (
+        fp8_attention,
+        {"used": FP8_ATTENTION, "kind": "float8"},
+        {"used": FP8_ATTENTION},
+        r"q: rank 0: Float8Tensor \[16, 2, 2, 16\]; rank 1: bfloat16",
+    ),
 }
 
 
 @pytest.mark.parametrize("difference", MISMATCHES)
-def test_a_difference_is_reported_on_every_rank(difference: str):
+def test_a_difference_is_reported_on_every_rank(difference: str, emulated: None):
     assert len(MISMATCHES) >= 20
     function, first, second, text = MISMATCHES[difference]
     messages = raised(lambda rank: function(rank, **(first, second)[rank]))

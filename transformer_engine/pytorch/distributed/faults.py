@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...common import env
 from ..constants import dist_group_type
+from ..primitives.operand import Operand
 from ..quantization.autocast import current
 from ..runtime.capture import is_graph_capturing
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -139,15 +140,15 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         settings["recipe"] = state.recipe if state.enabled else None
     else:
         settings["pass"] = "backward"
-    if isinstance(x, (Tensor, QuantizedTensorStorage)):
-        settings["tensor"] = form(x)
-        check_step(group, settings, x.device)
-    else:
-        check_step(group, settings, x.codes.device)
+    settings["tensor"] = form(x)
+    check_step(group, settings, (x.codes if isinstance(x, Operand) else x).device)
 
 
 def form(x: Any) -> str:
-    """Return the dtype, or the class of a quantized tensor, and the shape."""
+    """Return the dtype, the class of a quantized tensor, or the format of an operand, and the shape."""
+    if isinstance(x, Operand):
+        name = "values" if x.format is None else x.format.name
+        return f"{name} codes {str(x.codes.dtype).removeprefix('torch.')} {list(x.codes.shape)}"
     kind = type(x).__name__ if isinstance(x, QuantizedTensorStorage) else str(x.dtype).removeprefix("torch.")
     return f"{kind} {list(x.shape)}"
 

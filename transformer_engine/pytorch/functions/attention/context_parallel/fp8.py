@@ -65,6 +65,7 @@ class FP8ContextAttention:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups
         shared.check_lengths(call, inputs)
+        shared.check_settings(call, inputs, self.state.recipe)
         # Codes of the caller have a scale of this rank alone. Delayed scaling rescales them, see `_shared_codes`.
         inputs = _of_values(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
