@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, cast
 
 from .....common.dispatch import Unsupported
-from .....common.recipe import Recipe
 from ....distributed.faults import check_step, checks_step, form
 from ....primitives.attention.call import AttentionCall, AttentionInputs, AttentionResult
 from ....primitives.attention.choose import NoBackend, choose
@@ -62,18 +62,18 @@ class ContextParallelAttention:
         return AttentionResult(exchange.leave(result.output), max_logit)
 
     def check_settings(
-        self, call: AttentionCall, inputs: AttentionInputs, recipe: Recipe | None = None
+        self, call: AttentionCall, inputs: AttentionInputs, in_fp8: Mapping[str, object] | None = None
     ) -> None:
         """Compare the settings of a call over the ranks; see `check_step`.
 
         Args:
             call: Attention of the whole sequence.
             inputs: Tensors of this rank.
-            recipe: Recipe of an FP8 attention.
+            in_fp8: Settings of an FP8 attention.
         """
         for group in (self.groups.heads_group, self.groups.ring_group):
             if group is not None and checks_step(group, inputs.q):
-                settings = shared_settings(self.scheme, call, inputs) | {"recipe": recipe}
+                settings = shared_settings(self.scheme, call, inputs) | dict(in_fp8 or {"recipe": None})
                 check_step(group, settings, inputs.q.device)
 
     def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....distributed.common_scale import rescaled_codes
+from ....distributed.faults import check_backward
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....quantization.autocast import AutocastState
 from ....quantization.delayed_scaling import histories_agree
@@ -65,7 +66,9 @@ class FP8ContextAttention:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups
         shared.check_lengths(call, inputs)
-        shared.check_settings(call, inputs, self.state.recipe)
+        # In an exchange of heads the tensors that travel depend on the backward pass.
+        with_gradient = self.fp8.call.needs_gradient if groups.heads_size > 1 else None
+        shared.check_settings(call, inputs, {"recipe": self.state.recipe, "needs_gradient": with_gradient})
         # Codes of the caller have a scale of this rank alone. Delayed scaling rescales them, see `_shared_codes`.
         inputs = _of_values(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
@@ -216,6 +219,7 @@ class _LeavingCodes(torch.autograd.Function):
     @once_differentiable("FP8 attention")
     def backward(ctx: Any, grad: Tensor) -> Any:
         exchange = ctx.exchange
+        check_backward(exchange.group, grad)
         by_heads = (_values(grad).unflatten(-1, (exchange.call.heads, -1)),)
         (own,) = exchange_tokens(exchange, exchange.orders[:1], True, by_heads)
         return None, None, own.flatten(-2)
