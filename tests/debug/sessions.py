@@ -68,12 +68,13 @@ def called(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Ten
 
 
 def trained(kind: str, recipe: str, steps: int = 2, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Outputs and gradients of some steps with updates of the parameters, of fixed random values."""
+    """Outputs and gradients of some steps with updates of the parameters, by default on the CPU; draws are fixed."""
+    device = device or torch.device("cpu")
     layer = layer_of(kind, device=device)
     generator = torch.Generator().manual_seed(7)
     found = []
     for _ in range(steps):
-        x = torch.randn(64, 64, generator=generator).to(device or "cpu").requires_grad_()
+        x = torch.randn(64, 64, generator=generator).to(device).requires_grad_()
         with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
             y = called(layer, x)
         y.backward(torch.randn(y.shape, generator=generator).to(y))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -22,9 +23,11 @@ from tests.distributed.context_parallel_cases import (
     problem,
     shared,
 )
+from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
 from tests.support.tolerances import assert_as_good_as
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.pytorch.functions.attention.context_parallel import attention
 from transformer_engine.pytorch.quantization import delayed_scaling
 
 CASE = Case(tokens=64, heads=4, groups=4, head_dim=(16, 16), dtype=torch.bfloat16)
@@ -98,6 +101,7 @@ def test_codes_are_returned_if_the_caller_requests_them(comm, recompute):
 @pytest.mark.parametrize("comm", ["p2p", "a2a", "all_gather"])
 def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
     sent = []
+    monkeypatch.setattr(attention, "checks_step", lambda *_: False)  # it sends a hash in the first step
     for name in ("all_to_all_single", "all_gather_into_tensor"):
         plain = getattr(dist, name)
 
@@ -218,15 +222,72 @@ def test_codes_of_the_caller_are_read_with_the_scale_of_their_rank(recipe, comm,
             assert_as_good_as(found, plain[held], exact_result[held])
 
 
-def test_delayed_scaling_needs_amaxes_of_all_ranks():
-    def run(rank):
-        recipe = DelayedScaling(fp8_dpa=True, reduce_amax=False)
-        with pytest.raises(
-            ValueError, match=r"reduce_amax=False .* 2 context-parallel ranks.*set reduce_amax=True"
-        ):
-            _run(CASE, recipe, rank)
+def _steps_with_own_maxima(
+    case: Case, recipe, values: list[torch.Tensor], alone: bool, backward: str, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the outputs of three steps on this rank, whose maxima are those of its own tokens.
 
-    run_on_threads(run, 2)
+    Args:
+        case: The attention.
+        recipe: Recipe of delayed scaling.
+        values: q, k and v of the whole sequence.
+        alone: Give autocast a group of this rank alone; otherwise none.
+        backward: NVTE_FP8_DPA_BWD, which ranks do not inherit from the test.
+        device: Device of the tensors.
+    """
+    os.environ["NVTE_FP8_DPA_BWD"] = backward
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = [dist.new_group([member]) for member in range(size)][rank] if alone else None
+    group, _ = groups_of(case, rank)
+    held = held_tokens((case.tokens,), size, rank)
+    module, outputs = attention_of(case, group).to(device), []
+    for step in range(3):
+        leaves = [(x[held] / 2**step).to(device).requires_grad_() for x in values]
+        with te.autocast(recipe=recipe, amax_reduction_group=own):
+            out = module(*leaves)
+        out.backward(torch.ones_like(out))
+        outputs += [out.detach(), leaves[2].grad]
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("comm", "backward", "reduce_amax"),
+    [
+        ("p2p", "0", True),
+        ("p2p", "1", True),
+        ("p2p", "1", False),
+        ("all_gather", "1", True),
+        ("a2a", "0", True),
+        ("a2a", "1", True),
+        ("a2a", "1", False),
+    ],
+)
+def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(comm, backward, reduce_amax, tmp_path):
+    """The second rank has values 16 times as large: without a common scale their codes are read with another one."""
+    case = replace(CASE, comm=comm, tokens=32)
+    recipe = DelayedScaling(fp8_dpa=True, amax_history_len=1, reduce_amax=reduce_amax)
+    values = [in_layout(problem(case)[name], case.layout, case.batch) for name in "qkv"]
+    held = [held_tokens((case.tokens,), case.size, rank) for rank in range(case.size)]
+    for x, factor in zip(values, (1.0, 1.0, 16.0), strict=True):
+        x[held[1]] *= factor
+    whole = replace(case, comm="p2p", size=1)
+    (tmp_path / "alone").mkdir()
+    alone = run_on_ranks(
+        partial(_steps_with_own_maxima, whole, recipe, values, False, backward), 1, tmp_path / "alone"
+    )[0]
+    run = partial(_steps_with_own_maxima, case, recipe, values, reduce_amax, backward)
+    found = run_on_ranks(run, case.size, tmp_path)
+    for step in range(3):
+        leaves = [(x / 2**step).double().requires_grad_() for x in values]
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in leaves), is_causal=True
+        )
+        out = attended.permute(2, 0, 1, 3).flatten(-2)
+        out.sum().backward()
+        for number, expected in enumerate((out.detach(), leaves[2].grad)):
+            for rank, results in enumerate(found):
+                plain = alone[2 * step + number][held[rank]]
+                assert_as_good_as(results[2 * step + number], plain, expected[held[rank]])
 
 
 def test_recipes_that_scale_blocks_exchange_values(emulated):

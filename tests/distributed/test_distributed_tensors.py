@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -17,6 +18,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 WIDTH, INNER, ROWS = 64, 128, 32
 RECIPES = {
@@ -53,8 +55,8 @@ def made(dtype: torch.dtype = torch.float32) -> Model:
     return model
 
 
-def parallel(model: Model, sequence: bool) -> Model:
-    """Shard the model over all ranks; with `sequence` the activations between pairs of layers are sharded by rows."""
+def parallel(model: Model, sequence: bool, mesh: DeviceMesh | None = None) -> Model:
+    """Shard the model over a mesh, by default all ranks; with `sequence` activations between pairs of layers too."""
     between = {"output_layouts": Shard(0)} if sequence else {}
     plan = {
         "first": ColwiseParallel(input_layouts=Shard(0) if sequence else Replicate()),
@@ -64,11 +66,13 @@ def parallel(model: Model, sequence: bool) -> Model:
     }
     if sequence:
         plan["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return parallelize_module(model, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
-def steps(model: Model, x: torch.Tensor, used: Any, number: int = 2) -> dict[str, torch.Tensor]:
-    """Return output, input gradient, parameter gradients and parameters after steps of FusedAdam."""
+def steps(
+    model: Model, x: torch.Tensor, used: Any, number: int = 2, factor: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Return output, gradients and parameters after steps of FusedAdam, for a loss that is multiplied by the factor."""
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-3)
     found: dict[str, torch.Tensor] = {}
     for _ in range(number):
@@ -76,7 +80,7 @@ def steps(model: Model, x: torch.Tensor, used: Any, number: int = 2) -> dict[str
         x = x.detach().requires_grad_()
         with te.autocast(enabled=used is not None, recipe=used):
             y = model(x)
-        y.square().sum().backward()
+        (factor * y.square().sum()).backward()
         found = {"output": y.detach(), "input": x.grad}
         found |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
         optimizer.step()
@@ -140,6 +144,39 @@ def _delayed(device: torch.device) -> list[str]:
 
 def test_delayed_scaling_of_distributed_tensors_computes_the_gradients_of_one_device(tmp_path):
     assert run_on_ranks(_delayed, 2, tmp_path) == [[], []]
+
+
+def _sharded_twice(device: torch.device) -> dict[str, float]:
+    """Return the largest difference of three steps from one device, for each recipe."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    own, size = mesh.get_local_rank("data"), 2
+    x = torch.randn(size * ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
+    found: dict[str, float] = {}
+    for name in ("none", "delayed", "mxfp8"):
+        used = RECIPES[name]
+        FP8GlobalStateManager.reset()
+        alone = steps(made(), x, used, 3)
+        FP8GlobalStateManager.reset()
+        model = parallel(made(), True, mesh["tensor"])
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        rows = x.chunk(size)[own].chunk(size)[mesh.get_local_rank("tensor")]
+        together = steps(model, rows, used, 3, float(size))  # fully_shard averages gradients
+        whole = [torch.empty_like(together["output"]) for _ in range(size)]
+        dist.all_gather(whole, together["output"].contiguous(), group=mesh.get_group("data"))
+        together["output"], together["input"] = torch.cat(whole), alone["input"]
+        # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
+        wanted = {key: value for key, value in alone.items() if "grad" in key or key == "output"}
+        found[name] = max(largest_errors(together, wanted).values())
+    return found
+
+
+def test_distributed_tensors_are_sharded_over_a_second_axis_of_the_mesh(tmp_path):
+    """Ranks of both axes have the scales of one device under delayed scaling and MXFP8, so that codes are equal."""
+    with te.emulate():
+        for found in run_on_ranks(_sharded_twice, 4, tmp_path):
+            assert found.keys() == {"none", "delayed", "mxfp8"} and max(found.values()) < 1e-4, found
 
 
 def on_two_ranks(body) -> None:

@@ -130,9 +130,46 @@ def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool 
     return {"equal": equal, "error": error, "calls": calls}
 
 
+def chain(device: torch.device, fused: bool) -> te.ops.Sequential:
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    return te.ops.Sequential(
+        te.ops.BasicLinear(64, 128, accumulate_into_main_grad=fused, **options),
+        te.ops.GELU(),
+        te.ops.BasicLinear(128, 64, accumulate_into_main_grad=fused, **options),
+        te.ops.Bias(64, **options),
+    )
+
+
+def chains(device: torch.device, name: str, fused: bool) -> dict[str, Any]:
+    """Compare a chain of operations with shards with a chain of whole weights."""
+    rank, linears = dist.get_rank(), (0, 2)
+    one, ours = chain(device, fused), chain(device, fused)
+    calls: list[str] = []
+    for i in linears:
+        one[i].weight.main_grad = torch.zeros(one[i].weight.shape, device=device)
+        calls = sharded(ours[i], [["weight"]], SIZE, rank)
+    equal = []
+    for _ in range(1 if fused else 2):  # fused gradients stay in the buffer
+        expected = [step(one, "chain", name, batch, device) for batch in range(SIZE)][rank]
+        actual = step(ours, "chain", name, rank, device)
+        equal += [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)]
+    error = 0.0
+    for i in linears:
+        weight = one[i].weight
+        whole = weight.main_grad if fused else weight.grad
+        theirs = whole.chunk(SIZE)[rank].float()
+        error = max(error, float((ours[i].weight.grad.float() - theirs).norm() / theirs.norm()))
+    return {"equal": equal, "error": error, "calls": calls}
+
+
 def compared(device: torch.device) -> dict[str, Any]:
     found = {}
     with emulate():
+        for name in ("none", "current", "mxfp8"):
+            for fused in (False, True):
+                FP8GlobalStateManager.reset()
+                found[f"chain/{name}/{fused}"] = chains(device, name, fused)
         for kind, name in CASES:
             for fused in (False, True):
                 if fused and kind == "pieces":
@@ -158,6 +195,15 @@ def test_layers_of_shards_equal_layers_of_whole_weights(measured, kind, name):
         if kind != "pieces":
             # Sums of main_grad in float32 and of the ranks' sums round once more.
             assert rank[f"{kind}/{name}/True"]["error"] < 2**-8
+
+
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_chains_of_shards_equal_chains_of_whole_weights(measured, name, fused):
+    for rank in measured:
+        found = rank[f"chain/{name}/{fused}"]
+        assert all(found["equal"]) and found["error"] < 2**-7, found
+        assert found["calls"].count("gradients") == len(found["equal"]) // 2
 
 
 def test_an_unquantized_whole_weight_is_dropped_until_the_backward_pass(measured):
@@ -193,6 +239,21 @@ def test_delayed_gradients_of_shards_accumulate_and_skip_frozen_weights():
         gradients.append(layer.fc2_weight.grad.clone())
     assert calls == ["gradients"] * 2 and layer.fc1_weight.grad is None
     assert torch.equal(gradients[1], 2 * gradients[0])
+
+
+def test_operations_that_do_not_accept_shards_raise_an_error():
+    grouped = te.ops.GroupedLinear(2, 64, 64, bias=False, device="cpu")
+    sharded(grouped, [["weight0", "weight1"]])
+    with pytest.raises(
+        NotImplementedError, match=r"GroupedLinear does not accept .* Shard; use te.ops.BasicLinear"
+    ):
+        te.ops.Sequential(grouped)(torch.randn(64, 64), torch.tensor([32, 32]))
+    model = chain(torch.device("cpu"), False)
+    sharded(model[0], [["weight"]])
+    model[2] = te.ops.BasicLinear(128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
+    model[2].weight.main_grad = torch.zeros(64, 128)
+    with pytest.raises(NotImplementedError, match="with and without accumulate_into_main_grad"):
+        step(model, "chain", "none", 0, torch.device("cpu"))
 
 
 def test_a_traced_layer_of_shards_raises_an_error():

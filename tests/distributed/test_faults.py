@@ -88,7 +88,55 @@ def column(rank: int, rows: int = TOKENS) -> None:
     layer(x).sum().backward()
 
 
+def of_kind(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return x, or x as a quantized tensor."""
+    if kind == "values":
+        return x
+    if kind == "mxfp8":
+        return te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
+    return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=x.device)(x)
+
+
+def sequence(rank: int, rows: int = 32, kind: str = "values", used: Any = None) -> None:
+    """A column-parallel layer with sequence parallelism, whose input is gathered."""
+    layer = row_layer(parallel_mode="column", sequence_parallel=True)
+    x = of_kind(torch.randn(rows, HIDDEN), kind)
+    with te.autocast(enabled=used is not None, recipe=used):
+        layer(x).sum().backward()
+
+
+def gathered(rank: int, kind: str = "values", rows: int = 32) -> None:
+    x = of_kind(torch.randn(rows, HIDDEN), kind)
+    te.distributed.gather_along_first_dim(x, dist.group.WORLD)
+
+
+def fp8_attention(rank: int, kind: str = "values", used: Any = None) -> None:
+    layer = te.DotProductAttention(2, 16)
+    layer.set_context_parallel_group(dist.group.WORLD, list(range(2)), None, "p2p")
+    q, k, v = (of_kind(torch.randn(16, 2, 2, 16, dtype=torch.bfloat16), kind) for _ in range(3))
+    with te.autocast(enabled=used is not None, recipe=used):
+        layer(q, k, v)
+
+
+def micro_batches(rank: int, kind: str, frozen: bool = False, without_gradients: bool = False) -> None:
+    """Run two micro-batches; options: input and parameters need no gradients, or gradients are off."""
+    if kind in ("column", "row"):
+        layer: Any = row_layer(parallel_mode=kind, sequence_parallel=True)
+        shape = (TOKENS, HIDDEN if kind == "column" else HIDDEN // 2)
+    else:
+        layer, shape = te.DotProductAttention(2, 8), (8, 2, 2, 8)
+        layer.set_context_parallel_group(dist.group.WORLD, list(range(2)), None, kind)
+    layer.requires_grad_(not frozen)
+    for _ in range(2):
+        with torch.set_grad_enabled(not without_gradients):
+            x = torch.randn(shape, requires_grad=not frozen)
+            y = layer(x) if kind in ("column", "row") else layer(x, x, x)
+        if y.requires_grad:
+            y.sum().backward()
+
+
 CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_history_len=4)
+MXFP8, FP8_ATTENTION = recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling(fp8_dpa=True)
 # {difference: (function, arguments of rank 0, arguments of rank 1, text of the message)}
 MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
     "rows": (forward, {}, {"rows": 8}, r"tensor: rank 0: float32 \[16, 32\]; rank 1: float32 \[8, 32\]"),
@@ -118,11 +166,62 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], 
     "softmax": (attention, {}, {"softmax_type": "off-by-one"}, "softmax: rank 0: vanilla"),
     "dropout": (attention, {}, {"attention_dropout": 0.1}, "dropout: rank 0: 0.0; rank 1: 0.1"),
     "scale": (attention, {}, {"softmax_scale": 0.5}, "scale"),
+    "codes": (sequence, {"kind": "float8"}, {}, r"tensor: rank 0: Float8Tensor \[32, 32\]; rank 1: float32"),
+    "codes under a recipe": (
+        sequence,
+        {"kind": "float8", "used": CURRENT},
+        {"used": CURRENT},
+        "tensor: rank 0: Float8Tensor",
+    ),
+    "codes under delayed scaling": (
+        sequence,
+        {"kind": "float8", "used": DELAYED},
+        {"used": DELAYED},
+        "tensor: rank 0: Float8Tensor",
+    ),
+    "codes under MXFP8": (
+        sequence,
+        {"kind": "mxfp8", "used": MXFP8},
+        {"used": MXFP8},
+        "tensor: rank 0: MXFP8Tensor",
+    ),
+    "format of codes": (sequence, {"kind": "float8"}, {"kind": "mxfp8"}, "rank 1: MXFP8Tensor"),
+    "rows under a recipe": (
+        sequence,
+        {"used": CURRENT},
+        {"rows": 64, "used": CURRENT},
+        r"rank 1: float32 \[64, 32\]",
+    ),
+    "rows under MXFP8": (sequence, {"used": MXFP8}, {"rows": 64, "used": MXFP8}, r"rank 1: .*\[64, 32\]"),
+    "gathered codes": (gathered, {"kind": "float8"}, {}, "tensor: rank 0: Float8Tensor"),
+    "gathered rows": (gathered, {}, {"rows": 64}, r"rank 1: float32 \[64, 32\]"),
+    **{
+        f"gradients of {kind}, {option}": (
+            micro_batches,
+            {"kind": kind},
+            {"kind": kind, option: True},
+            "pass: rank 0: backward",
+        )
+        for kind in ("column", "row", "p2p", "all_gather", "a2a")
+        for option in ("frozen", "without_gradients")
+    },
+    "recipe of attention": (
+        fp8_attention,
+        {"used": FP8_ATTENTION},
+        {},
+        "recipe: rank 0: .*Current.*rank 1: None",
+    ),
+    "codes of attention": (
+        fp8_attention,
+        {"used": FP8_ATTENTION, "kind": "float8"},
+        {"used": FP8_ATTENTION},
+        r"q: rank 0: Float8Tensor \[16, 2, 2, 16\]; rank 1: bfloat16",
+    ),
 }
 
 
 @pytest.mark.parametrize("difference", MISMATCHES)
-def test_a_difference_is_reported_on_every_rank(difference: str):
+def test_a_difference_is_reported_on_every_rank(difference: str, emulated: None):
     assert len(MISMATCHES) >= 20
     function, first, second, text = MISMATCHES[difference]
     messages = raised(lambda rank: function(rank, **(first, second)[rank]))
@@ -208,6 +307,66 @@ def test_recipes_with_functions_are_equal_in_different_processes():
         forward(rank, used=recipe.CustomRecipe(qfactory=made))  # a function object of each rank
 
     assert raised(body) == ["", ""]
+
+
+def scales_differ(rank: int, directory: str, fault: str) -> None:
+    """Ranks reduce the maxima of delayed scaling over all ranks; the second rank has another step or other layers."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=20),
+    )
+    layers = [te.Linear(HIDDEN, HIDDEN, device="cpu") for _ in range(1 + (fault == "layers" and rank == 1))]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    try:
+        for _ in range(2):
+            for _ in range(2 - (fault == "micro-batches" and rank == 1)):
+                x = torch.randn(TOKENS, HIDDEN)
+                with (
+                    torch.set_grad_enabled(fault != "no gradients" or rank == 0),
+                    te.autocast(recipe=DELAYED),
+                ):
+                    for layer in layers:
+                        x = layer(x)
+                if x.requires_grad:
+                    x.sum().backward()
+                elif fault == "no gradients":
+                    te.distributed.gather_along_first_dim(x, dist.group.WORLD)
+            optimizer.step()
+    except RuntimeError as error:
+        Path(directory, f"{rank}.message").write_text(str(error))
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("layers", r"number of maxima: rank 0: 3; rank 1: 6"),
+        (
+            "micro-batches",
+            r"optimizer steps: rank 0: 0; rank 1: 1\. Remedy: give every rank the same number of micro",
+        ),
+        (
+            "no gradients",
+            r"rank 0: reduction of the maxima of delayed scaling; rank 1: gather_along_first_dim",
+        ),
+    ],
+)
+def test_reductions_of_delayed_scaling_are_compared(fault: str, text: str, tmp_path: Path):
+    context = multiprocessing.get_context(START)
+    processes = [
+        context.Process(target=scales_differ, args=(rank, str(tmp_path), fault)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert not process.is_alive()
+    for rank in range(2):
+        message = (tmp_path / f"{rank}.message").read_text()
+        assert "the ranks of a process group differ" in message and re.search(text, message), message
 
 
 def fails_in(rank: int, size: int, directory: str, fault: str) -> None:

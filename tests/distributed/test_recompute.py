@@ -27,6 +27,7 @@ from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import autocast as quantized
 from transformer_engine.pytorch.quantization.autocast import current
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 FLAGS = (is_fp8_activation_recompute_enabled, in_fp8_activation_recompute_phase)
@@ -386,16 +387,49 @@ def _distributed(device):
 
     pairs = zip(_gradients(block, x, call), _gradients(block, x, block), strict=True)
     equal = all(torch.equal(a, b) for a, b in pairs)
-    refused = False
-    try:
-        checkpoint(
-            torch.sin, torch.ones(3, device=device, requires_grad=True), distribute_saved_activations=True
-        )
-    except ValueError as error:
-        refused = "2 ranks" in str(error)
-    return torch.tensor([equal, kept == [x.numel() // 2], refused])
+    return torch.tensor([equal, kept == [x.numel() // 2]])
 
 
 def test_ranks_share_the_saved_activation_and_get_the_same_gradients(tmp_path):
     for result in run_on_ranks(_distributed, 2, tmp_path):
-        assert result.tolist() == [True, True, True]
+        assert result.tolist() == [True, True]
+
+
+def _shared_arguments(device):
+    """Return, for first arguments of several kinds, whether gradients are the plain ones, and the saved elements."""
+    torch.manual_seed(1)  # the first argument is equal on all ranks
+    layer = Linear(16, 16, device=device)
+
+    def function(x, factor, *, names):
+        seen.append(type(x))
+        return (layer(x) if x.shape[-1:] == (16,) else x * layer.bias.sum()) * factor + len(names)
+
+    uneven, scalar, none = (torch.rand(shape, device=device) for shape in ((5, 1), (), (0, 16)))
+    quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=device)
+    codes = quantizer(torch.randn(32, 16, device=device))
+    found = {}
+    for name, x in {"uneven": uneven, "scalar": scalar, "none": none, "codes": codes}.items():
+        gradients, kept, seen = [], [], []
+        for recomputed in (True, False):
+            layer.zero_grad()
+            first = x.detach() if name == "codes" else x.clone().requires_grad_()
+            factor = torch.tensor(3.0, device=device, requires_grad=True)
+            if recomputed:
+                with torch.autograd.graph.saved_tensors_hooks(
+                    lambda t, kept=kept: kept.append(t) or t, lambda t: t
+                ):
+                    y = checkpoint(function, first, factor, names=["a"], distribute_saved_activations=True)
+            else:
+                y = function(first, factor, names=["a"])
+            y.sum().backward()
+            leaves = [t for t in (first, factor, *layer.parameters()) if t.grad is not None]
+            gradients.append([y.detach(), *(t.grad.clone() for t in leaves)])
+        equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        found[name] = equal, len(set(seen)) == 1, kept[0].numel()
+    return found
+
+
+def test_first_arguments_of_any_size_are_shared_and_codes_are_saved_whole(tmp_path):
+    for result in run_on_ranks(_shared_arguments, 2, tmp_path):
+        sizes = {"uneven": 3, "scalar": 1, "none": 0, "codes": 32 * 16}
+        assert result == {name: (True, True, size) for name, size in sizes.items()}

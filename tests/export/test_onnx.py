@@ -138,7 +138,7 @@ class Rotated(torch.nn.Module):
             64, 4, attention_dropout=0.0, qk_norm_type="RMSNorm", input_layernorm=True, qkv_format="bshd",
             attn_mask_type="causal", softmax_type="learnable", fuse_qkv_params=True, device="cpu",
         )  # fmt: skip
-        self.register_buffer("angles", te.RotaryPositionEmbedding(16)(64))
+        self.register_buffer("angles", te.RotaryPositionEmbedding(16)(64).cpu())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.attention(x, rotary_pos_emb=self.angles)

@@ -169,7 +169,7 @@ def check_layer_call(
     if (config.attention_type == "cross") != (encoder_output is not None):
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
-        scaling_of(recipe, context)
+        scaling_of(recipe)
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         floating("hidden_states", x)
     encoder = None

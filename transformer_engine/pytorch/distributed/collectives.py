@@ -24,7 +24,7 @@ from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
 from .common_scale import payload_with_common_scale
-from .faults import NamedWork, started
+from .faults import NamedWork, check_step, checks_step, form, started
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -114,7 +114,28 @@ def gather_along_first_dim(
 
     Returns:
         The gathered rows and the handle, which is None unless the result is completed later.
+
+    Raises:
+        RuntimeError: On every rank, in the first step of the group: the inputs have different dtypes, shapes or classes
+            of quantized tensors. Coalesced collectives are not compared.
     """
+    if isinstance(inp, (Tensor, QuantizedTensorStorage)) and not external_coalescing:
+        group_or_none("process_group", process_group)
+        if world_size(process_group) > 1 and checks_step(group := _group(process_group), inp):
+            settings = {"collective": "gather_along_first_dim", "tensor": form(inp)}
+            check_step(group, settings, inp.device)
+    return gather_rows(inp, process_group, async_op, quantizer, output_tensor, external_coalescing)
+
+
+def gather_rows(
+    inp: Tensor | QuantizedTensorStorage,
+    process_group: dist_group_type | None,
+    async_op: bool = False,
+    quantizer: Quantizer | None = None,
+    output_tensor: Tensor | QuantizedTensorStorage | None = None,
+    external_coalescing: bool = False,
+) -> tuple[Any, NamedWork | DeferredGather | None]:
+    """Return the result of `gather_along_first_dim`, without a comparison of the ranks' inputs."""
     if isinstance(inp, QuantizedTensorStorage) and world_size(process_group) > 1:
         rows_end_inside_block = matrix_shape(inp.shape)[0] % inp.row_granularity() != 0
         if rows_end_inside_block:

@@ -1,7 +1,8 @@
 """Faults of ranks: settings that differ are reported before a collective, and failures of collectives name the ranks.
 
 A collective whose ranks pass different tensors waits forever, or mixes them. In the first step of a group the ranks
-therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer.
+therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer,
+and before each reduction of the maxima of delayed scaling.
 If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The exchange
 ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS collectives. TE_CHECK=1
 continues it in every step.
@@ -26,7 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...common import env
 from ..constants import dist_group_type
+from ..primitives.operand import Operand
 from ..quantization.autocast import current
+from ..quantization.delayed_scaling import before_reductions
 from ..runtime.capture import is_graph_capturing
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -139,15 +142,41 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         settings["recipe"] = state.recipe if state.enabled else None
     else:
         settings["pass"] = "backward"
-    if isinstance(x, (Tensor, QuantizedTensorStorage)):
-        settings["tensor"] = form(x)
-        check_step(group, settings, x.device)
-    else:
-        check_step(group, settings, x.codes.device)
+    settings["tensor"] = form(x)
+    check_step(group, settings, (x.codes if isinstance(x, Operand) else x).device)
+
+
+def check_backward(group: dist_group_type, grad: Tensor) -> None:
+    """Compare the backward pass of a context-parallel attention over its ranks; see `check_step`.
+
+    Args:
+        group: Process group.
+        grad: Gradient of the output on this rank.
+    """
+    if checks_step(group, grad):
+        settings = {"collective": "gradients of an attention", "pass": "backward", "gradient": form(grad)}
+        check_step(group, settings, grad.device)
+
+
+def _check_reduction(group: dist_group_type, forward: bool, columns: int, device: torch.device) -> None:
+    """Compare a reduction of the maxima of delayed scaling over its ranks; see `check_step`."""
+    if checks_step(group, None):
+        settings = {
+            "collective": "reduction of the maxima of delayed scaling",
+            "pass": "forward" if forward else "backward",
+            "number of maxima": columns,
+        }
+        check_step(group, settings, device)
+
+
+before_reductions(_check_reduction)
 
 
 def form(x: Any) -> str:
-    """Return the dtype, or the class of a quantized tensor, and the shape."""
+    """Return the dtype, the class of a quantized tensor, or the format of an operand, and the shape."""
+    if isinstance(x, Operand):
+        name = "values" if x.format is None else x.format.name
+        return f"{name} codes {str(x.codes.dtype).removeprefix('torch.')} {list(x.codes.shape)}"
     kind = type(x).__name__ if isinstance(x, QuantizedTensorStorage) else str(x.dtype).removeprefix("torch.")
     return f"{kind} {list(x.shape)}"
 

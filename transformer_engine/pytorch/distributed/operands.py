@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..constants import dist_group_type
 from ..primitives.operand import Operand
-from .collectives import DeferredGather, gather_along_first_dim, world_size
+from .collectives import DeferredGather, gather_rows, world_size
 from .faults import NamedWork
 
 
@@ -98,5 +98,5 @@ def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
     # Scales of one column are contiguous with any stride, and a view as bytes needs a stride of 1.
     flat = part.contiguous().view(-1).view(torch.uint8)
     shape = (*part.shape[:-1], part.shape[-1] * part.element_size())
-    received, work = gather_along_first_dim(flat.view(shape), group, async_op=True)
+    received, work = gather_rows(flat.view(shape), group, async_op=True)
     return _Received(received, work, part.dtype)

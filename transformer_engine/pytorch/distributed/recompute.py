@@ -22,6 +22,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ...common.checks import function as checked_function
 from ...common.checks import function_or_none, one_of
+from ...common.formats import ceil_div
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
 from ..quantization.autocast import here, reinstate, snapshot
@@ -30,6 +31,7 @@ from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable
 from ..runtime.warn_once import warn_once
+from ..tensor.quantized_tensor import QuantizedTensor
 from .collectives import gather_along_first_dim, rank, world_size
 from .rng import CudaRNGStatesTracker, RngSnapshot
 
@@ -101,8 +103,8 @@ def checkpoint(
     Args:
         function: Function or module to compute.
         args: Arguments of the function.
-        distribute_saved_activations: Each rank of `tp_group` saves 1/n of the first tensor argument. Has no effect
-            with `use_reentrant=False`.
+        distribute_saved_activations: Each rank of `tp_group` saves 1/n of the first tensor argument, which must be
+            equal on all ranks. A quantized tensor is saved whole, as codes. Has no effect with `use_reentrant=False`.
         get_rng_state_tracker: Function that returns the tracker of random states to restore.
         tp_group: Tensor-parallel process group.
         use_reentrant: Run forward without autograd; False uses saved-tensor hooks, as torch.utils.checkpoint does.
@@ -154,13 +156,6 @@ def checkpoint(
     leaves, structure = pytree.tree_flatten((args, kwargs))
     region = _Region(function, leaves, structure, shard, get_rng_state_tracker, context_fn())
     tensors = [leaves[i] for i in region.positions]
-    if shard is not None and tensors:
-        ranks, elements = world_size(shard.group), tensors[0].numel()
-        if elements % ranks:
-            raise ValueError(
-                f"distribute_saved_activations: {ranks} ranks cannot equally share the {elements} "
-                "elements of the first tensor argument; pad it or turn the option off"
-            )
     anchor = None
     if not any(tensor.requires_grad for tensor in tensors):
         # Without an input that requires a gradient no backward pass would run, although parameters may need it.
@@ -289,6 +284,13 @@ class _OfTorchs(torch.autograd.Function):
         return grad
 
 
+def _share(elements: Tensor, group: dist_group_type | None) -> Tensor:
+    """Return a copy of this rank's share [ceil(numel / n)] of a vector; a view would keep the whole tensor alive."""
+    size = ceil_div(elements.numel(), world_size(group))
+    own = elements[rank(group) * size : (rank(group) + 1) * size]
+    return torch.cat([own, own.new_zeros(size - own.numel())])
+
+
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, region, anchor, *tensors):
@@ -298,11 +300,10 @@ class _Checkpoint(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
         kept = list(tensors)
-        if region.shard is not None and kept:
+        ctx.first_shape = None
+        if region.shard is not None and kept and not isinstance(kept[0], QuantizedTensor):
             ctx.first_shape = kept[0].shape
-            # A copy of this rank's elements [numel / n]; a view would keep the whole tensor alive.
-            group = region.shard.group
-            kept[0] = kept[0].detach().reshape(world_size(group), -1)[rank(group)].clone()
+            kept[0] = _share(kept[0].detach().reshape(-1), region.shard.group)
         ctx.save_for_backward(*kept)
         return tuple(outputs)
 
@@ -315,8 +316,9 @@ class _Checkpoint(torch.autograd.Function):
                 "use checkpoint(..., use_reentrant=False) with torch.autograd.grad"
             )
         region, kept = ctx.region, list(ctx.saved_tensors)
-        if region.shard is not None and kept:
-            kept[0] = gather_along_first_dim(kept[0], region.shard.group)[0].view(ctx.first_shape)
+        if ctx.first_shape is not None:
+            whole, _ = gather_along_first_dim(kept[0], region.shard.group)
+            kept[0] = whole[: ctx.first_shape.numel()].view(ctx.first_shape)
         tensors = tuple(
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(kept, ctx.wanted, strict=True)
         )

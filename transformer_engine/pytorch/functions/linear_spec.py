@@ -215,6 +215,11 @@ def gathers_codes(spec: LinearSpec) -> bool:
     return spec.parallel.gathers_input and spec.gather_input in (CODES, ROW_CODES)
 
 
+def gathers_gradient_codes(spec: LinearSpec) -> bool:
+    """Return whether each rank quantizes its rows of the output gradient, whose codes are gathered."""
+    return spec.parallel.gathers_gradient and spec.gather_gradient in (CODES, ROW_CODES)
+
+
 def input_cast(spec: LinearSpec) -> Cast | None:
     """Return the cast with which the producer of a layer's input may quantize it; None if the layer must do it."""
     if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):

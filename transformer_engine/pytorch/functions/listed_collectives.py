@@ -10,7 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ...common.passes.vocabulary import Collective, OverlappedProduct
+from ..distributed.faults import check_collective
+from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.operand import Operand
 from ..runtime.symbols import Form, Instructions, NotListed, Object, Symbol
 from ..tensor.quantizer import Matrix
@@ -61,6 +65,16 @@ def is_listed(value: Any) -> bool:
     return type(value) in (Symbol, ListedPending) or (
         isinstance(value, (Operand, Matrix)) and type(value[0]) is Symbol
     )
+
+
+def list_check(parallel: TensorParallel, collective: str, x: Symbol) -> None:
+    """Append the comparison of a collective over its ranks; see `check_collective`."""
+
+    def check(tensor: Tensor) -> tuple[()]:
+        check_collective(parallel, collective, tensor)
+        return ()
+
+    x.instructions.apply(check, [x], [])
 
 
 def list_begin(begin: Step, collective: str, env: Environment, s: Collective, x: Any) -> ListedPending:

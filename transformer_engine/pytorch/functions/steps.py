@@ -24,7 +24,7 @@ from ...common.passes.vocabulary import (
     OverlappedProduct,
     Product,
 )
-from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from ..distributed.collectives import allreduce, gather_rows, reduce_scatter_along_first_dim
 from ..distributed.faults import check_collective
 from ..distributed.operands import PendingOperand, gather_operand
 from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
@@ -43,10 +43,11 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, turned
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
-from .linear_spec import Environment, gathers_codes
+from .linear_spec import Environment, gathers_codes, gathers_gradient_codes
 from .listed_collectives import (
     is_listed,
     list_begin,
+    list_check,
     list_gathered_product,
     list_scattered_product,
     list_wait,
@@ -72,6 +73,10 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     spec = env.linears[s.layer]
     if s.tensor == "weight":
         return weight_operands(x, spec, s.columnwise)
+    if gathers_codes(spec) if s.tensor == "input" else gathers_gradient_codes(spec):
+        # Some quantizers take maxima over the ranks.
+        check = list_check if is_listed(x) else check_collective
+        check(spec.parallel, "quantization of a shard", x)
     matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
     if s.tensor == "input" and (s.rowwise or isinstance(x, QuantizedTensorStorage)):
         shards = spec.parallel if gathers_codes(spec) else None
@@ -252,7 +257,7 @@ def _scale(env: Environment, s: None, x: Tensor, factor: Any) -> tuple[Tensor]:
 
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {
-    "all_gather": gather_along_first_dim,
+    "all_gather": gather_rows,
     "all_reduce": allreduce,
     "reduce_scatter": reduce_scatter_along_first_dim,
 }

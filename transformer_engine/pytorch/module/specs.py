@@ -23,6 +23,7 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..functions.linear_spec import LinearSpec, gathering
 from ..functions.scale_update import END_OF_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
+from ..quantization.delayed_scaling import histories_agree
 from ..runtime.autograd import run_backward_on_calling_thread
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
@@ -277,18 +278,6 @@ def quantized_results(
     return found[0], found[1]
 
 
-def _histories_agree(call: Call, parallel: TensorParallel) -> bool:
-    """Return whether delayed scaling reduces maxima over all ranks of the tensor-parallel group."""
-    active = call.active
-    if not active.follows_history or parallel.group is None:
-        return False
-    if not getattr(active.recipe, "reduce_amax", False):
-        return False
-    ranks = torch.distributed.get_process_group_ranks
-    # Without an amax_reduction_group the update takes maxima over the default group, which contains every other group.
-    return active.group is None or set(ranks(parallel.group)) <= set(ranks(active.group))
-
-
 def rows_of_shard(call: Call, parallel: TensorParallel) -> int:
     """Return the rows on this rank of the matrix that a linear layer shards along its rows.
 
@@ -397,4 +386,10 @@ def product_spec(
     if shard is None or not (communicates and parallel.sequence):
         return spec
     quantized_as = call.input.kind if call.input.is_quantized else None
-    return gathering(spec, shard, quantized_as, _histories_agree(call, parallel))
+    active = call.active
+    agree = (
+        active.follows_history
+        and parallel.group is not None
+        and histories_agree(active.recipe, active.group, parallel.group)
+    )
+    return gathering(spec, shard, quantized_as, agree)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from ..distributed_weight import is_distributed_weight
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
@@ -34,6 +35,37 @@ def contexts_of(count: int, first: int, x: Tensor) -> list[OperationContext]:
     ]
 
 
+def places_of_shards(ops: Sequence[BasicOperation]) -> tuple[int, ...]:
+    """Return the places of distributed weights among the tensors of a call: the input, then those of each operation.
+
+    Raises:
+        NotImplementedError: An operation does not accept distributed weights, or their gradients have different
+            destinations.
+    """
+    found: list[int] = []
+    accumulate: set[bool] = set()
+    place = 1
+    for op in ops:
+        for parameter in op.parameters(recurse=False):
+            if is_distributed_weight(parameter):
+                if not op.accepts_distributed_weight:
+                    raise NotImplementedError(
+                        f"{type(op).__name__} does not accept the distributed weight {type(parameter).__name__}; use "
+                        "te.ops.BasicLinear, or a layer such as te.GroupedLinear"
+                    )
+                found.append(place)
+            place += 1
+        if op.accepts_distributed_weight:
+            accumulate.add(bool(getattr(op, "_accumulate_into_main_grad", False)))
+        place += op.num_extra_inputs
+    if found and len(accumulate) > 1:
+        raise NotImplementedError(
+            "a chain with distributed weights has operations with and without accumulate_into_main_grad; give all of "
+            "them the same value"
+        )
+    return tuple(found)
+
+
 class ChainRun:
     """One call of a fuser: its contexts, and both passes over the operations."""
 
@@ -47,6 +79,11 @@ class ChainRun:
         options: Sequence[dict[str, Any]],
         state: AutocastState,
     ) -> None:
+        if places_of_shards(basic_ops):
+            raise NotImplementedError(
+                "distributed weights in a chain that does not run as one pass, such as one under torch.compile, with "
+                "operations of a user, or in a checkpoint with delayed scaling; use layers such as te.Linear"
+            )
         self.basic_ops, self.links = basic_ops, links
         self.forward_ops, self.backward_ops = fused
         self.first, self.parameters, self.options, self.state = first, parameters, options, state

@@ -24,7 +24,7 @@ from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, describe, rules_apply
 from .chain_plans import forward_plan
-from .chain_run import ChainRun, Fused, FusedChain, contexts_of
+from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
 from .links import Links
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
@@ -271,7 +271,7 @@ class OperationFuser:
                 chain = PreparedChain(
                     members, counts, plan, environment, first, stateful, x.device, rules_apply()
                 )
-                chain.fusions = fusions
+                chain.fusions, chain.shards = fusions, places_of_shards(self._basic_ops)
                 # The checks before a forward pass that depend on more than the key of a prepared chain.
                 chain.checks = tuple(
                     [

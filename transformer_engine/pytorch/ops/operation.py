@@ -182,6 +182,9 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     # Attributes that the representation shows, by the name of the argument.
     _shown: ClassVar[dict[str, str]] = {}
 
+    # Whether a parameter may be a `DistributedWeight`.
+    accepts_distributed_weight: ClassVar[bool] = False
+
     # Another number after each write to an attribute; parameters and `training` are compared by themselves.
     _revision: int = 0
 

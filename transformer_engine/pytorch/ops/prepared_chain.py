@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed_weight import whole_weights
 from ..functions.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
 from ..functions.linear_spec import LinearSpec
@@ -61,6 +62,7 @@ class PreparedChain:
     Attributes:
         fusions: The operations that the fuser shows after a call.
         checks: Functions that check parameters before every call.
+        shards: Places of distributed weights among the tensors of a call.
     """
 
     __slots__ = (
@@ -76,6 +78,7 @@ class PreparedChain:
         "outputs",
         "parameters",
         "plan",
+        "shards",
         "updates_scales",
     )
 
@@ -96,6 +99,7 @@ class PreparedChain:
         self.outputs = 1 + sum(plan.extra_outputs)
         self.fusions = Fusions([], [], None, None)
         self.checks: tuple[Callable[[], None], ...] = ()
+        self.shards: tuple[int, ...] = ()
         self._backward_plans: dict[Any, tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]] = {}
         self.compiled = self._compiled(device) if compiles_on(device) else None
         # Names of operations whose entry in the environment is made in every call, with the place of its tensor.
@@ -125,6 +129,17 @@ class PreparedChain:
         Returns:
             The main output, or a tuple of the main output and the extra outputs.
         """
+        if self.shards:
+            given = list(given)
+            fused = any(spec.weight_gradient.fused for spec in self.environment.linears.values())
+            with whole_weights([[given[place]] for place in self.shards], fused, None) as wholes:
+                for place, whole in zip(self.shards, wholes, strict=True):
+                    given[place] = whole
+                return self._results(given)
+        return self._results(given)
+
+    def _results(self, given: list[Any]) -> Any:
+        """Run the chain on whole weights."""
         environment = self._environment_of(given) if self._of_call else self.environment
         if self.first < len(self.members):
             results = _prepared(self, environment, *given)

@@ -32,6 +32,26 @@ Algorithm = str | Callable[..., Tensor]
 _default_sf_compute = scale_of  # the original's name
 
 
+# (group, forward, columns, device) of a reduction of maxima. `before_reductions` alone appends.
+_checks: list[Callable[[dist_group_type, bool, int, torch.device], None]] = []
+
+
+def before_reductions(check: Callable[[dist_group_type, bool, int, torch.device], None]) -> None:
+    """Register a function that every rank calls before a reduction of maxima, except in compiled graphs.
+
+    Args:
+        check: `check(group, forward, columns, device)`, with the direction of the scales and the number of maxima.
+    """
+    _checks.append(check)
+
+
+def _check(group: dist_group_type, forward: bool, columns: int, device: torch.device) -> None:
+    """Call the registered functions."""
+    if not torch.compiler.is_compiling():
+        for check in _checks:
+            check(group, forward, columns, device)
+
+
 def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[int] = ()) -> None:
     """Replace row 0 of every history by its maximum over the ranks of the group, in one collective.
 
@@ -161,6 +181,21 @@ def reduction_group(recipe: DelayedScaling, group: dist_group_type | None) -> di
     return group
 
 
+def histories_agree(recipe: Any, group: dist_group_type | None, members: dist_group_type) -> bool:
+    """Return whether the updates of a recipe's scales take maxima over all members of a group.
+
+    Args:
+        recipe: The recipe. Only delayed scaling has histories.
+        group: amax_reduction_group of `autocast`.
+        members: Process group whose ranks share a tensor.
+    """
+    if not getattr(recipe, "reduce_amax", False):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    # Without an amax_reduction_group the update takes maxima over the default group, which contains every other group.
+    return group is None or set(ranks(members)) <= set(ranks(group))
+
+
 def update_states(
     states: Sequence[Any],
     forward: bool,
@@ -170,12 +205,17 @@ def update_states(
 ) -> None:
     """Advance states of one direction and recipe by one step, with maxima over `reduction_group(recipe, group)`."""
     largest = recipe.fp8_format.value
+    reducing = reduction_group(recipe, group)
+    if reducing is not None and len(states) > 0:
+        history = states[0].amax_history
+        columns = sum(state.amax_history.shape[1] for state in states) + sum(gaps)
+        _check(reducing, forward, columns, history.device)
     update_scales(
         [state.amax_history for state in states],
         [state.scale_in_place for state in states],
         largest.max_fwd if forward else largest.max_bwd,
         recipe,
-        reduction_group(recipe, group),
+        reducing,
         gaps,
     )
 
@@ -233,6 +273,7 @@ class Pool:
         if len(states) > 0:
             update_states(states, self.forward, self.recipe, self.group, () if group is None else gaps)
         elif group is not None and not torch.compiler.is_compiling():
+            _check(group, self.forward, gaps[0], self.device)
             _reduce([torch.zeros(1, gaps[0], device=self.device)], group)
         if not torch.compiler.is_compiling():
             with _lock:

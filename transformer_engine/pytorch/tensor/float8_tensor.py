@@ -269,6 +269,14 @@ class Float8Quantizer(_PerTensorQuantizer):
         together.amax_reduction_group = group
         return together
 
+    def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
+        """Return a copy whose scale is the least of the ranks of a group; it records maxima as this quantizer does."""
+        scale = self.scale.clone()
+        torch.distributed.all_reduce(scale, torch.distributed.ReduceOp.MIN, group)
+        together = copy.copy(self)
+        together._scale, together._amax, together._state, together._slot = scale, self.amax, None, None
+        return together
+
     def _reduce_amax(self) -> None:
         reduce_maxima(self.amax, self.amax_reduction_group)
 

@@ -78,6 +78,10 @@ class Observing(Quantizer):
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         return Observing(self.quantizer.reducing_over(group), self.record)
 
+    def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        """Observe a copy of the delayed-scaling quantizer with the least scale of the ranks of a group."""
+        return Observing(self.quantizer.sharing_scale(group), self.record)  # pyright: ignore[reportAttributeAccessIssue]
+
     @property
     def column_signs(self) -> bool | None:
         return self.quantizer.column_signs

@@ -358,7 +358,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 self.follow_device(inputs.q.device)
             shared = isinstance(backend, ContextParallelAttention)
             of_rank = backend.inner_call if shared else call
-            scaling = scaling_of(recipe, self._config.context)
+            scaling = scaling_of(recipe)
             if recipe is not state.recipe:
                 state = state._replace(recipe=recipe)
             products = self._product_quantizers(state)
@@ -374,7 +374,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 self._scale_update(state, of_rank.needs_gradient),
             )
             if shared:
-                attending = FP8ContextAttention(backend, fp8, requested_backward(bf16_backward))
+                attending = FP8ContextAttention(backend, fp8, requested_backward(bf16_backward), state)
             if recompute:
                 attending = RecomputedFP8Attention(attending)
             if not tracing:

@@ -10,7 +10,6 @@ from torch import Tensor
 from ....common import env
 from ....common.memory import Memory
 from ....common.recipe import DelayedScaling, Format, Recipe
-from ...functions.attention.context_parallel.groups import ContextGroups
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
 from ...quantization.autocast import AutocastState
@@ -100,21 +99,15 @@ def requested_backward(bf16_backward: bool | None) -> Any:
     return None if _requested_backward() is None else env.get("NVTE_FP8_DPA_BWD")
 
 
-def scaling_of(recipe: Recipe, context: ContextGroups | None = None) -> str:
+def scaling_of(recipe: Recipe) -> str:
     """Return "delayed", "current" or "block".
 
     Args:
         recipe: Recipe of the attention.
-        context: Ranks that share its sequences.
 
     Raises:
-        ValueError: The tensors of the recipe are not FP8, or ranks cannot share its scales.
+        ValueError: The tensors of the recipe are not FP8.
     """
-    if context is not None and not getattr(recipe, "reduce_amax", True):
-        raise ValueError(
-            f"reduce_amax=False in {type(recipe).__name__} with {context.size} context-parallel ranks, whose codes "
-            "need one scale; set reduce_amax=True, and an amax_reduction_group that contains the ranks"
-        )
     scaling = family_of(recipe).attention
     if scaling is not None:
         return scaling

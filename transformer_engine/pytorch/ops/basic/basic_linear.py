@@ -14,6 +14,7 @@ from torch import Tensor
 from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import Overlap, TensorParallel
+from ...distributed_weight import is_distributed_weight
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import gathering
 from ...functions.weight_gradient import WeightGradient
@@ -66,6 +67,7 @@ class BasicLinear(StepOperation):
 
     _shown = {"in_features": "in_features", "out_features": "out_features"}
     parameter_names = ("weight",)
+    accepts_distributed_weight = True
     weight: Tensor
 
     def __init__(
@@ -257,7 +259,11 @@ def tensor_parallel_boundary(
 
 def check_main_grad(kind: str, weight: Any) -> None:
     """Raise RuntimeError unless a weight has a buffer that its gradient can be accumulated into."""
-    if hasattr(weight, "__fsdp_param__") or getattr(weight, "main_grad", None) is not None:
+    if (
+        hasattr(weight, "__fsdp_param__")
+        or is_distributed_weight(weight)
+        or getattr(weight, "main_grad", None) is not None
+    ):
         return
     raise RuntimeError(
         f"{kind} accumulates its weight gradient into main_grad, but the weight has none; set weight.main_grad to a "

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....distributed.faults import check_backward
 from ....primitives.attention.call import AttentionCall, AttentionInputs
 from ....runtime.double_backward import once_differentiable, transposed
 from .groups import ContextGroups, all_gather, all_to_all, reduce_scatter
@@ -129,6 +130,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         exchange, orders, to_heads = ctx.exchange, ctx.orders, ctx.to_heads
+        if not to_heads:
+            check_backward(exchange.group, grads[0])
 
         def back(*grads: Tensor) -> tuple[Tensor, ...]:
             return exchange_tokens(exchange, orders, not to_heads, grads)

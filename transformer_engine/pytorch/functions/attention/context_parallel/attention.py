@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -47,9 +48,7 @@ class ContextParallelAttention:
         """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups
         self.check_lengths(call, inputs)
-        for group in (groups.heads_group, groups.ring_group):
-            if group is not None and checks_step(group, inputs.q):
-                check_step(group, shared_settings(self.scheme, call, inputs), inputs.q.device)
+        self.check_settings(call, inputs)
         if groups.heads_size == 1:
             assert isinstance(self.inner, BlockAttention)
             return self.inner(self.inner_call, inputs)
@@ -61,6 +60,21 @@ class ContextParallelAttention:
             result = attend(self.inner, self.inner_call, own)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(exchange.leave(result.output), max_logit)
+
+    def check_settings(
+        self, call: AttentionCall, inputs: AttentionInputs, in_fp8: Mapping[str, object] | None = None
+    ) -> None:
+        """Compare the settings of a call over the ranks; see `check_step`.
+
+        Args:
+            call: Attention of the whole sequence.
+            inputs: Tensors of this rank.
+            in_fp8: Settings of an FP8 attention.
+        """
+        for group in (self.groups.heads_group, self.groups.ring_group):
+            if group is not None and checks_step(group, inputs.q):
+                settings = shared_settings(self.scheme, call, inputs) | dict(in_fp8 or {"recipe": None})
+                check_step(group, settings, inputs.q.device)
 
     def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:
         """Return the exchange of heads of a call."""

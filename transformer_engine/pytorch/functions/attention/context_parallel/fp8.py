@@ -1,10 +1,10 @@
 """FP8 attention of ranks that share a sequence: the codes of q, k and v travel, under one scale for all ranks.
 
-Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; current scaling takes
-the maximum over the ranks. A caller's codes have the scale of one rank: delayed scaling rounds them to the largest
-scale, current scaling quantizes their values again. Values travel instead where they are needed themselves: for a
-backward pass in high precision of values, and under recipes that scale blocks, which quantize afterwards. Partial
-outputs are merged as values in float32, and gradients travel as values.
+Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; otherwise the ranks
+take their least scale. Current scaling takes the maximum over the ranks. A caller's codes have the scale of one rank:
+delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel instead
+where they are needed themselves: for a backward pass in high precision of values, and under recipes that scale blocks,
+which quantize afterwards. Partial outputs are merged as values in float32, and gradients travel as values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from ....distributed.common_scale import rescaled_codes
+from ....distributed.faults import check_backward
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
+from ....quantization.autocast import AutocastState
+from ....quantization.delayed_scaling import histories_agree
 from ....runtime.double_backward import once_differentiable
 from ....runtime.tracing import in_eager_mode
 from ....tensor.elements import float8_dtype
@@ -44,11 +47,13 @@ class FP8ContextAttention:
         shared: The attention of the ranks.
         fp8: FP8 attention of this rank's heads, `shared.inner_call`.
         requested: Requested backward pass, see `BackwardRequest`.
+        state: The autocast block, with the recipe of the attention.
     """
 
     shared: ContextParallelAttention
     fp8: FP8Attention
     requested: bool | None
+    state: AutocastState
 
     quantizers = property(lambda self: self.fp8.quantizers)
 
@@ -61,6 +66,9 @@ class FP8ContextAttention:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups
         shared.check_lengths(call, inputs)
+        # In an exchange of heads the tensors that travel depend on the backward pass.
+        with_gradient = self.fp8.call.needs_gradient if groups.heads_size > 1 else None
+        shared.check_settings(call, inputs, {"recipe": self.state.recipe, "needs_gradient": with_gradient})
         # Codes of the caller have a scale of this rank alone. Delayed scaling rescales them, see `_shared_codes`.
         inputs = _of_values(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
@@ -79,31 +87,34 @@ class FP8ContextAttention:
         elif (
             self.fp8.call.needs_gradient and self.fp8.passes.high_precision and not only_codes
         ) or self.fp8.scaling not in TENSOR_SCALING:
-            fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=False)
+            fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=False)
             result = attend(fp8, shared.inner_call, exchange.enter(_of_values(inputs)))
             output = exchange.leave(result.output)
         else:
-            fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
+            fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=True)
             own = _codes_of_heads(exchange, fp8.quantizers.qkv, inputs)
             result = attend(fp8, shared.inner_call, own)
             output: Any = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(self._returned(output), max_logit)
 
-    def _with_shared_scales(self, group: Any) -> FP8Attention:
-        """Return the attention whose scales of q, k, v and the output are those of all ranks of a group."""
-        quantizers = self.fp8.quantizers
+    def _with_shared_scales(self, group: Any, names: Sequence[str]) -> FP8Attention:
+        """Return the attention whose quantizers of these names have one scale for all ranks of a group."""
+        quantizers: Any = self.fp8.quantizers
         if self.fp8.scaling == "current":
-            qkv, output = quantizers.qkv.reducing_over(group), quantizers.output.reducing_over(group)
-            quantizers = quantizers._replace(qkv=qkv, output=output)
-        return self.fp8.with_quantizers(quantizers)
+            shared = {name: getattr(quantizers, name).reducing_over(group) for name in names}
+        elif self.fp8.scaling == "delayed" and not histories_agree(
+            self.state.recipe, self.state.group, group
+        ):
+            shared = {name: getattr(quantizers, name).sharing_scale(group) for name in names}
+        else:
+            shared = {}
+        return self.fp8.with_quantizers(quantizers._replace(**shared))
 
     def _in_blocks(self, inputs: AttentionInputs) -> AttentionResult:
         assert isinstance(self.shared.inner, BlockAttention)
-        plan, fp8 = self.shared.inner.plan, self.fp8
-        if fp8.scaling == "current":
-            qkv = fp8.quantizers.qkv.reducing_over(plan.groups.ring_group)
-            fp8 = fp8.with_quantizers(fp8.quantizers._replace(qkv=qkv))
+        plan = self.shared.inner.plan
+        fp8 = self._with_shared_scales(plan.groups.ring_group, ("qkv",))
         output, max_logit = _FP8BlockAttention.apply(plan, fp8, self.requested, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
         return AttentionResult(self._returned(output), max_logit)
 
@@ -208,6 +219,7 @@ class _LeavingCodes(torch.autograd.Function):
     @once_differentiable("FP8 attention")
     def backward(ctx: Any, grad: Tensor) -> Any:
         exchange = ctx.exchange
+        check_backward(exchange.group, grad)
         by_heads = (_values(grad).unflatten(-1, (exchange.call.heads, -1)),)
         (own,) = exchange_tokens(exchange, exchange.orders[:1], True, by_heads)
         return None, None, own.flatten(-2)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....distributed.faults import check_backward
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.double_backward import once_differentiable
@@ -124,6 +125,7 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of the rank's tensors; sums over blocks and ranks are in float32."""
     call, groups, wide = plan.call, plan.groups, torch.promote_types(plan.call.dtype, torch.float32)
+    check_backward(groups.ring_group, grad_output)
     tokens = tokens_of(plan, inputs)
     grad_q = torch.zeros_like(inputs.q, dtype=wide, memory_format=torch.contiguous_format)
     grad_bias = None if inputs.bias is None else torch.zeros_like(inputs.bias, dtype=wide)
