@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-# A server process imports these modules once (five seconds), and each rank is forked from it. Optimizers and checkpointed
-# functions import torch._dynamo when they are first used, and pickled functions are in test modules, which import pytest.
+# A server process imports these modules once (five seconds), and each rank is forked from it. Optimizers and
+# checkpointed functions import torch._dynamo when first used, and test modules with pickled functions import pytest.
 START = "forkserver"
 TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
 multiprocessing.get_context(START).set_forkserver_preload(
