@@ -20,12 +20,13 @@ export OMP_WAIT_POLICY ?= passive
 # Without bytecode on disk, each subprocess of the tests compiles all of torch again, which takes four seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-tests help train test clients test-clients check coverage docs setup clean
+.PHONY: check-tests help train test pytest clients test-clients check coverage docs setup clean
 
 help:
 	@echo "make train         train a small GPT in FP8 and in high precision"
 	@echo "make test          ruff, pyright and the tests, without the slow ones"
 	@echo "make check         ruff and pyright"
+	@echo "make pytest        the tests of make test alone"
 	@echo "make coverage      the tests with their coverage"
 	@echo "make clients       install the published clients of the tests"
 	@echo "make test-clients  install and test the published clients"
@@ -36,7 +37,9 @@ help:
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
-test: check $(VENV)/.jax-plugin
+test: check pytest
+
+pytest: $(VENV)/.test $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m "not slow" $(ARGS)
 
 # Unmodified published clients of the original, without dependencies that the tests do not need. After their
@@ -67,12 +70,14 @@ coverage: $(VENV)/.test $(VENV)/.jax-plugin
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The requirements of `docs` and `test`, resolved and installed together.
+# The requirements of `docs` and `test`, resolved and installed together. Afterwards no target of these two installs
+# anything, so that `make -j docs check` runs both at the same time.
 setup: $(VENV)/.setup
 
 $(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[docs,test]'
 	@touch $(VENV)/.docs $(VENV)/.test $@
+	@$(MAKE) --no-print-directory $(VENV)/.jax-plugin
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ imported first. It forks again for every submodule not yet loaded.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -71,4 +72,6 @@ def failures(names: Sequence[str]) -> dict[str, str]:
 if __name__ == "__main__":
     for framework in filter(installed, FRAMEWORKS):
         importlib.import_module(framework)
+    gc.freeze()  # a collection in a forked process would visit, and so copy, the frameworks' objects
+    gc.disable()
     print(json.dumps(failures(sys.argv[1:])))

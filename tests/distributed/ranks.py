@@ -12,11 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-# A server process imports these modules once (four seconds), and each rank is forked from it.
+# A server process imports these modules once (five seconds), and each rank is forked from it. Optimizers and
+# checkpointed functions import torch._dynamo when first used, and test modules with pickled functions import pytest.
 START = "forkserver"
 TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
 multiprocessing.get_context(START).set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.multiprocessing.spawn", "transformer_engine.pytorch"]
+    [
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.multiprocessing.spawn",
+        "transformer_engine.pytorch",
+    ]
 )
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,36 +45,82 @@ CASES = (
 RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and run.autocast]
 
 
-def _trained(device):
-    """Of each case: outputs alone, outputs sharded, and the bytes of gathered weights after each forward."""
-    found = {}
+# (ranks, formats, marks): a single rank gathers nothing from others, so that one format runs always on it. Every format
+# runs on two ranks.
+GROUPS = (
+    (1, ("delayed",), ()),
+    (1, tuple(name for name in RECIPES if name != "delayed"), pytest.mark.slow),
+    (2, tuple(RECIPES), ()),
+)
+
+
+def _trained(device: torch.device, formats: tuple[str, ...]) -> dict[str, Any]:
+    """Return, of each case, outputs sharded and the bytes of gathered weights after each forward; outputs alone.
+
+    Cases that differ only in how weights are sharded have the same model alone. Each rank trains it, because delayed
+    scaling reduces maxima over all ranks.
+    """
+    found: dict[str, Any] = {}
     with te.emulate():  # a GPU lacks some of the formats
-        for case, (name, run) in CASES.items():
+        for case in _cases(formats):
             held: list[int] = []
             together = train(
-                name, run, device, True, lambda *seen, held=held: held.append(gathered_bytes(*seen))
+                *CASES[case], device, True, lambda *seen, held=held: held.append(gathered_bytes(*seen))
             )
-            found[case] = (train(name, run, device, False), together, torch.tensor(held))
+            found[case] = (together, torch.tensor(held))
+        for name, run in sorted({_alone(case) for case in _cases(formats)}, key=repr):
+            found[f"alone {name} {run}"] = train(name, run, device, False)
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request, tmp_path_factory):
-    return run_on_ranks(_trained, request.param, tmp_path_factory.mktemp("ranks"))
+def _cases(formats: tuple[str, ...]) -> list[str]:
+    return [case for case, (name, _) in CASES.items() if name in formats]
 
 
-@pytest.mark.parametrize("case", CASES)
+def _alone(case: str) -> tuple[str, Run]:
+    name, run = CASES[case]
+    return name, replace(run, reshard=True, prefetch=False, replicated=False)
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[tuple[int, tuple[str, ...]], list[dict[str, Any]]]:
+    """{(ranks, formats): what each rank returned}, filled on demand: both tests read the same runs."""
+    return {}
+
+
+@pytest.fixture
+def ranks(request, trained, tmp_path):
+    size, formats = request.param
+    if request.param not in trained:
+        trained[request.param] = run_on_ranks(partial(_trained, formats=formats), size, tmp_path)
+    return trained[request.param]
+
+
+def on_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by groups of ranks and by their cases among `cases`."""
+    params = [
+        pytest.param((size, formats), case, id=f"{size}-{case}", marks=marks)
+        for size, formats, marks in GROUPS
+        for case in _cases(formats)
+        if case in cases
+    ]
+    return pytest.mark.parametrize(("ranks", "case"), params, indirect=["ranks"])
+
+
+@on_ranks(CASES)
 def test_sharded_training_is_training(case, ranks):
-    for alone, together, _ in (rank[case] for rank in ranks):
+    name, run = _alone(case)
+    for rank in ranks:
+        alone, (together, _) = rank[f"alone {name} {run}"], rank[case]
         assert torch.equal(alone, together)
         assert alone.isfinite().all() and not torch.equal(alone[0], alone[-1])
 
 
-@pytest.mark.parametrize("case", RESHARDED)
+@on_ranks(RESHARDED)
 def test_no_gathered_weight_outlives_the_forward_that_read_it(case, ranks):
     for rank in ranks:
-        assert not rank[case][2].any()
-        assert rank[f"{case.split('-')[0]}-kept"][2].all()  # the same count, of weights that are to stay
+        assert not rank[case][1].any()
+        assert rank[f"{case.split('-')[0]}-kept"][1].all()  # the same count, of weights that are to stay
 
 
 def _trained_unevenly(sharded: bool) -> torch.Tensor:
