@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import optional
 from ..formats import E2M1, E4M3, E5M2, Element
+from ..numbers import with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,6 +160,8 @@ def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> 
             key.append(None)
         else:
             pointer = tensor.data_ptr()
+            if not pointer:
+                check_memory(tensor)
             together |= pointer
             pointers.append(pointer)
             key.append(tensor.dtype)
@@ -171,6 +174,15 @@ def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> 
         handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *made))
     handle(device, pointers, tensors, made)
     return handle
+
+
+def check_memory(tensor: Any) -> None:
+    """Raise TypeError for a tensor without an address that has elements; a kernel would fault the device."""
+    if tensor.numel():
+        raise TypeError(
+            f"a kernel reads {with_article(type(tensor))} of {tensor.numel()} elements, which has no memory of its "
+            "own; call its dequantize() first"
+        )
 
 
 def starter(launch: Launch, tensors: Tensors) -> Any:

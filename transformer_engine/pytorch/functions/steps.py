@@ -39,7 +39,7 @@ from ..primitives.quantize import dequantize
 from ..primitives.transpose import transposed_operand
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of, values_of
 from ..tensor.quantizer import Matrix, Operands, turned
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
@@ -180,15 +180,10 @@ def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any, ...]:
     return (*quantizer.adopt(quantized, x.dtype), sums)
 
 
-def _values_of(x: Any) -> Tensor:
-    """Return a matrix in high precision, which kernels read; a quantized tensor has no memory of its own."""
-    return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
-
-
 def _norm(
     env: Environment, s: NormSettings, x: Tensor, gamma: Tensor, beta: Tensor | None = None
 ) -> tuple[Any, ...]:
-    norm, matrix = env.norms[s.norm], as_matrix(_values_of(x))
+    norm, matrix = env.norms[s.norm], as_matrix(values_of(x))
     if s.cast is None:
         y, statistics = norm.forward(matrix, gamma, beta)
         return (y, *statistics)
@@ -208,7 +203,7 @@ def _norm_backward(
     addend: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     statistics = NormStatistics(mean, rstdev)
-    matrices = as_matrix(_values_of(dy)), as_matrix(_values_of(x))
+    matrices = as_matrix(values_of(dy)), as_matrix(values_of(x))
     dx, dgamma, dbeta = env.norms[s.norm].backward(*matrices, statistics, gamma)
     if addend is not None:
         dx = dx + addend.view(dx.shape)

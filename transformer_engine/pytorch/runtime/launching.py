@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.dispatch import Operator
-from ...common.kernels.launch import ALIGNMENT, Launch, Output, missing, start, starter
+from ...common.kernels.launch import ALIGNMENT, Launch, Output, check_memory, missing, start, starter
 from ...common.kernels.program import Program
 from .device import get_device_compute_capability, is_current_device
 from .symbols import Symbol
@@ -102,6 +102,8 @@ class Performed:
                 key.append(None)
             else:
                 address = tensor.data_ptr()
+                if not address:
+                    check_memory(tensor)
                 together |= address
                 addresses.append(address)
                 key.append(tensor.dtype)
