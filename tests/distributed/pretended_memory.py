@@ -37,5 +37,5 @@ class Peers:
         assert found.dtype is dtype and found.numel() == count
         return found
 
-    def barrier(self, channel: int = 0) -> None:
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         self._memory.wait()

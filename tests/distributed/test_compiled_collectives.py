@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import RECIPES
 from transformer_engine.pytorch.distributed import overlap
-from transformer_engine.pytorch.distributed.overlap_measurement import Least
+from transformer_engine.pytorch.distributed.overlap_measurement import Thresholds
 from transformer_engine.pytorch.functions import layer
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -48,7 +48,7 @@ def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
 def _compared(device: torch.device) -> dict[str, Any]:
     """Return {case: (whether the bits are equal, number of compiled kinds, reasons)}."""
     ranks = dist.get_world_size()
-    overlap.least_sizes = lambda *_: Least(0, 0)
+    overlap.thresholds_of = lambda *_: Thresholds(0, 0)
     te.initialize_ub([ranks * TOKENS, INNER], ranks)
     compiles_on, found = layer.compiles_on, {}
     for kind, build in LAYERS.items():

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -319,6 +320,7 @@ def scales_differ(rank: int, directory: str, fault: str) -> None:
         world_size=2,
         timeout=timedelta(seconds=20),
     )
+    warnings.filterwarnings("error", "the ranks of a process group differ")
     layers = [te.Linear(HIDDEN, HIDDEN, device="cpu") for _ in range(1 + (fault == "layers" and rank == 1))]
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
     try:
@@ -336,7 +338,7 @@ def scales_differ(rank: int, directory: str, fault: str) -> None:
                 elif fault == "no gradients":
                     te.distributed.gather_along_first_dim(x, dist.group.WORLD)
             optimizer.step()
-    except RuntimeError as error:
+    except (RuntimeError, UserWarning) as error:
         Path(directory, f"{rank}.message").write_text(str(error))
 
 

@@ -22,12 +22,12 @@ from transformer_engine.pytorch.distributed.overlap import (
     OVERLAP,
     PROCESS_GROUP,
     SYMMETRIC,
-    Ready,
+    GroupBuffers,
     Request,
     unsupported_reason,
 )
-from transformer_engine.pytorch.distributed.overlap_measurement import Least
-from transformer_engine.pytorch.distributed.overlapped_rows import Copies, GatheredRows, ScatteredRows
+from transformer_engine.pytorch.distributed.overlap_measurement import Thresholds
+from transformer_engine.pytorch.distributed.overlapped_rows import GatheredRows, PeerBuffers, ScatteredRows
 from transformer_engine.pytorch.functions import overlapped_products
 
 TOKENS, HIDDEN, INNER = 256, 128, 256  # of one rank: two blocks of 128 rows
@@ -125,19 +125,19 @@ def _both(kind: str, recipe: str, device: torch.device) -> tuple[dict[str, Any],
 
 
 class Uses:
-    """Replaces `copies_for` by copies in pretended memory, and counts their uses."""
+    """Replaces `peer_buffers_for` by copies in pretended memory, and counts their uses."""
 
     def __init__(self, ranks: int):
         self._memories = [Memory(ranks), Memory(ranks)]
-        self._of_thread: dict[int, Copies] = {}
+        self._of_thread: dict[int, PeerBuffers] = {}
         self.counts: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0}
 
-    def __call__(self, operation: str, values: torch.Tensor, size: int, group: Any) -> Copies:
+    def __call__(self, operation: str, values: torch.Tensor, size: int, group: Any) -> PeerBuffers:
         rank = dist.get_rank(group)
         if rank not in self._of_thread:
             buffers = [torch.full((1 << 20,), 255, dtype=torch.uint8) for _ in self._memories]
             pairs = [(b, memory.peers(rank, b)) for b, memory in zip(buffers, self._memories, strict=True)]
-            self._of_thread[rank] = Copies(pairs, None)
+            self._of_thread[rank] = PeerBuffers(pairs, None)
         if rank == 0:
             self.counts[operation] += 1
         return self._of_thread[rank]
@@ -152,7 +152,7 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
     """
     ranks = 2
     uses = Uses(ranks)
-    monkeypatch.setattr(overlapped_products, "copies_for", uses)
+    monkeypatch.setattr(overlapped_products, "peer_buffers_for", uses)
     for found, expected in run_on_threads(lambda rank: _both(kind, recipe, torch.device("cpu")), ranks):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -166,7 +166,7 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks_compute_the_same(ranks, monkeypatch):
-    monkeypatch.setattr(overlapped_products, "copies_for", Uses(ranks))
+    monkeypatch.setattr(overlapped_products, "peer_buffers_for", Uses(ranks))
     monkeypatch.setitem(globals(), "INNER", 128 * ranks)
     for found, expected in run_on_threads(lambda rank: _both("mlp", "none", torch.device("cpu")), ranks):
         for name, value in expected.items():
@@ -181,7 +181,7 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
     def run(rank: int) -> None:
         try:
             buffers = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in memories]
-            copies = Copies(
+            copies = PeerBuffers(
                 [(b, memory.peers(rank, b)) for b, memory in zip(buffers, memories, strict=True)], None
             )
             for turn in range(20):
@@ -258,7 +258,7 @@ def test_flags_have_no_effect_on_a_cpu_and_say_so():
 def _on_gpus(device: torch.device) -> dict[str, Any]:
     """Run all layers with real buffers, small ones too."""
     ranks = dist.get_world_size()
-    overlap.least_sizes = lambda *_: Least(0, 0)
+    overlap.thresholds_of = lambda *_: Thresholds(0, 0)
     te.initialize_ub([ranks * TOKENS, INNER], ranks, dtype=torch.float32)
     found = {}
     for kind in BUILD:
@@ -266,7 +266,7 @@ def _on_gpus(device: torch.device) -> dict[str, Any]:
             results = _both(kind, recipe, device)
             found[f"{kind}/{recipe}"] = [{k: v.cpu() for k, v in values.items()} for values in results]
     group: Any = dist.group.WORLD
-    assert isinstance(overlap._reserved.groups[group], Ready), overlap._reserved.groups[group]
+    assert isinstance(overlap._reserved.groups[group], GroupBuffers), overlap._reserved.groups[group]
     found["graph"] = _graphed(device)
     te.destroy_ub()
     return found
@@ -288,6 +288,9 @@ def _graphed(device: torch.device) -> list[dict[str, torch.Tensor]]:
             model.zero_grad()
             y = graphed(x)
             y.sum().backward()
+            model.eval()
+            model(x.detach())  # takes one buffer between two replays, which graphs do not see
+            model.train()
         results.append({"y": y.detach().clone(), "dx": x.grad.clone()})  # pyright: ignore
     return results
 

@@ -104,7 +104,6 @@ NO_EFFECT = {
     "ub_bulk_wgrad": lambda: te.LayerNormLinear(16, 16, ub_bulk_wgrad=True, device="cpu"),
     "ub_overlap_rs": lambda: te.LayerNormMLP(16, 16, ub_overlap_rs=True, device="cpu"),
     "ub_tp_comm_overlap": lambda: te.TransformerLayer(64, 64, 4, ub_tp_comm_overlap=True, device="cpu"),
-    "initialize_ub": lambda: (te.initialize_ub([128, 32], 2), te.destroy_ub()),
     "symmetric_ar_type": lambda: te.Linear(16, 16, symmetric_ar_type="two_shot", device="cpu"),
     "sm_margin": lambda: te.RMSNorm(16, sm_margin=4, device="cpu"),
     "cp_stream": lambda: te.DotProductAttention(4, 16, cp_stream=object()),

@@ -152,7 +152,7 @@ class TransformerLayer(nn.Module):
             given["tp_size"] = torch.distributed.get_world_size(tp_group)
         given["sequence_parallel"] = sequence_parallel and given["tp_size"] > 1
         given["return_bias"] = not parallel_attention_mlp
-        given |= {flag: given[flag] and ub_tp_comm_overlap for flag in OverlapFlags._fields}
+        given |= self._overlap_flags(given)
         self._config = TransformerLayerConfig(
             **{field.name: given[field.name] for field in fields(TransformerLayerConfig)}
         )
@@ -171,6 +171,19 @@ class TransformerLayer(nn.Module):
                 **{name: given[name] for name in _OF_NORM},
             )
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
+
+    @staticmethod
+    def _overlap_flags(given: dict[str, Any]) -> dict[str, bool]:
+        """Return the `ub_*` flags of the children; warn once that they have no effect without sequence parallelism."""
+        wanted = given["ub_tp_comm_overlap"]
+        shards = given["set_parallel_mode"] and given["sequence_parallel"]
+        if wanted and not shards:
+            warn_once(
+                "ub_tp_comm_overlap without sequence parallelism",
+                "ub_tp_comm_overlap=True has no effect: only layers that are sharded over several ranks with "
+                "set_parallel_mode=True and sequence_parallel=True gather and scatter rows. Set both, or remove it",
+            )
+        return {flag: given[flag] and wanted and shards for flag in OverlapFlags._fields}
 
     def _create_attentions(self, given: dict[str, Any]) -> None:
         """Create self_attention, and inter_attention or None, from the constructor's arguments."""

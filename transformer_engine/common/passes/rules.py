@@ -163,13 +163,13 @@ def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
 
 
 def _gathered_product(producer: Step, reader: Step) -> Step | None:
-    """Let a product that reads gathered rows multiply those of one rank while those of others are on their way."""
+    """Merge a gather with the product of its rows, so that rows of one rank multiply while others are in transit."""
     settings, gather = reader.settings, producer.settings
     if producer.op != "all_gather.wait" or reader.op != "product" or reader.inputs[0] != producer.results[0]:
         return None
     if not isinstance(settings, Product) or not isinstance(gather, Collective) or not gather.overlaps:
         return None
-    if settings.activation or settings.cast or len(reader.inputs) > 3:
+    if settings.activation or settings.cast or settings.turned[0] or len(reader.inputs) > 3:
         return None
     results = (*reader.results, *producer.results)
     return Step(
@@ -181,7 +181,7 @@ def _gathered_product(producer: Step, reader: Step) -> Step | None:
 
 
 def _scattered_product(producer: Step, reader: Step) -> Step | None:
-    """Let a product whose only reader sums it over the ranks send the rows of one rank while it computes others."""
+    """Merge a product with the reduce-scatter of its result, so that rows are in transit while others multiply."""
     settings, scatter = producer.settings, reader.settings
     if producer.op != "product" or reader.op != "reduce_scatter.begin" or len(producer.inputs) > 2:
         return None

@@ -28,7 +28,6 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `dropout_backward` | dy, mask | dx | `DropoutSettings` |
 | `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
 | `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
-
 | `gathered_product` | pending of an `all_gather`, b, bias | y, gathered matrix | `OverlappedProduct` |
 | `scattered_product` | a, b | pending of a `reduce_scatter` | `OverlappedProduct` |
 
@@ -215,7 +214,7 @@ class Collective:
     Attributes:
         group: Name of the layer, or of the group, in the environment.
         axis: Axis that an `all_gather` joins: 0, or 1 for the column direction [K, M] of rows that ranks share.
-        dense: The result is values with a contiguous axis, as of `dense`.
+        dense: The result is made dense, as by the `dense` operation.
         overlaps: It can overlap with the product of its rows, see `OverlappedProduct`.
     """
 

@@ -31,9 +31,11 @@ from ..primitives.operand import Operand
 from ..quantization.autocast import current
 from ..quantization.delayed_scaling import before_reductions
 from ..runtime.capture import is_graph_capturing
+from ..runtime.warn_once import warn_once
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 
 MAXIMUM_CHECKS = 256
+CHECKED_REDUCTIONS = 16  # of the maxima of delayed scaling
 OPTIMIZER_STEPS = "optimizer steps"
 RESPONSE_SECONDS = 5.0  # how long a rank that has failed waits for the others to report that they have
 _SWITCH = ("TE_CHECK",)
@@ -58,7 +60,10 @@ class _Updates(threading.local):
 
 _updates = _Updates()
 _checks: WeakKeyDictionary[Any, _GroupChecks] = WeakKeyDictionary()
+_reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _lock = threading.Lock()
+# Settings of the process that all ranks must have in common, besides those of the collective.
+common_settings: dict[str, object] = {}
 
 
 def checks_step(group: dist_group_type, x: Any) -> bool:
@@ -70,13 +75,18 @@ def checks_step(group: dist_group_type, x: Any) -> bool:
     if group is None or torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
         return False
     record = _checks.get(group)
-    if record is not None and record.finished and env.stored(_SWITCH)[0] is None:
+    return _continues(record is not None and record.finished)
+
+
+def _continues(finished: bool) -> bool:
+    """Return whether a comparison takes place, which is not so in CUDA graphs and, without TE_CHECK, once finished."""
+    if finished and env.stored(_SWITCH)[0] is None:
         return False
     if not dist.is_initialized() or is_graph_capturing():
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
-    return record is None or not record.finished or env.get("TE_CHECK") != "0"
+    return not finished or env.get("TE_CHECK") != "0"
 
 
 def transport_device(group: dist_group_type | None, device: torch.device) -> torch.device:
@@ -103,9 +113,18 @@ def check_step(group: dist_group_type, settings: Mapping[str, object], device: t
     """
     record = _record(group)
     updates = _updates.count - record.first_update
-    own = {name: _ADDRESS.sub("", str(value)) for name, value in settings.items()}
-    own["TE_CHECK"] = level = str(env.get("TE_CHECK"))
-    own[OPTIMIZER_STEPS] = str(updates if level != "0" else min(updates, 1))
+    level = env.get("TE_CHECK")
+    _compare(group, {**settings, OPTIMIZER_STEPS: updates if level != "0" else min(updates, 1)}, device)
+    record.count += 1
+    record.finished = record.finished or updates > 0 or record.count >= MAXIMUM_CHECKS
+
+
+def _compare(
+    group: Any, settings: Mapping[str, object], device: torch.device, warned_about: str | None = None
+) -> None:
+    """Raise RuntimeError on every rank if settings of the ranks differ; warn once if only `warned_about` does."""
+    own = {name: _ADDRESS.sub("", str(value)) for name, value in (settings | common_settings).items()}  # pyright: ignore
+    own["TE_CHECK"] = str(env.get("TE_CHECK"))
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     place = transport_device(group, device)
     sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=place)
@@ -115,9 +134,11 @@ def check_step(group: dist_group_type, settings: Mapping[str, object], device: t
     if len(set(received.tolist())) > 1:
         descriptions: list[Any] = [None] * len(received)
         dist.all_gather_object(descriptions, own, group=group)
-        raise RuntimeError(_difference(descriptions, dist.get_process_group_ranks(group)))
-    record.count += 1
-    record.finished = record.finished or updates > 0 or record.count >= MAXIMUM_CHECKS
+        message = _difference(descriptions, dist.get_process_group_ranks(group))
+        others = [{**found, warned_about: None} for found in descriptions]
+        if any(found != others[0] for found in others):
+            raise RuntimeError(message)
+        warn_once(f"ranks differ in {warned_about}", message)
 
 
 def check_collective(parallel: Any, collective: str, x: Any) -> None:
@@ -136,6 +157,7 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         "parallel_mode": parallel.mode,
         "sequence_parallel": parallel.sequence,
         "tp_size": parallel.size,
+        "ub flags": tuple(parallel.overlap),
     }
     if torch._C._current_graph_task_id() == _OUTSIDE:
         state = current()
@@ -159,14 +181,24 @@ def check_backward(group: dist_group_type, grad: Tensor) -> None:
 
 
 def _check_reduction(group: dist_group_type, forward: bool, columns: int, device: torch.device) -> None:
-    """Compare a reduction of the maxima of delayed scaling over its ranks; see `check_step`."""
-    if checks_step(group, None):
-        settings = {
-            "collective": "reduction of the maxima of delayed scaling",
-            "pass": "forward" if forward else "backward",
-            "number of maxima": columns,
-        }
-        check_step(group, settings, device)
+    """Compare the first reductions of the maxima of delayed scaling of a group over its ranks, all with TE_CHECK.
+
+    Unlike the collectives of a layer, they may involve ranks that run no optimizer: these are warned about.
+    """
+    if torch.compiler.is_compiling() or not dist.is_initialized():
+        return
+    count = _reductions.get(group, 0)
+    if not _continues(count >= CHECKED_REDUCTIONS):
+        return
+    settings = {
+        "collective": "reduction of the maxima of delayed scaling",
+        "pass": "forward" if forward else "backward",
+        "number of maxima": columns,
+        OPTIMIZER_STEPS: min(_updates.count, 1),
+    }
+    _count_updates()
+    _compare(group, settings, device, OPTIMIZER_STEPS)
+    _reductions[group] = count + 1
 
 
 before_reductions(_check_reduction)
@@ -216,7 +248,7 @@ def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
         if any(line.startswith(OPTIMIZER_STEPS) for line in lines)
         else "give every rank of the group the same settings and inputs of the same shape"
     )
-    return f"the ranks of a process group differ, so that a collective would hang. {'. '.join(lines)}. Remedy: {remedy}"
+    return f"the ranks of a process group differ, so that a collective can hang. {'. '.join(lines)}. Remedy: {remedy}"
 
 
 def _listed(ranks: list[int]) -> str:

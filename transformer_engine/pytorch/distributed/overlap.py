@@ -1,8 +1,8 @@
-"""Which collectives overlap with their own products, by size and by what the ranks of a group can read.
+"""Choose whether a collective overlaps with its product, from the size of its message and from peer access.
 
 `initialize_ub` sets the size of the buffers (`overlapped_rows.py`). At the first collective whose layer has a `ub_*`
-flag, a group allocates them and measures from which size on they are faster than the process group
-(`overlap_measurement.py`).
+flag, a process group allocates them and measures the least size of a message for which they are faster than its own
+collectives (`overlap_measurement.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from ...common.dispatch import Backend, Table
 from ..runtime.capture import is_graph_capturing
 from ..runtime.warn_once import warn_once
-from .overlap_measurement import Least, least_sizes
-from .overlapped_rows import Copies
+from .faults import common_settings
+from .overlap_measurement import Thresholds, thresholds_of
+from .overlapped_rows import PeerBuffers
 from .symmetric_memory import PROCESS_GROUP, SYMMETRIC, allocated
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
@@ -33,7 +34,7 @@ class Request(NamedTuple):
         backends: Backends of the process group, as `get_backend_config` returns them.
         size: Bytes that this rank writes to its buffer.
         capacity: Bytes of a buffer; 0 without `initialize_ub`.
-        least: Bytes from which on the overlap is faster than the process group; None if never.
+        least: Least size of a message that is faster with overlap; None if no size is.
         problem: Why the ranks of the group have no buffers, or "".
     """
 
@@ -79,15 +80,15 @@ OVERLAP: Table[Request] = Table(
 )
 
 
-class Ready(NamedTuple):
-    """The buffers of a group, and from which size on they are used."""
+class GroupBuffers(NamedTuple):
+    """The buffers of a process group, and the least sizes for which they are used."""
 
-    copies: Copies
-    least: Least
+    buffers: PeerBuffers
+    least: Thresholds
 
 
 class _Reserved:
-    """The bytes that `initialize_ub` reserved, and what the groups that used them have.
+    """The bytes that `initialize_ub` reserved, and the buffers that process groups have allocated.
 
     Attributes:
         size: Bytes of a buffer.
@@ -96,7 +97,7 @@ class _Reserved:
 
     def __init__(self) -> None:
         self.size = 0
-        self.groups: WeakKeyDictionary[Any, Ready | str] = WeakKeyDictionary()
+        self.groups: WeakKeyDictionary[Any, GroupBuffers | str] = WeakKeyDictionary()
 
 
 _reserved = _Reserved()
@@ -108,12 +109,12 @@ def reserve(size: int) -> None:
     Args:
         size: Bytes of a buffer; 0 frees the buffers of all groups.
     """
-    _reserved.size = size
+    _reserved.size = common_settings["bytes of initialize_ub"] = size
     _reserved.groups.clear()
 
 
-def copies_for(operation: str, values: Tensor, size: int, group: Any) -> Copies | None:
-    """Return the copies that a collective uses to overlap with its product, or None for the process group.
+def peer_buffers_for(operation: str, values: Tensor, size: int, group: Any) -> PeerBuffers | None:
+    """Return the buffers through which a collective overlaps with its product, or None for the process group.
 
     All ranks of the group call it with equal arguments.
 
@@ -124,51 +125,55 @@ def copies_for(operation: str, values: Tensor, size: int, group: Any) -> Copies 
         group: Process group.
     """
     group = dist.group.WORLD if group is None else group
-    key = [operation, values.device.type, dist.get_backend_config(group), size, _reserved.size, 0, ""]
-    made: Ready | str | None = None
-    if _lasting_reason(Request(*key)) is None:
-        made = _ready(group, values.device)
-        if isinstance(made, str):
-            key[-1] = made
-        elif made is None:
-            key[-1] = "the first use of the group is in a CUDA graph; run the layer once before its capture"
+    backends = dist.get_backend_config(group)
+    request = Request(operation, values.device.type, backends, size, _reserved.size, 0, "")
+    known: GroupBuffers | str | None = None
+    if _lasting_reason(request) is None:
+        known = _of_group(group, values.device)
+        if known is None:
+            problem = "the first use of the group is in a CUDA graph; run the layer once before its capture"
+            request = request._replace(problem=problem)
+        elif isinstance(known, str):
+            request = request._replace(problem=known)
         else:
-            key[-2] = made.least.gather if operation == GATHER else made.least.scatter
-    if OVERLAP.choose(tuple(key)) == SYMMETRIC:
-        assert isinstance(made, Ready)
-        return made.copies
-    request = Request(*key)
-    reason = _lasting_reason(request)
-    if reason is None and size > request.capacity:
-        reason = unsupported_reason(request)
-    if reason is not None:
+            least = known.least.gather if operation == GATHER else known.least.scatter
+            request = request._replace(least=least)
+    if OVERLAP.choose(request) == SYMMETRIC:
+        assert isinstance(known, GroupBuffers)
+        return known.buffers
+    # Messages below the threshold are not worth a warning.
+    if request.least is None or size > request.capacity or _lasting_reason(request) is not None:
         warn_once(
-            f"overlap: {reason}",
-            f"ub_* flags have no effect on {operation}: {reason}. The process group's collective has the same result",
+            f"overlap of {operation}: {_lasting_reason(request) or request.least}",
+            f"ub_* flags have no effect on {operation}: {unsupported_reason(request)}. The process group communicates "
+            "instead",
         )
     return None
 
 
-def _ready(group: Any, device: torch.device) -> Ready | str | None:
+def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
     """Return the buffers of a group, or why it has none; None while a graph is captured, which cannot allocate them."""
     known = _reserved.groups.get(group)
     if known is not None:
         return known
     if is_graph_capturing() or torch.cuda.is_current_stream_capturing():
         return None
-    problem, copies = "", None
+    problem, buffers = "", None
     try:
         # Each pair is a buffer of this rank and its peers.
-        buffers = [allocated(_reserved.size, torch.uint8, device, group) for _ in range(2)]
-        copies = Copies(buffers, torch.cuda.Stream(device, priority=-1))
+        pairs = [allocated(_reserved.size, torch.uint8, device, group) for _ in range(2)]
+        buffers = PeerBuffers(pairs, torch.cuda.Stream(device, priority=-1))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except RuntimeError as error:  # ranks of several hosts, or GPUs that cannot read each other's memory
         problem = f"symmetric memory is not available, {error}"
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     problem = next(filter(None, problems), "")
-    if copies is None or problem:
-        _reserved.groups[group] = problem
-        return problem
-    made = Ready(copies, least_sizes(copies, group, device))
+    made = (
+        problem
+        if buffers is None or problem
+        else GroupBuffers(buffers, thresholds_of(buffers, group, device))
+    )
     _reserved.groups[group] = made
     return made

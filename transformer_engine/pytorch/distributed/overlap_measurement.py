@@ -1,7 +1,7 @@
-"""From which size on products that overlap with their own collective are faster than the process group's collectives.
+"""Measure the least size of a message for which overlap with a product is faster than the process group's collective.
 
-Both are measured once per machine, beside a product of the size of a narrow layer, and kept in the user's cache folder.
-All ranks of a group use the same sizes.
+The measurement, beside a product of width 4096 in bfloat16, is made once per machine and size of the buffers, and kept
+in the user's cache folder. All ranks of a group use the same sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common import env
-from .overlapped_rows import Copies, GatheredRows, ScatteredRows
+from ..runtime.warn_once import warn_once
+from .overlapped_rows import GatheredRows, PeerBuffers, ScatteredRows
 
 _WIDTH = 4096  # of the multiplied rows
 _SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
@@ -29,38 +30,41 @@ _NEVER = -1
 _VERSION = 1  # of the measurement, part of the file's name
 
 
-class Least(NamedTuple):
-    """Bytes from which on a collective over copy engines, beside its product, is faster; None if it never is."""
+class Thresholds(NamedTuple):
+    """Least size in bytes of an overlapping message; None if no size is faster."""
 
     gather: int | None
     scatter: int | None
 
 
-def least_sizes(copies: Copies, group: Any, device: torch.device) -> Least:
+def thresholds_of(buffers: PeerBuffers, group: Any, device: torch.device) -> Thresholds:
     """Return the sizes of a group, measured unless the first rank finds them in its cache folder.
 
     Args:
-        copies: The buffers of the group.
+        buffers: The buffers of the group.
         group: Process group; all its ranks call this function.
         device: Device of this rank.
     """
-    path = _path(copies.ranks, device)
-    found: list[Any] = [_stored(path) if copies.rank == 0 else None]
+    path = _path(buffers, device)
+    found: list[Any] = [_stored(path) if buffers.rank == 0 else None]
     dist.broadcast_object_list(found, group_src=0, group=group)
     if found[0] is None:
-        found[0] = _measured(copies, group, device)
-        if copies.rank == 0:
+        found[0] = _measured(buffers, group, device)
+        if buffers.rank == 0:
             _store(path, found[0])
-    return Least(*[None if size == _NEVER else size for size in found[0]])
+    return Thresholds(*[None if size == _NEVER else size for size in found[0]])
 
 
-def _path(ranks: int, device: torch.device) -> Path:
-    name = f"{torch.cuda.get_device_name(device)} {ranks} torch {torch.__version__} {_VERSION}"
+def _path(buffers: PeerBuffers, device: torch.device) -> Path:
+    largest = buffers.capacity.bit_length()  # sizes above it are not measured
+    name = (
+        f"{torch.cuda.get_device_name(device)} {buffers.ranks} {largest} torch {torch.__version__} {_VERSION}"
+    )
     return env.cache_directory() / "overlap" / (re.sub(r"[^A-Za-z0-9.]+", "_", name) + ".json")
 
 
 def _stored(path: Path) -> list[int] | None:
-    """Return the sizes in a file, or None if there is none, or one that was not written by `_store`."""
+    """Return the sizes in a file, or None if the file is missing or invalid."""
     try:
         sizes = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -70,19 +74,26 @@ def _stored(path: Path) -> list[int] | None:
 
 
 def _store(path: Path, sizes: list[int]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(sizes, file)
-    os.replace(file.name, path)
+    """Write the sizes; warn once if the cache folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(sizes, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        warn_once(
+            "overlap measurement",
+            f"the measurement of overlap is not kept: {error}; set TE_CACHE_DIR to a folder",
+        )
 
 
-def _measured(copies: Copies, group: Any, device: torch.device) -> list[int]:
+def _measured(buffers: PeerBuffers, group: Any, device: torch.device) -> list[int]:
     """Return the least size of a gather and of a reduce-scatter, `_NEVER` if the process group is always faster."""
     least = []
     for measure in (_gather_ms, _scatter_ms):
         smallest = _NEVER
-        for size in reversed([size for size in _SIZES if size <= copies.capacity]):
-            times = torch.tensor(measure(copies, group, device, size), device=device)
+        for size in reversed([size for size in _SIZES if size <= buffers.capacity]):
+            times = torch.tensor(measure(buffers, group, device, size), device=device)
             dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
             overlapped, plain = times.tolist()
             if overlapped >= plain:
@@ -92,16 +103,16 @@ def _measured(copies: Copies, group: Any, device: torch.device) -> list[int]:
     return least
 
 
-def _gather_ms(copies: Copies, group: Any, device: torch.device, size: int) -> tuple[float, float]:
+def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
     """Return the milliseconds of a product of gathered rows: by parts, and after the process group's gather."""
     rows = size // (_WIDTH * torch.bfloat16.itemsize)
-    x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // copies.ranks)
-    whole = x.new_empty(copies.ranks * rows, _WIDTH)
-    out = x.new_empty(copies.ranks * rows, weight.shape[1])
-    parts = out.chunk(copies.ranks)
+    x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // buffers.ranks)
+    whole = x.new_empty(buffers.ranks * rows, _WIDTH)
+    out = x.new_empty(buffers.ranks * rows, weight.shape[1])
+    parts = out.chunk(buffers.ranks)
 
     def overlapped() -> None:
-        gathered = GatheredRows(copies, [x], lambda tensors: tensors[0])
+        gathered = GatheredRows(buffers, [x], lambda tensors: tensors[0])
         for rank in gathered.order():
             torch.mm(gathered.rows_of(rank), weight, out=parts[rank])
         gathered.wait()
@@ -113,19 +124,19 @@ def _gather_ms(copies: Copies, group: Any, device: torch.device, size: int) -> t
     return _milliseconds(overlapped, group), _milliseconds(plain, group)
 
 
-def _scatter_ms(copies: Copies, group: Any, device: torch.device, size: int) -> tuple[float, float]:
+def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
     """Return the milliseconds of a product whose rows are summed: by parts, and before the process group's sum."""
-    others = copies.ranks - 1
+    others = buffers.ranks - 1
     rows = max(size // (_WIDTH * torch.bfloat16.itemsize * others), 1)
-    x = _random(device, copies.ranks * rows, _WIDTH // copies.ranks)
+    x = _random(device, buffers.ranks * rows, _WIDTH // buffers.ranks)
     weight, out = _random(device, x.shape[1], _WIDTH), x.new_empty(rows, _WIDTH)
-    parts = x.chunk(copies.ranks)
+    parts = x.chunk(buffers.ranks)
 
     def multiply(rank: int, target: Tensor) -> None:
         torch.mm(parts[rank], weight, out=target)
 
     def overlapped() -> None:
-        ScatteredRows(copies, (rows, _WIDTH), x.dtype, device, multiply).wait()
+        ScatteredRows(buffers, (rows, _WIDTH), x.dtype, device, multiply).wait()
 
     def plain() -> None:
         dist.reduce_scatter_tensor(out, torch.mm(x, weight), group=group)
@@ -134,7 +145,7 @@ def _scatter_ms(copies: Copies, group: Any, device: torch.device, size: int) -> 
 
 
 def _random(device: torch.device, rows: int, columns: int) -> Tensor:
-    """Return values that leave the random state of the device as it is."""
+    """Return random values without a change of the device's random state."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(rows, columns, device=device, dtype=torch.bfloat16, generator=generator)
 

@@ -18,7 +18,7 @@ from ..primitives.dropout import (
 )
 from ..runtime.double_backward import is_recorded, transposed
 from ..runtime.tracing import export_mode
-from ..tensor.quantized_tensor import values_of
+from ..tensor.storage.quantized_tensor_storage import values_of
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 from ..runtime.double_backward import is_recorded, replayed
 from ..runtime.tracing import result_in
-from ..tensor.quantized_tensor import values_of
+from ..tensor.storage.quantized_tensor_storage import values_of
 from .normalization import Norm, NormStatistics
 
 

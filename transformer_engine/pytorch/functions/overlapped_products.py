@@ -1,4 +1,4 @@
-"""Products of rows that arrive from other ranks, or leave for them, while the product is computed."""
+"""Matrix products whose rows are gathered, or reduced and scattered, while the product runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..distributed.faults import check_collective
-from ..distributed.overlap import GATHER, SCATTER, copies_for
-from ..distributed.overlapped_rows import GatheredRows, ScatteredRows, message_size
+from ..distributed.overlap import GATHER, SCATTER, peer_buffers_for
+from ..distributed.overlapped_rows import GatheredRows, ScatteredRows, message_bytes
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue, as_matrix, gemm
 from ..primitives.operand import Operand, OwnedOperand, plain
 
 
-def rows_by_copies(x: Any, parallel: TensorParallel) -> GatheredRows | None:
-    """Start to gather the rows of a matrix by copies; return None where the process group gathers them.
+def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
+    """Start to gather the rows of a matrix through peer buffers; return None where the process group gathers them.
 
     Args:
         x: Values [.., K] or an operand of this rank's rows. Rows of other types are gathered by the process group.
@@ -29,14 +29,14 @@ def rows_by_copies(x: Any, parallel: TensorParallel) -> GatheredRows | None:
     else:
         by_rows = x.format is not None and x.format.block is not None and x.scale is not None
         parts = [x.codes, x.scale] if by_rows else [x.codes]
-    copies = copies_for(GATHER, parts[0], message_size(parts), parallel.checked_group())
-    if copies is None:
+    buffers = peer_buffers_for(GATHER, parts[0], message_bytes(parts), parallel.checked_group())
+    if buffers is None:
         return None
-    return GatheredRows(copies, parts, _joining(x))
+    return GatheredRows(buffers, parts, _rebuilding(x))
 
 
-def _joining(x: Tensor | Operand) -> Any:
-    """Return the function from gathered tensors to the matrix of the same kind as x."""
+def _rebuilding(x: Tensor | Operand) -> Any:
+    """Return a function that rebuilds a matrix of the kind of x from gathered tensors."""
     if isinstance(x, Tensor):
         return lambda parts: parts[0]
     scale, form, amax, dtype = x[1:]
@@ -64,10 +64,10 @@ def product_of_rows(rows: GatheredRows, right: Operand, epilogue: Epilogue) -> T
     return y
 
 
-def scattered_by_copies(
+def scatter_over_peers(
     left: Operand, right: Operand, epilogue: Epilogue, parallel: TensorParallel
 ) -> ScatteredRows | None:
-    """Start to compute left @ right.T and to sum its rows over the ranks by copies.
+    """Start to compute left @ right.T and to sum its rows over the ranks through peer buffers.
 
     Args:
         left: Operand [n * m, K]; rank r gets the sum of the rows from r * m on.
@@ -78,21 +78,20 @@ def scattered_by_copies(
     Returns:
         The pending sum [m, N], or None where the process group computes it.
     """
-    rows, blocks = left.rows, left.format is not None and left.format.block is not None
-    granularity = 1 if left.scale is None or not blocks else -(-rows // left.scale.shape[0])
-    if rows % (parallel.size * granularity) or isinstance(left, OwnedOperand):
+    check_collective(parallel, "reduce_scatter", left)
+    rows, block = left.rows, None if left.format is None else left.format.block
+    if rows % (parallel.size * (1 if block is None else block[0])) or isinstance(left, OwnedOperand):
         return None
     share = rows // parallel.size
     size = (parallel.size - 1) * share * right.rows * epilogue.dtype.itemsize
-    copies = copies_for(SCATTER, left.codes, size, parallel.checked_group())
-    if copies is None:
+    buffers = peer_buffers_for(SCATTER, left.codes, size, parallel.checked_group())
+    if buffers is None:
         return None
-    check_collective(parallel, "reduce_scatter", left)
 
     def multiply(rank: int, out: Tensor) -> None:
         gemm(_rows(left, rank, parallel.size), right, epilogue._replace(out=out))
 
-    return ScatteredRows(copies, (share, right.rows), epilogue.dtype, left.codes.device, multiply)
+    return ScatteredRows(buffers, (share, right.rows), epilogue.dtype, left.codes.device, multiply)
 
 
 def _rows(operand: Operand, rank: int, ranks: int) -> Operand:

@@ -39,9 +39,9 @@ from ..primitives.quantize import dequantize
 from ..primitives.transpose import transposed_operand
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of, values_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, turned
-from ..tensor.storage.quantized_tensor_storage import plain_matrix
+from ..tensor.storage.quantized_tensor_storage import plain_matrix, values_of
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import Environment, gathers_codes, gathers_gradient_codes
 from .listed_collectives import (
@@ -53,7 +53,7 @@ from .listed_collectives import (
     list_wait,
 )
 from .normalization import NormStatistics
-from .overlapped_products import product_of_rows, rows_by_copies, scattered_by_copies
+from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
         parallel = env.linears[s.group].parallel
         check_collective(parallel, collective, x)
         if collective == "all_gather" and s.overlaps:
-            rows = rows_by_copies(x, parallel)
+            rows = gather_over_peers(x, parallel)
             if rows is not None:
                 return (rows,)
         if isinstance(x, Operand):
@@ -318,7 +318,7 @@ def _scattered_product(env: Environment, s: OverlappedProduct, a: Any, b: Any) -
         shape = (left.rows, right.rows)
         return (list_scattered_product(_scattered_product, env, s, a, b, shape),)
     epilogue = Epilogue(spec.dtype, exact=getattr(spec.accumulation, product.kind))
-    rows = scattered_by_copies(left, right, epilogue, parallel)
+    rows = scatter_over_peers(left, right, epilogue, parallel)
     if rows is not None:
         return (rows,)
     return _beginning("reduce_scatter")(env, s.collective, *_product(env, product, a, b))

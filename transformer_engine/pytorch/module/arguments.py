@@ -141,7 +141,7 @@ def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
     warn_once(
         "ub_* flags of a layer without sequence parallelism",
         f"{names}=True has no effect: only layers that are sharded over several ranks with sequence_parallel=True "
-        "gather and scatter rows. Leave it False",
+        "gather and scatter rows. Set sequence_parallel=True, or remove the flags",
         stacklevel=4,
     )
     return NO_FLAGS

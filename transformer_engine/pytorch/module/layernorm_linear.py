@@ -141,7 +141,7 @@ class LayerNormLinear(ProductsModule):
             tp_size=tp_size,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             symmetric_ar_type=symmetric_ar_type,
-            overlap_flags=overlap_flags(
+            _overlap=overlap_flags(
                 parallel_mode is not None and sequence_parallel and tp_size > 1,
                 ub_overlap_ag,
                 ub_overlap_rs,

@@ -197,7 +197,7 @@ class LayerNormMLP(ProductsModule):
             sequence_parallel=sequence_parallel and tp_size > 1,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             symmetric_ar_type=symmetric_ar_type,
-            overlap_flags=overlap_flags(
+            _overlap=overlap_flags(
                 set_parallel_mode and sequence_parallel and tp_size > 1,
                 ub_overlap_ag,
                 ub_overlap_rs,

@@ -77,12 +77,12 @@ class Linear(ProductsModule):
         parallel_mode: None, "column" (out_features is sharded) or "row" (in_features is sharded).
         parameters_split: Names, or {name: rows}, of several parameters that make up the weight.
         device: Device of the parameters. "cuda" falls back to the CPU if there is no GPU; "meta" defers initialization.
-        ub_overlap_ag: With sequence parallelism, multiply the own rows while copy engines gather those of other ranks:
-            of the input of a column-parallel layer, and of the output gradient of a row-parallel one. It requires
-            `initialize_ub` and GPUs that read each other's memory.
+        ub_overlap_ag: With sequence parallelism, multiply this rank's rows while copy engines gather those of other
+            ranks: of the input of a column-parallel layer, and of the output gradient of a row-parallel one. It
+            requires `initialize_ub` and GPUs that read each other's memory.
         ub_overlap_rs: The same for the sum over ranks of a row-parallel layer's output.
         ub_overlap_rs_dgrad: The same for the sum over ranks of a column-parallel layer's input gradient.
-        ub_bulk_dgrad: Gather the input by copy engines in the backward pass too; as ub_overlap_ag.
+        ub_bulk_dgrad: As ub_overlap_ag, of a column-parallel layer.
         ub_bulk_wgrad: As ub_overlap_rs_dgrad.
         ub_name: Name of the layer in the configuration of `initialize_ub`; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
@@ -129,7 +129,7 @@ class Linear(ProductsModule):
             tp_size=tp_size,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             symmetric_ar_type=symmetric_ar_type,
-            overlap_flags=overlap_flags(
+            _overlap=overlap_flags(
                 parallel_mode is not None and sequence_parallel and tp_size > 1,
                 ub_overlap_ag,
                 ub_overlap_rs,

@@ -58,7 +58,7 @@ class ProductsConfig(ModuleConfig):
     return_layernorm_output_gathered: bool = False
     save_original_input: bool = False
     symmetric_ar_type: str | None = None
-    overlap_flags: OverlapFlags = NO_FLAGS
+    _overlap: OverlapFlags = NO_FLAGS
     use_bias: bool = True
     _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class ProductsConfig(ModuleConfig):
     def boundary(self, mode: str | None) -> TensorParallel:
         """Return the boundary of a product to the tensor-parallel group."""
         tp = self.tp_group, self.tp_size, self.sequence_parallel
-        return TensorParallel(mode, *tp, self.symmetric_ar_type, self.overlap_flags.of(mode))
+        return TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode))
 
     @property
     def is_sharded(self) -> bool:

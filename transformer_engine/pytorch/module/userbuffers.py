@@ -1,7 +1,7 @@
 """Userbuffers: the settings by which collectives overlap with matrix products.
 
 `initialize_ub` sets the size of the buffers through which sequence-parallel layers with `ub_*` flags gather and scatter
-rows (`distributed/overlap.py`). The methods and settings of single products are those of the original.
+rows (`distributed/overlap.py`). Methods and settings per product are accepted for compatibility.
 They are checked and recorded for `get_ub` and change nothing else: `distributed/overlapped_rows.py` describes the one
 method of this package.
 """
@@ -103,9 +103,9 @@ def initialize_ub(
 ) -> None:
     """Reserve buffers through which collectives of sequence-parallel layers with `ub_*` flags overlap with products.
 
-    At its first such collective, a group allocates two buffers of the given shape on each rank. It also measures from
-    which size on these are faster than the process group, which sends smaller messages, and all messages on a CPU.
-    `te.explain` says which one a call uses, and why.
+    The first such collective of a process group allocates two buffers of the given shape on each rank and measures the
+    least size of a message for which they are faster. The process group sends smaller messages, messages on a CPU, and
+    those of compiled functions. `te.explain` says which one a call uses, and why.
 
     Args:
         shape: [tokens, hidden] of the communicated activations of all ranks of a tensor-parallel group.
@@ -150,7 +150,10 @@ def initialize_ub(
 
 
 def destroy_ub() -> None:
-    """Free the buffers of `initialize_ub` and forget its configuration; without one, do nothing."""
+    """Free the buffers of `initialize_ub` and forget its configuration; without one, do nothing.
+
+    CUDA graphs that were captured with the buffers must not be replayed afterwards.
+    """
     _communicators.clear()
     reserve(0)
 

@@ -157,7 +157,7 @@ class _Writer:
         started = [step for step in self.instructions.steps if isinstance(step, Started)]
         multiplied = [step.plan for step in self.instructions.steps if isinstance(step, Multiplied)]
         if not started and not multiplied:
-            return []
+            return self._numbers()
         calls = [step.plan.library_call() for step in self.instructions.steps if isinstance(step, Multiplied)]
         of_stream = calls[0].current_stream if calls else self.handles[id(started[0])].current_stream
         self.names["current_stream"] = of_stream
@@ -170,7 +170,11 @@ class _Writer:
             self.names["uint8"] = torch.uint8
             lines.append(f"scratch = empty(({self.scratch.bytes},), (1,), dtype=uint8, device=device)")
             lines.append("of_scratch = scratch.data_ptr()")
-        # All numbers are allocated at once: they are slots of an existing tensor.
+        return lines + self._numbers()
+
+    def _numbers(self) -> list[str]:
+        """Return the lines that allocate all numbers at once: they are slots of an existing tensor."""
+        lines: list[str] = []
         steps = [step for step in self.instructions.steps if isinstance(step, Numbers)]
         buffers = [buffer for step in steps for buffer in step.buffers]
         if buffers:

@@ -220,7 +220,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         if noop_flag is None and not torch.compiler.is_compiling():
             quantized = quantize(plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
             if self.amax_reduction_group is not None:
-                self._reduce_amax()
+                reduce_maxima(self.amax, self.amax_reduction_group)
             return self._packed(quantized, tensor.shape, tensor.dtype)
         quantized = quantize(plain_matrix(tensor), spec, multiplier=scale)
         assert quantized.amax is not None
@@ -277,9 +277,6 @@ class Float8Quantizer(_PerTensorQuantizer):
         together._scale, together._amax, together._state, together._slot = scale, self.amax, None, None
         return together
 
-    def _reduce_amax(self) -> None:
-        reduce_maxima(self.amax, self.amax_reduction_group)
-
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
 
@@ -297,7 +294,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         # `self.amax` is read again: a compiler must see that writes reach the state through its base tensor.
         self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
         if self.amax_reduction_group is not None:
-            self._reduce_amax()
+            reduce_maxima(self.amax, self.amax_reduction_group)
 
     def _inverse_scale(self, device: torch.device) -> Tensor:
         return self.scale.reshape(1).to(device, torch.float32).reciprocal()

@@ -69,11 +69,6 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
-def values_of(x: Any) -> Any:
-    """Return the values of a quantized tensor, and any other value itself. Kernels read values from memory."""
-    return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
-
-
 class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A tensor subclass with a nominal shape and dtype and a quantized payload, which a storage class defines.
 
