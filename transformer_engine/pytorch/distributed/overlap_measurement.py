@@ -6,6 +6,7 @@ in the user's cache folder. All ranks of a group use the same sizes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,6 @@ from .overlapped_rows import GatheredRows, PeerBuffers, ScatteredRows
 _WIDTH = 4096  # of the multiplied rows
 _SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
 _REPEATS = 8
-_QUEUEING_CYCLES = 4_000_000  # about two milliseconds
 _NEVER = -1
 _VERSION = 1  # of the measurement, part of the file's name
 
@@ -151,17 +151,15 @@ def _random(device: torch.device, rows: int, columns: int) -> Tensor:
 
 
 def _milliseconds(step: Callable[[], None], group: Any) -> float:
-    """Return the median time of a step on the GPU, which waits until the host has queued the step."""
+    """Return the median time of a step in a loop, which is that of the host if the host is slower than the GPU."""
     for _ in range(3):
         step()
-    times = []
-    for _ in range(_REPEATS):
-        dist.barrier(group=group)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        torch.cuda._sleep(_QUEUEING_CYCLES)
-        events[0].record()
+    dist.barrier(group=group)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    events[0].record()
+    for event in events[1:]:
         step()
-        events[1].record()
-        torch.cuda.synchronize()
-        times.append(events[0].elapsed_time(events[1]))
-    return sorted(times)[_REPEATS // 2]
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted([first.elapsed_time(last) for first, last in itertools.pairwise(events)])
+    return times[_REPEATS // 2]
