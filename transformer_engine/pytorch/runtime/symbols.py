@@ -1,9 +1,9 @@
 """Symbols of the tensors of a pass, with which its launches and products are listed before any is started.
 
 A pass of steps is evaluated on `Symbol`s. Operations append the work that they would start (a `Program`, a `Launch`, a
-product of cuBLASLt) to the `Instructions` of their symbols, and return symbols of the results. Views of a symbol are
-symbols of the same buffer. Any other use of a symbol, such as a computation by torch, raises `NotListed` with the
-reason; such a pass runs step by step. Nothing is computed, and no tensor is written.
+product of cuBLASLt, the call of a collective) to the `Instructions` of their symbols, and return symbols of the
+results. Views of a symbol are symbols of the same buffer. Any other use of a symbol, such as a computation by torch,
+raises `NotListed` with the reason; such a pass runs step by step. Nothing is computed, and no tensor is written.
 
 `generated_pass.py` compiles the instructions into one function.
 """

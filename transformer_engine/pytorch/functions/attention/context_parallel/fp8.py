@@ -1,10 +1,10 @@
 """FP8 attention of ranks that share a sequence: the codes of q, k and v travel, under one scale for all ranks.
 
 Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; otherwise the ranks
-take their least scale. Current scaling takes the maximum over the ranks. A caller's codes have the scale of one rank:
-delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel instead
-where they are needed themselves: for a backward pass in high precision of values, and under recipes that scale blocks,
-which quantize afterwards. Partial outputs are merged as values in float32, and gradients travel as values.
+use the smallest of their scales. Current scaling takes the maximum over the ranks. A caller's codes have the scale of
+one rank: delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel
+instead where they are needed themselves: for a backward pass in high precision of values, and under recipes that scale
+blocks, which quantize afterwards. Partial outputs are merged as values in float32, and gradients travel as values.
 """
 
 from __future__ import annotations
