@@ -16,6 +16,7 @@ from tests.distributed.pretended_memory import Memory
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
 from tests.support.layers import RECIPES
+from transformer_engine.common.warning import forget_issued
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.distributed import overlap
 from transformer_engine.pytorch.distributed.overlap import (
@@ -237,6 +238,7 @@ def test_the_reason_against_an_overlap_is_named(change, reason):
 
 
 def test_flags_without_effect_warn_once_and_say_why():
+    forget_issued()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         te.Linear(8, 8, ub_overlap_ag=True, device="cpu")
@@ -244,6 +246,8 @@ def test_flags_without_effect_warn_once_and_say_why():
 
 
 def test_flags_have_no_effect_on_a_cpu_and_say_so():
+    forget_issued()
+
     def run(rank: int) -> list[str]:
         options = {"tp_group": dist.group.WORLD, "tp_size": 2, "sequence_parallel": True, "device": "cpu"}
         with warnings.catch_warnings(record=True) as caught:

@@ -14,7 +14,7 @@ from .attention.dot_product_attention.settings import AttentionArguments, pack_a
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
-from .distributed.tensor_parallel import OverlapFlags
+from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
@@ -178,11 +178,7 @@ class TransformerLayer(nn.Module):
         wanted = given["ub_tp_comm_overlap"]
         shards = given["set_parallel_mode"] and given["sequence_parallel"]
         if wanted and not shards:
-            warn_once(
-                "ub_tp_comm_overlap without sequence parallelism",
-                "ub_tp_comm_overlap=True has no effect: only layers that are sharded over several ranks with "
-                "set_parallel_mode=True and sequence_parallel=True gather and scatter rows. Set both, or remove it",
-            )
+            warn_of_unused_overlap("ub_tp_comm_overlap=True")
         return {flag: given[flag] and wanted and shards for flag in OverlapFlags._fields}
 
     def _create_attentions(self, given: dict[str, Any]) -> None:

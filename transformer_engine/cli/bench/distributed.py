@@ -201,11 +201,8 @@ def traced_exposure(step: Callable[[], object]) -> float | None:
     return exposure(kernels)
 
 
-_COMMUNICATION = (
-    "nccl",
-    "memcpy ptop",
-    "symmetric_memory::barrier",
-)  # parts of the names of kernels, in lower case
+# Parts of the names of kernels that communicate, in lower case.
+_COMMUNICATION = ("nccl", "memcpy ptop", "symmetric_memory::barrier")
 
 
 def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:

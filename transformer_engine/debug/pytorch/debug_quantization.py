@@ -30,7 +30,11 @@ from ...pytorch.tensor.quantized_tensor import storage_of
 from ...pytorch.tensor.quantizer import Matrix, Operands, Quantizer
 from ...pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
 from ...pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
-from ...pytorch.tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
+from ...pytorch.tensor.storage.quantized_tensor_storage import (
+    QuantizedTensorStorage,
+    plain_matrix,
+    plain_values,
+)
 from .debug_state import TEDebugState
 
 __all__ = ["API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE", "DebugQuantizedTensor", "DebugQuantizer"]
@@ -258,7 +262,7 @@ class DebugQuantizer(Observing):
             return tensor
         if self.plan.rowwise == API_CALL_MODIFY:
             made = self._modified(tensor, GEMMS[self.tensor_name][0])
-            tensor = made.dequantize() if isinstance(made, QuantizedTensorStorage) else made
+            tensor = plain_values(made)
         if self.plan.inspects and not self._is_repeated():
             self._inspect(tensor, None, None)
         return tensor

@@ -123,7 +123,7 @@ def _compare(
     group: Any, settings: Mapping[str, object], device: torch.device, warned_about: str | None = None
 ) -> None:
     """Raise RuntimeError on every rank if settings of the ranks differ; warn once if only `warned_about` does."""
-    own = {name: _ADDRESS.sub("", str(value)) for name, value in (settings | common_settings).items()}  # pyright: ignore
+    own = {name: _ADDRESS.sub("", str(value)) for name, value in {**settings, **common_settings}.items()}
     own["TE_CHECK"] = str(env.get("TE_CHECK"))
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     place = transport_device(group, device)
@@ -196,7 +196,8 @@ def _check_reduction(group: dist_group_type, forward: bool, columns: int, device
         "number of maxima": columns,
         OPTIMIZER_STEPS: min(_updates.count, 1),
     }
-    _count_updates()
+    with _lock:
+        _count_updates()
     _compare(group, settings, device, OPTIMIZER_STEPS)
     _reductions[group] = count + 1
 

@@ -83,7 +83,7 @@ def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 
     Returns:
         The pending operand, whose `wait` returns [n * m, K] or [K, n * m].
     """
-    blocks = operand.scale if operand.format is not None and operand.format.block is not None else None
+    blocks = operand.scale if operand.has_block_scales else None
     return PendingOperand(
         operand,
         _sent(operand.codes, group),

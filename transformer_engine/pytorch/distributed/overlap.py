@@ -124,27 +124,28 @@ def peer_buffers_for(operation: str, values: Tensor, size: int, group: Any) -> P
         size: Bytes that this rank writes to its buffer.
         group: Process group.
     """
-    group = dist.group.WORLD if group is None else group
     backends = dist.get_backend_config(group)
     request = Request(operation, values.device.type, backends, size, _reserved.size, 0, "")
     known: GroupBuffers | str | None = None
-    if _lasting_reason(request) is None:
+    lasting = _lasting_reason(request)
+    if lasting is None:
         known = _of_group(group, values.device)
-        if known is None:
-            problem = "the first use of the group is in a CUDA graph; run the layer once before its capture"
-            request = request._replace(problem=problem)
-        elif isinstance(known, str):
-            request = request._replace(problem=known)
-        else:
+        if isinstance(known, GroupBuffers):
             least = known.least.gather if operation == GATHER else known.least.scatter
             request = request._replace(least=least)
+        else:
+            lasting = (
+                known
+                or "the first use of the group is in a CUDA graph; run the layer once before its capture"
+            )
+            request = request._replace(problem=lasting)
     if OVERLAP.choose(request) == SYMMETRIC:
         assert isinstance(known, GroupBuffers)
         return known.buffers
     # Messages below the threshold are not worth a warning.
-    if request.least is None or size > request.capacity or _lasting_reason(request) is not None:
+    if lasting is not None or request.least is None or size > request.capacity:
         warn_once(
-            f"overlap of {operation}: {_lasting_reason(request) or request.least}",
+            f"overlap of {operation}: {lasting or request.least}",
             f"ub_* flags have no effect on {operation}: {unsupported_reason(request)}. The process group communicates "
             "instead",
         )

@@ -1,6 +1,6 @@
 """Measure the least size of a message for which overlap with a product is faster than the process group's collective.
 
-The measurement, beside a product of width 4096 in bfloat16, is made once per machine and size of the buffers, and kept
+The measurement, with a product of width 4096 in bfloat16, is made once per machine and size of the buffers, and kept
 in the user's cache folder. All ranks of a group use the same sizes.
 """
 
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +57,7 @@ def _path(buffers: PeerBuffers, device: torch.device) -> Path:
     name = (
         f"{torch.cuda.get_device_name(device)} {buffers.ranks} {largest} torch {torch.__version__} {_VERSION}"
     )
-    return env.cache_directory() / "overlap" / (re.sub(r"[^A-Za-z0-9.]+", "_", name) + ".json")
+    return env.cache_file("overlap", name)
 
 
 def _stored(path: Path) -> list[int] | None:
@@ -76,10 +73,7 @@ def _stored(path: Path) -> list[int] | None:
 def _store(path: Path, sizes: list[int]) -> None:
     """Write the sizes; warn once if the cache folder cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(sizes, file)
-        os.replace(file.name, path)
+        env.replace_text(path, json.dumps(sizes))
     except OSError as error:
         warn_once(
             "overlap measurement",

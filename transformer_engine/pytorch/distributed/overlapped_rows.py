@@ -7,7 +7,7 @@ Every rank has two buffers that the other ranks can read. Consecutive collective
 | 1 | copy this rank's rows to the buffer | multiply the rows of another rank, into the buffer |
 | 2 | barrier | barrier |
 | 3 | copy the rows of other ranks, on a second stream | copy this rank's rows of their products, on a second stream |
-| meanwhile | multiply this rank's rows, then those of each rank that arrived | multiply this rank's rows; add |
+| at the same time | multiply this rank's rows, then those of each rank that arrived | multiply this rank's rows; add |
 
 Before a rank overwrites a buffer, all ranks have finished reading it: each waits for its copies before the barrier of
 the next collective. Copies need no multiprocessors, unlike the kernels of a process group.
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.formats import round_up
 from .symmetric_memory import Peers
 
 _ALIGNMENT = 256  # of the parts of a buffer, in bytes
@@ -184,13 +185,13 @@ def _starts(parts: Sequence[Tensor]) -> list[int]:
     starts, end = [], 0
     for part in parts:
         starts.append(end)
-        end += -(-part.numel() // _ALIGNMENT) * _ALIGNMENT
+        end += round_up(part.numel(), _ALIGNMENT)
     return starts
 
 
 def message_bytes(parts: Sequence[Tensor]) -> int:
     """Return the bytes that tensors need in a buffer."""
-    return sum([-(-part.numel() * part.element_size() // _ALIGNMENT) * _ALIGNMENT for part in parts])
+    return sum([round_up(part.nbytes, _ALIGNMENT) for part in parts])
 
 
 class ScatteredRows(PendingRows):

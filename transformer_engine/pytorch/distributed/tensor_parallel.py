@@ -66,6 +66,16 @@ class OverlapFlags(NamedTuple):
 NO_FLAGS = OverlapFlags()
 
 
+def warn_of_unused_overlap(arguments: str, stacklevel: int = 4) -> None:
+    """Warn once that arguments which request overlap have no effect on a layer without sequence parallelism."""
+    warn_once(
+        f"{arguments} without sequence parallelism",
+        f"{arguments} has no effect: only layers that are sharded over several ranks with sequence_parallel=True "
+        "gather and scatter rows. Shard the layer in this way, or leave the argument out",
+        stacklevel,
+    )
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The boundary of one linear layer. Every method is the identity if the group has one rank.

@@ -18,7 +18,7 @@ from ..primitives.dropout import (
 )
 from ..runtime.double_backward import is_recorded, transposed
 from ..runtime.tracing import export_mode
-from ..tensor.storage.quantized_tensor_storage import values_of
+from ..tensor.storage.quantized_tensor_storage import plain_values
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def _check_export(p: float) -> None:
 class _Dropout(Function):
     @staticmethod
     def forward(ctx, x, seed, p):
-        y, mask = dropout_forward(values_of(x), p, seed=seed)
+        y, mask = dropout_forward(plain_values(x), p, seed=seed)
         ctx.save_for_backward(mask)
         ctx.p = p
         return y
@@ -65,7 +65,7 @@ class _Dropout(Function):
 class _BiasDropoutAdd(Function):
     @staticmethod
     def forward(ctx, x, bias, residual, seed, p):
-        y, mask = bias_dropout_add_forward(values_of(x), bias, values_of(residual), p, seed=seed)
+        y, mask = bias_dropout_add_forward(plain_values(x), bias, plain_values(residual), p, seed=seed)
         ctx.save_for_backward(mask)
         ctx.p = p
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -82,7 +82,7 @@ class _BiasAdd(Function):
     @staticmethod
     def forward(ctx, x, bias, residual):
         ctx.bias_dtype = bias.dtype
-        return bias_add(values_of(x), bias, values_of(residual))
+        return bias_add(plain_values(x), bias, plain_values(residual))
 
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]

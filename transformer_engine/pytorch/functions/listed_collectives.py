@@ -35,15 +35,11 @@ class Buffers(NamedTuple):
             return Buffers([value], lambda parts: parts[0])
         if isinstance(value, Matrix):
             return Buffers([value.values], lambda parts: Matrix(parts[0]))
-        if isinstance(value, Operand) and type(value) in _OPERANDS:
+        if type(value) is Operand:  # a subclass of a custom format has other fields
             _, _, form, _, dtype = value
             symbols = [value.codes, value.scale, value.amax]
             return Buffers(symbols, lambda parts: Operand(parts[0], parts[1], form, parts[2], dtype))
         raise NotListed(f"a collective sends {type(value).__name__}")
-
-
-# A subclass of a custom format has other fields.
-_OPERANDS = (Operand,)
 
 
 class ListedPending(NamedTuple):
@@ -94,7 +90,7 @@ def list_begin(begin: Step, collective: str, env: Environment, s: Collective, x:
     ranks = env.linears[s.group].parallel.size
     sent, join = [given.symbols[0]], given.join
     if isinstance(x, Operand):
-        blocks = x.format is not None and x.format.block is not None and x.scale is not None
+        blocks = x.has_block_scales
         sent += [x.scale] if blocks else []
         join = lambda parts: x._replace(codes=parts[0], scale=parts[1] if blocks else x.scale)  # noqa: E731
     forms = tuple([_received(collective, symbol.form, ranks, s.axis) for symbol in sent])
@@ -123,8 +119,7 @@ def list_wait(wait: Step, env: Environment, s: Collective, pending: ListedPendin
 def _parts(whole: Any) -> tuple[Any, ...]:
     """Return the tensors that a collective has made."""
     if isinstance(whole, Operand):
-        blocks = whole.format is not None and whole.format.block is not None and whole.scale is not None
-        return (whole.codes, whole.scale) if blocks else (whole.codes,)
+        return (whole.codes, whole.scale) if whole.has_block_scales else (whole.codes,)
     return (whole,)
 
 

@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 from ..runtime.double_backward import is_recorded, replayed
 from ..runtime.tracing import result_in
-from ..tensor.storage.quantized_tensor_storage import values_of
+from ..tensor.storage.quantized_tensor_storage import plain_values
 from .normalization import Norm, NormStatistics
 
 
@@ -26,7 +26,7 @@ def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
 ) -> tuple[Tensor, NormStatistics]:
     """(y, shaped like x; float32 statistics, one per row)"""
-    x = values_of(x)
+    x = plain_values(x)
     if gamma.dim() != 1:
         beta = None if beta is None else beta.reshape(-1)
         gamma = gamma.reshape(-1)
@@ -38,7 +38,7 @@ def normalize_backward(
     dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx like x, dgamma like gamma, dbeta like gamma or None)"""
-    dy, x = values_of(dy), values_of(x)
+    dy, x = plain_values(dy), plain_values(x)
     shape, rows = gamma.shape, (-1, gamma.numel())
     if len(shape) != 1:
         gamma = gamma.reshape(-1)

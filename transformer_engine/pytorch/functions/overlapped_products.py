@@ -27,8 +27,7 @@ def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
     if isinstance(x, Tensor):
         parts = [x]
     else:
-        by_rows = x.format is not None and x.format.block is not None and x.scale is not None
-        parts = [x.codes, x.scale] if by_rows else [x.codes]
+        parts = [x.codes, x.scale] if x.has_block_scales else [x.codes]
     buffers = peer_buffers_for(GATHER, parts[0], message_bytes(parts), parallel.checked_group())
     if buffers is None:
         return None
@@ -97,7 +96,7 @@ def scatter_over_peers(
 def _rows(operand: Operand, rank: int, ranks: int) -> Operand:
     """Return the rows of an operand that belong to a rank."""
     codes, scale, amax = operand.codes.chunk(ranks)[rank], operand.scale, operand.amax
-    if operand.format is not None and operand.format.block is not None and scale is not None:
+    if scale is not None and operand.has_block_scales:
         scale = scale.chunk(ranks)[rank]
     if amax is not None and amax.numel() > 1:  # one per row
         amax = amax.chunk(ranks)[rank]

@@ -41,7 +41,7 @@ from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, turned
-from ..tensor.storage.quantized_tensor_storage import plain_matrix, values_of
+from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import Environment, gathers_codes, gathers_gradient_codes
 from .listed_collectives import (
@@ -183,7 +183,7 @@ def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any, ...]:
 def _norm(
     env: Environment, s: NormSettings, x: Tensor, gamma: Tensor, beta: Tensor | None = None
 ) -> tuple[Any, ...]:
-    norm, matrix = env.norms[s.norm], as_matrix(values_of(x))
+    norm, matrix = env.norms[s.norm], plain_matrix(x)
     if s.cast is None:
         y, statistics = norm.forward(matrix, gamma, beta)
         return (y, *statistics)
@@ -203,7 +203,7 @@ def _norm_backward(
     addend: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     statistics = NormStatistics(mean, rstdev)
-    matrices = as_matrix(values_of(dy)), as_matrix(values_of(x))
+    matrices = plain_matrix(dy), plain_matrix(x)
     dx, dgamma, dbeta = env.norms[s.norm].backward(*matrices, statistics, gamma)
     if addend is not None:
         dx = dx + addend.view(dx.shape)

@@ -16,7 +16,7 @@ from ...common import checks
 from ...common.checks import described
 from ...common.numbers import to_bool, to_float, to_int
 from ..distributed.symmetric_memory import SYMMETRIC_ALL_REDUCES
-from ..distributed.tensor_parallel import NO_FLAGS, OverlapFlags
+from ..distributed.tensor_parallel import NO_FLAGS, OverlapFlags, warn_of_unused_overlap
 from ..functions.normalization import NORMALIZATIONS
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime import checks as torch_checks
@@ -138,12 +138,7 @@ def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
     if applies or not any(flags):
         return OverlapFlags(*flags)
     names = ", ".join([name for name, flag in zip(OverlapFlags._fields, flags, strict=False) if flag])
-    warn_once(
-        "ub_* flags of a layer without sequence parallelism",
-        f"{names}=True has no effect: only layers that are sharded over several ranks with sequence_parallel=True "
-        "gather and scatter rows. Set sequence_parallel=True, or remove the flags",
-        stacklevel=4,
-    )
+    warn_of_unused_overlap(f"{names}=True", stacklevel=5)
     return NO_FLAGS
 
 

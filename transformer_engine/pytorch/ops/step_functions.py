@@ -20,7 +20,7 @@ from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.storage.quantized_tensor_storage import plain_values
 
 Shape = tuple[int, ...]
 
@@ -134,7 +134,7 @@ OPERATIONS.update(
         "to_shape": lambda env, shape, x: (x.reshape(shape),),
         "to_dtype": lambda env, dtype, x: (x.to(dtype),),
         "alias": lambda env, s, x: (x.detach(),),
-        "values": lambda env, s, x: (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x,),
+        "values": lambda env, s, x: (plain_values(x),),
         "quantize_values": lambda env, s, x: (env.objects[s.operation, s.slot].quantize(x),),
         "constant_scale": lambda env, constant, x: (x * constant,),
         "row_scale": _row_scale,

@@ -38,6 +38,11 @@ class Operand(NamedTuple):
         return self.codes.shape[0]
 
     @property
+    def has_block_scales(self) -> bool:
+        """Whether scales belong to blocks, so that they are joined and split with the rows of the codes."""
+        return self.scale is not None and self.format is not None and self.format.block is not None
+
+    @property
     def depth(self) -> int:
         """Return K, the number of contracted elements."""
         packing = 1 if self.format is None else self.format.packing

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
-from ...distributed.tensor_parallel import Overlap, TensorParallel
+from ...distributed.tensor_parallel import Overlap, TensorParallel, warn_of_unused_overlap
 from ...distributed_weight import is_distributed_weight
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import gathering
@@ -21,7 +21,6 @@ from ...functions.weight_gradient import WeightGradient
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
-from ...runtime.warn_once import warn_once
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..chain import ChainEnvironment, InputFacts, OperationCall
@@ -101,11 +100,7 @@ class BasicLinear(StepOperation):
         if userbuffers_options is not None and parallel.sequence:
             parallel = replace(parallel, overlap=Overlap(True, True))
         elif userbuffers_options is not None:
-            warn_once(
-                "userbuffers_options without sequence parallelism",
-                "userbuffers_options has no effect: only operations with sequence_parallel=True over several ranks "
-                "gather and scatter rows. Set sequence_parallel=True, or leave the options out",
-            )
+            warn_of_unused_overlap("userbuffers_options")
         self._parallel = parallel
         self.local_in_features = self.in_features // (parallel.size if parallel.mode == "row" else 1)
         self.local_out_features = self.out_features // (parallel.size if parallel.mode == "column" else 1)

@@ -11,6 +11,7 @@ from ...primitives.gemm import Epilogue, as_matrix, gemm
 from ...primitives.operand import COLS, ROWS, Operand, plain
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
+from ...tensor.storage.quantized_tensor_storage import plain_values
 
 
 def functional_forward(
@@ -145,7 +146,7 @@ def _quantized(name: str, matrix: Any, quantizer: Quantizer | None, columnwise: 
 
 
 def _plain(matrix: Any, dtype: torch.dtype) -> Tensor:
-    return (matrix.dequantize() if isinstance(matrix, QuantizedTensorStorage) else matrix).to(dtype)
+    return plain_values(matrix).to(dtype)
 
 
 def _operand(matrix: Any, axis: Any) -> Operand:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import re
 import statistics
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -113,11 +110,8 @@ class Choices:
     def put(self, key: str, algorithm: bytes) -> None:
         """Add a choice to the file, and keep the choices that other processes have added since."""
         self.algorithms = {**self._read(), **self.algorithms, key: algorithm}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({key: code.hex() for key, code in sorted(self.algorithms.items())}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, self.path)
+        algorithms = {key: code.hex() for key, code in sorted(self.algorithms.items())}
+        env.replace_text(self.path, json.dumps(algorithms, indent=1))
 
     def _read(self) -> dict[str, bytes]:
         if not self.path.exists():
@@ -136,4 +130,4 @@ class Choices:
 def choices_of(device: int) -> Choices:
     """Return the choices for this model of GPU and this version of cuBLASLt."""
     name = f"{torch.cuda.get_device_name(device)}-cublaslt-{library.bindings().get_version()}"
-    return Choices(env.cache_directory() / "autotune" / (re.sub(r"[^A-Za-z0-9.]+", "_", name) + ".json"))
+    return Choices(env.cache_file("autotune", name))

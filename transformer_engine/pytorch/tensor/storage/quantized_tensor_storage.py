@@ -29,15 +29,14 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
-def values_of(x: Any) -> Any:
+def plain_values(x: Any) -> Any:
     """Return the values of a quantized tensor, and any other value itself. Kernels read values from memory."""
     return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
 
 
 def plain_matrix(tensor: Tensor) -> Tensor:
     """Return values [..., K] as a plain tensor [rows, K]."""
-    if isinstance(tensor, QuantizedTensorStorage):
-        tensor = tensor.dequantize()
+    tensor = plain_values(tensor)
     return tensor if tensor.dim() == 2 else tensor.reshape(matrix_shape(tensor.shape))
 
 
