@@ -133,7 +133,7 @@ class Uses:
         self._of_thread: dict[int, PeerBuffers] = {}
         self.counts: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0}
 
-    def __call__(self, operation: str, values: torch.Tensor, size: int, group: Any) -> PeerBuffers:
+    def __call__(self, operation: str, device: torch.device, size: int, group: Any) -> PeerBuffers:
         rank = dist.get_rank(group)
         if rank not in self._of_thread:
             buffers = [torch.full((1 << 20,), 255, dtype=torch.uint8) for _ in self._memories]
@@ -146,7 +146,7 @@ class Uses:
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("recipe", ["none", "current", "block", "mxfp8", "nvfp4"])
-def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypatch):
+def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypatch, emulated):
     """Parts of a product have other shapes, so that its float32 sums can differ in their last bits.
 
     Threads share the states of delayed scaling, which therefore runs on two GPUs only (below).
@@ -190,7 +190,8 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 whole = torch.arange(ranks * rows * columns).view(-1, columns).float() + turn
                 second = torch.arange(ranks * rows).to(torch.uint8)
                 parts = [whole[rank * rows : (rank + 1) * rows], second[rank * rows : (rank + 1) * rows]]
-                gathered = GatheredRows(copies, parts, list)
+                layout = tuple([(part.shape, part.dtype) for part in parts])
+                gathered = GatheredRows(copies, parts, layout, list)
                 for other in gathered.order():
                     found = gathered.rows_of(other)
                     assert torch.equal(found[0], whole[other * rows : (other + 1) * rows])
@@ -201,7 +202,8 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 ) -> None:
                     out.copy_(whole[other * rows : (other + 1) * rows] * (rank + 1))
 
-                pending = ScatteredRows(copies, (rows, columns), torch.float32, whole.device, multiply)
+                layout = ((torch.Size((rows, columns)), torch.float32),) * (ranks - 1)
+                pending = ScatteredRows(copies, layout, multiply)
                 expected = whole[rank * rows : (rank + 1) * rows] * (ranks * (ranks + 1) / 2)
                 assert torch.equal(pending.wait(), expected)
         except BaseException as error:

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...common.dispatch import Backend, Table
 from ..runtime.capture import is_graph_capturing
@@ -81,9 +80,10 @@ OVERLAP: Table[Request] = Table(
 
 
 class GroupBuffers(NamedTuple):
-    """The buffers of a process group, and the least sizes for which they are used."""
+    """The buffers of a process group, its backends, and the least sizes for which the buffers are used."""
 
     buffers: PeerBuffers
+    backends: str
     least: Thresholds
 
 
@@ -113,36 +113,30 @@ def reserve(size: int) -> None:
     _reserved.groups.clear()
 
 
-def peer_buffers_for(operation: str, values: Tensor, size: int, group: Any) -> PeerBuffers | None:
+def peer_buffers_for(operation: str, device: torch.device, size: int, group: Any) -> PeerBuffers | None:
     """Return the buffers through which a collective overlaps with its product, or None for the process group.
 
     All ranks of the group call it with equal arguments.
 
     Args:
         operation: "all_gather" or "reduce_scatter".
-        values: A tensor on the device of the collective.
+        device: Device of the collective.
         size: Bytes that this rank writes to its buffer.
         group: Process group.
     """
-    backends = dist.get_backend_config(group)
-    request = Request(operation, values.device.type, backends, size, _reserved.size, 0, "")
-    known: GroupBuffers | str | None = None
-    lasting = _lasting_reason(request)
-    if lasting is None:
-        known = _of_group(group, values.device)
-        if isinstance(known, GroupBuffers):
-            least = known.least.gather if operation == GATHER else known.least.scatter
-            request = request._replace(least=least)
-        else:
-            lasting = (
-                known
-                or "the first use of the group is in a CUDA graph; run the layer once before its capture"
-            )
-            request = request._replace(problem=lasting)
-    if OVERLAP.choose(request) == SYMMETRIC:
-        assert isinstance(known, GroupBuffers)
-        return known.buffers
+    known = _reserved.groups.get(group)
+    if not isinstance(known, GroupBuffers):
+        known = _first_buffers(operation, device, size, group)
+    if isinstance(known, GroupBuffers):
+        least = known.least.gather if operation == GATHER else known.least.scatter
+        request = Request(operation, device.type, known.backends, size, _reserved.size, least, "")
+        if OVERLAP.choose(request) == SYMMETRIC:
+            return known.buffers
+    else:
+        request = known
+        OVERLAP.choose(request)
     # Messages below the threshold are not worth a warning.
+    lasting = _lasting_reason(request)
     if lasting is not None or request.least is None or size > request.capacity:
         warn_once(
             f"overlap of {operation}: {lasting or request.least}",
@@ -150,6 +144,19 @@ def peer_buffers_for(operation: str, values: Tensor, size: int, group: Any) -> P
             "instead",
         )
     return None
+
+
+def _first_buffers(operation: str, device: torch.device, size: int, group: Any) -> GroupBuffers | Request:
+    """Return the buffers of a group that has none yet, or a request with the reason why it cannot have them."""
+    backends = dist.get_backend_config(group)
+    request = Request(operation, device.type, backends, size, _reserved.size, 0, "")
+    if _lasting_reason(request) is not None:
+        return request
+    known = _of_group(group, device)
+    if isinstance(known, GroupBuffers):
+        return known
+    in_graph = "the first use of the group is in a CUDA graph; run the layer once before its capture"
+    return request._replace(problem=known or in_graph)
 
 
 def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
@@ -174,7 +181,7 @@ def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
     made = (
         problem
         if buffers is None or problem
-        else GroupBuffers(buffers, thresholds_of(buffers, group, device))
+        else GroupBuffers(buffers, dist.get_backend_config(group), thresholds_of(buffers, group, device))
     )
     _reserved.groups[group] = made
     return made

@@ -101,12 +101,12 @@ def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int
     """Return the milliseconds of a product of gathered rows: by parts, and after the process group's gather."""
     rows = size // (_WIDTH * torch.bfloat16.itemsize)
     x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // buffers.ranks)
-    whole = x.new_empty(buffers.ranks * rows, _WIDTH)
+    whole, layout = x.new_empty(buffers.ranks * rows, _WIDTH), ((x.shape, x.dtype),)
     out = x.new_empty(buffers.ranks * rows, weight.shape[1])
     parts = out.chunk(buffers.ranks)
 
     def overlapped() -> None:
-        gathered = GatheredRows(buffers, [x], lambda tensors: tensors[0])
+        gathered = GatheredRows(buffers, [x], layout, lambda tensors: tensors[0])
         for rank in gathered.order():
             torch.mm(gathered.rows_of(rank), weight, out=parts[rank])
         gathered.wait()
@@ -130,7 +130,7 @@ def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: in
         torch.mm(parts[rank], weight, out=target)
 
     def overlapped() -> None:
-        ScatteredRows(buffers, (rows, _WIDTH), x.dtype, device, multiply).wait()
+        ScatteredRows(buffers, ((out.shape, out.dtype),) * others, multiply).wait()
 
     def plain() -> None:
         dist.reduce_scatter_tensor(out, torch.mm(x, weight), group=group)

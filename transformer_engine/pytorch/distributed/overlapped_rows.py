@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,66 @@ from torch import Tensor
 from ...common.formats import round_up
 from .symmetric_memory import Peers
 
-_ALIGNMENT = 256  # of the parts of a buffer, in bytes
+_ALIGNMENT = 256  # of the parts of a message, in bytes
+_REMEMBERED = 64  # layouts of messages per buffer
 _BARRIER_MS = (
     600_000  # after which a barrier fails because a rank does not take part, as long as NCCL waits by default
 )
+
+
+Layout = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the parts of a message
+
+
+class _Message(NamedTuple):
+    """The parts of a message in the buffers of all ranks.
+
+    Attributes:
+        own: The parts in this rank's buffer.
+        of_rank: The parts in the buffers of other ranks.
+    """
+
+    own: list[Tensor]
+    of_rank: dict[int, list[Tensor]]
+
+
+class PeerBuffer:
+    """A buffer of this rank that its peers can read, and theirs.
+
+    Args:
+        values: Bytes of this rank.
+        peers: The buffers of all ranks.
+    """
+
+    def __init__(self, values: Tensor, peers: Peers):
+        self.values, self.peers = values, peers
+        self._messages: dict[Layout, _Message] = {}
+
+    def message(self, layout: Layout) -> _Message:
+        """Return the parts of a message with this layout. Views of the buffers are kept for the next message."""
+        known = self._messages.get(layout)
+        if known is None:
+            if len(self._messages) >= _REMEMBERED:
+                self._messages.clear()
+            known = self._messages[layout] = self._views(layout)
+        return known
+
+    def _views(self, layout: Layout) -> _Message:
+        own: list[Tensor] = []
+        others = {rank: [] for rank in range(self.peers.world_size) if rank != self.peers.rank}
+        start = 0
+        for shape, dtype in layout:
+            size = shape.numel() * dtype.itemsize
+            own.append(self.values[start : start + size].view(dtype).view(shape))
+            for rank, parts in others.items():
+                part = self.peers.get_buffer(rank, (size,), torch.uint8, start)
+                parts.append(part.view(dtype).view(shape))
+            start += round_up(size, _ALIGNMENT)
+        return _Message(own, others)
+
+
+def message_bytes(layout: Layout) -> int:
+    """Return the bytes that a message needs in a buffer."""
+    return sum([round_up(shape.numel() * dtype.itemsize, _ALIGNMENT) for shape, dtype in layout])
 
 
 class PeerBuffers:
@@ -41,32 +97,33 @@ class PeerBuffers:
     """
 
     def __init__(self, buffers: Sequence[tuple[Tensor, Peers]], stream: Any):
-        self._buffers, self._stream = tuple(buffers), stream
+        self._buffers, self._stream = tuple([PeerBuffer(*pair) for pair in buffers]), stream
         self._turn = 0
         self._waited: int | None = None  # the stream that has waited for all copies
+        self._last: Any = None  # the event that completes with all copies
         values, peers = buffers[0]
         self.rank, self.ranks, self.capacity = peers.rank, peers.world_size, values.numel()
 
-    def next_buffer(self, current: Any) -> tuple[Tensor, Peers]:
+    def next_buffer(self, current: Any) -> PeerBuffer:
         """Return the buffer of the next collective, which no rank is still reading.
 
         Args:
             current: The current stream, from `current_stream`.
         """
-        buffer, peers = self._buffers[self._turn]
+        buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
         if is_captured(current):
-            self.barrier(peers, current)  # replays and other collectives may use one buffer twice in a row
-        return buffer, peers
+            self.barrier(buffer, current)  # replays and other collectives may use one buffer twice in a row
+        return buffer
 
     def current_stream(self) -> Any:
         """Return the current stream of the device; None on a CPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
-    def barrier(self, peers: Peers, current: Any) -> None:
+    def barrier(self, buffer: PeerBuffer, current: Any) -> None:
         """Let the current stream wait for the copies of this rank, and then for all ranks."""
         self.wait_for_copies(current)
-        peers.barrier(timeout_ms=_BARRIER_MS)
+        buffer.peers.barrier(timeout_ms=_BARRIER_MS)
 
     def wait_for_copies(self, current: Any) -> None:
         """Let the current stream wait for all copies of this rank."""
@@ -86,7 +143,15 @@ class PeerBuffers:
 
     def record_event(self) -> Any:
         """Return an event that completes with all copies so far; None on a CPU."""
-        return None if self._stream is None else self._stream.record_event()
+        self._last = None if self._stream is None else self._stream.record_event()
+        return self._last
+
+    def wait_for(self, event: Any, current: Any) -> None:
+        """Let the current stream wait for an event of `record_event`."""
+        if event is not None:
+            current.wait_event(event)
+            if event is self._last:
+                self._waited = current.cuda_stream
 
 
 def is_captured(current: Any) -> bool:
@@ -95,14 +160,20 @@ def is_captured(current: Any) -> bool:
 
 
 class PendingRows:
-    """Base of results that copies write. Deleting an incomplete one makes the current stream wait for its copies."""
+    """Base of results that copies write. Deleting an incomplete one makes the current stream wait for its copies.
+
+    Args:
+        buffers: The buffers.
+        layout: Shapes and dtypes of the parts of the message.
+    """
 
     _complete = False
 
-    def __init__(self, buffers: PeerBuffers) -> None:
+    def __init__(self, buffers: PeerBuffers, layout: Layout) -> None:
         self._buffers = buffers
         self._current = buffers.current_stream()
-        self._buffer, self._peers = buffers.next_buffer(self._current)
+        self._buffer = buffers.next_buffer(self._current)
+        self._message = self._buffer.message(layout)
 
     def __del__(self) -> None:
         if not self._complete and not sys.is_finalizing():
@@ -111,17 +182,11 @@ class PendingRows:
     def _finish(self, event: Any) -> None:
         """Let the current stream wait for the last copy."""
         current = self._buffers.current_stream()
-        wait_for(current, event)
+        self._buffers.wait_for(event, current)
         self._complete = True
         if is_captured(current):
             # After a replay, any rank may write to the buffer.
-            self._buffers.barrier(self._peers, current)
-
-
-def wait_for(current: Any, event: Any) -> None:
-    """Let a stream wait for an event."""
-    if event is not None:
-        current.wait_event(event)
+            self._buffers.barrier(self._buffer, current)
 
 
 class GatheredRows(PendingRows):
@@ -130,34 +195,36 @@ class GatheredRows(PendingRows):
     Args:
         buffers: The buffers.
         parts: Tensors of this rank whose first dimensions are gathered, such as codes and scales.
+        layout: Their shapes and dtypes.
         rebuild: Returns the matrix of such tensors.
     """
 
     def __init__(
-        self, buffers: PeerBuffers, parts: Sequence[Tensor], rebuild: Callable[[Sequence[Tensor]], Any]
+        self,
+        buffers: PeerBuffers,
+        parts: Sequence[Tensor],
+        layout: Layout,
+        rebuild: Callable[[Sequence[Tensor]], Any],
     ):
-        super().__init__(buffers)
+        super().__init__(buffers, layout)
         self.rank, self.ranks, self._rebuild = buffers.rank, buffers.ranks, rebuild
         self._own = parts
-        contiguous = [part.contiguous() for part in parts]
-        # Kept until the copies that read it have ended.
-        self._sent = sent = [part.view(-1).view(torch.uint8) for part in contiguous]
-        starts = _starts(sent)
-        for part, start in zip(sent, starts, strict=True):
-            self._buffer[start : start + part.numel()].copy_(part)
-        buffers.barrier(self._peers, self._current)
-        self._whole = [part.new_empty((self.ranks * part.shape[0], *part.shape[1:])) for part in contiguous]
-        received = [whole.view(-1).view(torch.uint8) for whole in self._whole]
+        for sent, part in zip(self._message.own, parts, strict=True):
+            sent.copy_(part)
+        buffers.barrier(self._buffer, self._current)
+        self._stacked = [
+            torch.empty((self.ranks, *shape), dtype=dtype, device=self._message.own[0].device)
+            for shape, dtype in layout
+        ]
+        rows = [stacked.unbind() for stacked in self._stacked]
+        self._rows = list(zip(*rows, strict=True))
         self._arrivals: dict[int, Any] = {}
         with buffers.copying(self._current):
-            for rank in self.order()[1:]:
-                for target, part, start in zip(received, sent, starts, strict=True):
-                    source = self._peers.get_buffer(rank, (part.numel(),), torch.uint8, start)
-                    target[rank * part.numel() : (rank + 1) * part.numel()].copy_(source)
+            for rank in (*self.order()[1:], self.rank):
+                sources = self._message.own if rank == self.rank else self._message.of_rank[rank]
+                for target, source in zip(self._rows[rank], sources, strict=True):
+                    target.copy_(source)
                 self._arrivals[rank] = buffers.record_event()
-            for target, part in zip(received, sent, strict=True):
-                target[self.rank * part.numel() : (self.rank + 1) * part.numel()].copy_(part)
-            self._arrivals[self.rank] = buffers.record_event()
 
     def order(self) -> list[int]:
         """Return the ranks in the order in which their rows arrive, this one first."""
@@ -167,31 +234,13 @@ class GatheredRows(PendingRows):
         """Return the rows of a rank, complete for the current stream."""
         if rank == self.rank:
             return self._rebuild(self._own)
-        wait_for(self._buffers.current_stream(), self._arrivals[rank])
-        parts = [
-            whole[rank * own.shape[0] : (rank + 1) * own.shape[0]]
-            for whole, own in zip(self._whole, self._own, strict=True)
-        ]
-        return self._rebuild(parts)
+        self._buffers.wait_for(self._arrivals[rank], self._buffers.current_stream())
+        return self._rebuild(self._rows[rank])
 
     def wait(self) -> Any:
         """Return the rows of all ranks, complete for the current stream."""
         self._finish(self._arrivals[self.rank])  # the last to be copied
-        return self._rebuild(self._whole)
-
-
-def _starts(parts: Sequence[Tensor]) -> list[int]:
-    """Return where each part of a message begins in a buffer."""
-    starts, end = [], 0
-    for part in parts:
-        starts.append(end)
-        end += round_up(part.numel(), _ALIGNMENT)
-    return starts
-
-
-def message_bytes(parts: Sequence[Tensor]) -> int:
-    """Return the bytes that tensors need in a buffer."""
-    return sum([round_up(part.nbytes, _ALIGNMENT) for part in parts])
+        return self._rebuild([stacked.flatten(0, 1) for stacked in self._stacked])
 
 
 class ScatteredRows(PendingRows):
@@ -199,35 +248,24 @@ class ScatteredRows(PendingRows):
 
     Args:
         buffers: The buffers.
-        shape: Shape [m, N] of the rows of one rank.
-        dtype: Dtype of the product and of the sum.
-        device: Device of the product.
+        layout: Shape [m, N] of the rows of one rank and dtype of the product and of the sum, once per other rank.
         multiply: multiply(rank, out) writes the rows of a rank to out [m, N].
     """
 
-    def __init__(
-        self,
-        buffers: PeerBuffers,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        multiply: Callable[[int, Tensor], object],
-    ):
-        super().__init__(buffers)
-        size = shape[0] * shape[1] * dtype.itemsize
-        self._others = [torch.empty(shape, dtype=dtype, device=device) for _ in range(buffers.ranks - 1)]
+    def __init__(self, buffers: PeerBuffers, layout: Layout, multiply: Callable[[int, Tensor], object]):
+        super().__init__(buffers, layout)
+        self._others: list[Tensor] = []
         self._copied: Any = None
-        for place, received in enumerate(self._others):
+        for place, part in enumerate(self._message.own):
             step = place + 1
-            part = self._buffer[place * size : (place + 1) * size].view(dtype).view(shape)
             multiply((buffers.rank + step) % buffers.ranks, part)
-            buffers.barrier(self._peers, self._current)
+            buffers.barrier(self._buffer, self._current)
+            received = torch.empty_like(part)
             with buffers.copying(self._current):
-                rank = (buffers.rank - step) % buffers.ranks
-                source = self._peers.get_buffer(rank, (size,), torch.uint8, place * size)
-                received.view(-1).view(torch.uint8).copy_(source)
+                received.copy_(self._message.of_rank[(buffers.rank - step) % buffers.ranks][place])
                 self._copied = buffers.record_event()
-        self._own = torch.empty(shape, dtype=dtype, device=device)
+            self._others.append(received)
+        self._own = torch.empty_like(self._message.own[0])
         multiply(buffers.rank, self._own)
 
     def wait(self) -> Tensor:

@@ -28,10 +28,9 @@ def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
         parts = [x]
     else:
         parts = [x.codes, x.scale] if x.has_block_scales else [x.codes]
-    buffers = peer_buffers_for(GATHER, parts[0], message_bytes(parts), parallel.checked_group())
-    if buffers is None:
-        return None
-    return GatheredRows(buffers, parts, _rebuilding(x))
+    layout = tuple([(part.shape, part.dtype) for part in parts])
+    buffers = peer_buffers_for(GATHER, parts[0].device, message_bytes(layout), parallel.checked_group())
+    return None if buffers is None else GatheredRows(buffers, parts, layout, _rebuilding(x))
 
 
 def _rebuilding(x: Tensor | Operand) -> Any:
@@ -81,16 +80,16 @@ def scatter_over_peers(
     rows, block = left.rows, None if left.format is None else left.format.block
     if rows % (parallel.size * (1 if block is None else block[0])) or isinstance(left, OwnedOperand):
         return None
-    share = rows // parallel.size
-    size = (parallel.size - 1) * share * right.rows * epilogue.dtype.itemsize
-    buffers = peer_buffers_for(SCATTER, left.codes, size, parallel.checked_group())
+    layout = ((torch.Size((rows // parallel.size, right.rows)), epilogue.dtype),) * (parallel.size - 1)
+    device = left.codes.device
+    buffers = peer_buffers_for(SCATTER, device, message_bytes(layout), parallel.checked_group())
     if buffers is None:
         return None
 
     def multiply(rank: int, out: Tensor) -> None:
         gemm(_rows(left, rank, parallel.size), right, epilogue._replace(out=out))
 
-    return ScatteredRows(buffers, (share, right.rows), epilogue.dtype, left.codes.device, multiply)
+    return ScatteredRows(buffers, layout, multiply)
 
 
 def _rows(operand: Operand, rank: int, ranks: int) -> Operand:
