@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import warnings
 from typing import Any
@@ -274,6 +275,7 @@ def _on_gpus(device: torch.device) -> dict[str, Any]:
     group: Any = dist.group.WORLD
     assert isinstance(overlap._reserved.groups[group], GroupBuffers), overlap._reserved.groups[group]
     found["graph"] = _graphed(device)
+    gc.collect()  # destroy_process_group waits until graphs with collectives of NCCL are deleted
     te.destroy_ub()
     return found
 
@@ -298,6 +300,7 @@ def _graphed(device: torch.device) -> list[dict[str, torch.Tensor]]:
             model(x.detach())  # takes one buffer between two replays, which graphs do not see
             model.train()
         results.append({"y": y.detach().clone(), "dx": x.grad.clone()})  # pyright: ignore
+        model.reset()  # pyright: ignore[reportCallIssue]
     return results
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.host_experts import RECIPES
+from tests.jax.host_compositions import mesh_of
+from tests.jax.host_experts import RECIPES, experts_case, tokens_in_whole_blocks
 from tests.jax.test_sharding import PROGRAM, printed_by
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
@@ -50,6 +51,15 @@ def test_a_step_on_a_mesh_with_one_axis_more_is_kernels_on_gpus(found):
     if (reason := launching.kernels_unsupported_reason()) is not None:
         pytest.skip(f"no kernel can be lowered for CUDA here: {reason}")
     assert found["lowered"]["ragged_all_to_all"] >= 4, "rows there and back, and their gradients"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["none", "delayed", "current"])
+def test_experts_over_two_gpus_compute_the_same_as_on_one(name):
+    """Rows travel in a ragged all-to-all."""
+    with jax.default_matmul_precision("highest"):
+        assert_one_device(experts_case(mesh_of(ep=2), (), RECIPES[name], tokens_in_whole_blocks(), True))
 
 
 @pytest.mark.slow
