@@ -191,12 +191,6 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 whole = torch.arange(ranks * rows * columns).view(-1, columns).float() + turn
                 second = torch.arange(ranks * rows).to(torch.uint8)
                 parts = [whole[rank * rows : (rank + 1) * rows], second[rank * rows : (rank + 1) * rows]]
-                layout = tuple([(part.shape, part.dtype) for part in parts])
-                gathered = GatheredRows(copies, parts, layout, list)
-                for other in gathered.order():
-                    found = gathered.rows_of(other)
-                    assert torch.equal(found[0], whole[other * rows : (other + 1) * rows])
-                assert torch.equal(gathered.wait()[0], whole) and torch.equal(gathered.wait()[1], second)
 
                 def multiply(
                     other: int, out: torch.Tensor, whole: torch.Tensor = whole, rows: int = rows
@@ -204,9 +198,17 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                     out.copy_(whole[other * rows : (other + 1) * rows] * (rank + 1))
 
                 layout = ((torch.Size((rows, columns)), torch.float32),) * (ranks - 1)
-                pending = ScatteredRows(copies, layout, multiply)
+                pending = [ScatteredRows(copies, layout, multiply) for _ in range(1 + turn % 3)]
+                sent = tuple([(part.shape, part.dtype) for part in parts])
+                gathered = GatheredRows(copies, parts, sent, list)
+                for other in gathered.order():
+                    found = gathered.rows_of(other)
+                    assert torch.equal(found[0], whole[other * rows : (other + 1) * rows])
+                assert torch.equal(gathered.wait()[0], whole) and torch.equal(gathered.wait()[1], second)
+                pending.append(ScatteredRows(copies, layout, multiply))
                 expected = whole[rank * rows : (rank + 1) * rows] * (ranks * (ranks + 1) / 2)
-                assert torch.equal(pending.wait(), expected)
+                for result in pending:
+                    assert torch.equal(result.wait(), expected)
         except BaseException as error:
             errors.append(error)
 

@@ -1,16 +1,20 @@
-"""Products that overlap with their own collective: copy engines transfer rows of one rank while others multiply.
+"""Products that overlap with their own collective: rows travel between GPUs while others multiply.
 
-Every rank has two buffers that the other ranks can read. Consecutive collectives alternate between them.
+Every rank has two buffers that the other ranks can read and write. Consecutive collectives alternate between them.
 
 | | gather, then product | product, then reduce-scatter |
 | --- | --- | --- |
-| 1 | copy this rank's rows to the buffer | multiply the rows of another rank, into the buffer |
-| 2 | barrier | barrier |
-| 3 | copy the rows of other ranks, on a second stream | copy this rank's rows of their products, on a second stream |
-| at the same time | multiply this rank's rows, then those of each rank that arrived | multiply this rank's rows; add |
+| 1 | copy this rank's rows to its buffer | multiply the rows of each other rank, into that rank's buffer |
+| 2 | barrier | multiply this rank's rows |
+| 3 | on a second stream, copy the rows of other ranks | barrier |
+| 4 | meanwhile multiply this rank's rows, then those of each rank that arrived | add the rows in this rank's buffer |
 
-Before a rank overwrites a buffer, all ranks have finished reading it: each waits for its copies before the barrier of
-the next collective. Copies need no multiprocessors, unlike the kernels of a process group.
+Copies need copy engines and stores of products need nothing else, whereas the kernels of a process group occupy
+multiprocessors. Step 3 of a reduce-scatter is part of `wait`, so that a rank that is ahead does other work first; the
+next collective completes it otherwise.
+
+Before a buffer is overwritten, all ranks have finished reading it: each waits for its copies, and has added its rows,
+before the barrier of the next collective.
 """
 
 from __future__ import annotations
@@ -101,6 +105,8 @@ class PeerBuffers:
         self._turn = 0
         self._waited: int | None = None  # the stream that has waited for all copies
         self._last: Any = None  # the event that completes with all copies
+        self._used: Any = None  # the stream of the last collective
+        self.unfinished: ScatteredRows | None = None
         values, peers = buffers[0]
         self.rank, self.ranks, self.capacity = peers.rank, peers.world_size, values.numel()
 
@@ -110,10 +116,15 @@ class PeerBuffers:
         Args:
             current: The current stream, from `current_stream`.
         """
+        if self.unfinished is not None:
+            self.unfinished.wait()
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
         if is_captured(current):
             self.barrier(buffer, current)  # replays and other collectives may use one buffer twice in a row
+        elif self._used is not None and current != self._used:
+            current.wait_stream(self._used)
+        self._used = current
         return buffer
 
     def current_stream(self) -> Any:
@@ -132,6 +143,11 @@ class PeerBuffers:
             self._stream.wait_stream(current)
             current.wait_stream(self._stream)
             self._waited = current.cuda_stream
+
+    def finish(self, buffer: PeerBuffer, current: Any) -> None:
+        """End the use of a buffer. After the replay of a graph, any rank may write to it."""
+        if is_captured(current):
+            self.barrier(buffer, current)
 
     def copying(self, current: Any) -> Any:
         """Return the context of copies that begin after the work of the current stream."""
@@ -159,38 +175,10 @@ def is_captured(current: Any) -> bool:
     return current is not None and torch.cuda.is_current_stream_capturing()
 
 
-class PendingRows:
-    """Base of results that copies write. Deleting an incomplete one makes the current stream wait for its copies.
-
-    Args:
-        buffers: The buffers.
-        layout: Shapes and dtypes of the parts of the message.
-    """
-
-    _complete = False
-
-    def __init__(self, buffers: PeerBuffers, layout: Layout) -> None:
-        self._buffers = buffers
-        self._current = buffers.current_stream()
-        self._buffer = buffers.next_buffer(self._current)
-        self._message = self._buffer.message(layout)
-
-    def __del__(self) -> None:
-        if not self._complete and not sys.is_finalizing():
-            self._buffers.wait_for_copies(self._buffers.current_stream())
-
-    def _finish(self, event: Any) -> None:
-        """Let the current stream wait for the last copy."""
-        current = self._buffers.current_stream()
-        self._buffers.wait_for(event, current)
-        self._complete = True
-        if is_captured(current):
-            # After a replay, any rank may write to the buffer.
-            self._buffers.barrier(self._buffer, current)
-
-
-class GatheredRows(PendingRows):
+class GatheredRows:
     """Rows of all ranks, which arrive rank by rank.
+
+    Deleting an incomplete object makes the current stream wait for its copies.
 
     Args:
         buffers: The buffers.
@@ -206,25 +194,31 @@ class GatheredRows(PendingRows):
         layout: Layout,
         rebuild: Callable[[Sequence[Tensor]], Any],
     ):
-        super().__init__(buffers, layout)
+        self._complete = False
+        self._buffers, current = buffers, buffers.current_stream()
+        self._buffer = buffers.next_buffer(current)
         self.rank, self.ranks, self._rebuild = buffers.rank, buffers.ranks, rebuild
-        self._own = parts
-        for sent, part in zip(self._message.own, parts, strict=True):
+        self._own, message = parts, self._buffer.message(layout)
+        for sent, part in zip(message.own, parts, strict=True):
             sent.copy_(part)
-        buffers.barrier(self._buffer, self._current)
+        buffers.barrier(self._buffer, current)
         self._stacked = [
-            torch.empty((self.ranks, *shape), dtype=dtype, device=self._message.own[0].device)
+            torch.empty((self.ranks, *shape), dtype=dtype, device=message.own[0].device)
             for shape, dtype in layout
         ]
         rows = [stacked.unbind() for stacked in self._stacked]
         self._rows = list(zip(*rows, strict=True))
         self._arrivals: dict[int, Any] = {}
-        with buffers.copying(self._current):
+        with buffers.copying(current):
             for rank in (*self.order()[1:], self.rank):
-                sources = self._message.own if rank == self.rank else self._message.of_rank[rank]
+                sources = message.own if rank == self.rank else message.of_rank[rank]
                 for target, source in zip(self._rows[rank], sources, strict=True):
                     target.copy_(source)
                 self._arrivals[rank] = buffers.record_event()
+
+    def __del__(self) -> None:
+        if not self._complete and not sys.is_finalizing():
+            self._buffers.wait_for_copies(self._buffers.current_stream())
 
     def order(self) -> list[int]:
         """Return the ranks in the order in which their rows arrive, this one first."""
@@ -239,11 +233,14 @@ class GatheredRows(PendingRows):
 
     def wait(self) -> Any:
         """Return the rows of all ranks, complete for the current stream."""
-        self._finish(self._arrivals[self.rank])  # the last to be copied
+        current = self._buffers.current_stream()
+        self._buffers.wait_for(self._arrivals[self.rank], current)  # the last to be copied
+        self._complete = True
+        self._buffers.finish(self._buffer, current)
         return self._rebuild([stacked.flatten(0, 1) for stacked in self._stacked])
 
 
-class ScatteredRows(PendingRows):
+class ScatteredRows:
     """The pending sum over the ranks of this rank's rows of a product.
 
     Args:
@@ -253,27 +250,32 @@ class ScatteredRows(PendingRows):
     """
 
     def __init__(self, buffers: PeerBuffers, layout: Layout, multiply: Callable[[int, Tensor], object]):
-        super().__init__(buffers, layout)
-        self._others: list[Tensor] = []
-        self._copied: Any = None
-        for place, part in enumerate(self._message.own):
-            step = place + 1
-            multiply((buffers.rank + step) % buffers.ranks, part)
-            buffers.barrier(self._buffer, self._current)
-            received = torch.empty_like(part)
-            with buffers.copying(self._current):
-                received.copy_(self._message.of_rank[(buffers.rank - step) % buffers.ranks][place])
-                self._copied = buffers.record_event()
-            self._others.append(received)
-        self._own = torch.empty_like(self._message.own[0])
+        self._buffers = buffers
+        self._sum: Tensor | None = None
+        self._buffer = buffers.next_buffer(buffers.current_stream())
+        message = self._buffer.message(layout)
+        self._received = message.own
+        for place in range(buffers.ranks - 1):
+            rank = (buffers.rank + place + 1) % buffers.ranks
+            multiply(rank, message.of_rank[rank][place])
+        self._own = torch.empty_like(message.own[0])
         multiply(buffers.rank, self._own)
+        buffers.unfinished = self
 
     def wait(self) -> Tensor:
         """Return the sum [m, N], rounded once, complete for the current stream."""
-        self._finish(self._copied)
-        if len(self._others) == 1:
-            return self._own.add_(self._others[0])
+        if self._sum is None:
+            current = self._buffers.current_stream()
+            self._buffers.barrier(self._buffer, current)
+            self._sum = self._added()
+            self._buffers.unfinished = None
+            self._buffers.finish(self._buffer, current)
+        return self._sum
+
+    def _added(self) -> Tensor:
+        if len(self._received) == 1:
+            return self._own.add_(self._received[0])
         total = self._own.to(torch.float32, copy=True)
-        for other in self._others:
+        for other in self._received:
             total += other
         return total.to(self._own.dtype)
