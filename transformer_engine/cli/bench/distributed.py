@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...pytorch.quantization import FP8GlobalStateManager
 from .distributed_cases import RanksCase
 from .distributed_steps import build_step
 from .measure import Effort, covered, peak_mib
@@ -101,6 +102,7 @@ def run_on_ranks(
     """Measure the cases one by one; every rank calls this with the same cases."""
     for case in cases:
         torch.manual_seed(0)
+        FP8GlobalStateManager.reset()  # later steps would update the scales of earlier cases too
         error = None
         figures: dict[str, Any] = {}
         try:

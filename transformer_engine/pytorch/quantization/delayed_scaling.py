@@ -60,17 +60,20 @@ def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[
         group: Process group.
         gaps: Number of columns of deleted states, before each history and after the last; empty without deleted states.
     """
-    latest = [history[0] for history in histories]
-    widths = [history.shape[1] for history in histories]
-    if gaps:
-        latest = [x for gap, row in zip(gaps, latest, strict=False) for x in (row.new_zeros(gap), row)]
-        latest.append(latest[0].new_zeros(gaps[-1]))
-        widths = [n for gap, width in zip(gaps, widths, strict=False) for n in (gap, width)] + [gaps[-1]]
-    reduced = torch.cat(latest)
+    pieces: list[Tensor] = []
+    places: list[int] = []
+    for index, history in enumerate(histories):
+        if gaps and gaps[index]:
+            pieces.append(history.new_zeros(gaps[index]))
+        places.append(len(pieces))
+        pieces.append(history[0])
+    if gaps and gaps[-1]:
+        pieces.append(pieces[0].new_zeros(gaps[-1]))
+    reduced = torch.cat(pieces)
     torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
-    parts = reduced.split(widths)
-    for history, part in zip(histories, parts[1::2] if gaps else parts, strict=True):
-        history[0].copy_(part)
+    parts = reduced.split([piece.numel() for piece in pieces])
+    for history, place in zip(histories, places, strict=True):
+        history[0].copy_(parts[place])
 
 
 # A partitioner that recomputes a cast in the backward pass would save `scale` itself, which changes at the end of
