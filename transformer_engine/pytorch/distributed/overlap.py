@@ -64,7 +64,7 @@ def unsupported_reason(request: Request) -> str | None:
 def _lasting_reason(request: Request) -> str | None:
     """Return the reason that holds for all sizes."""
     if request.device != "cuda":
-        return f"copy engines belong to GPUs, the values are on {request.device}"
+        return f"symmetric memory exists on GPUs, the values are on {request.device}"
     if "nccl" not in request.backends:
         return f"symmetric memory requires an NCCL group, this group has {request.backends}"
     if not request.capacity:
