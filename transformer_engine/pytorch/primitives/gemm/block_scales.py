@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,15 +23,20 @@ def block_scale(operand: Operand, codes: Tensor) -> Tensor:
     1x128 blocks: [rows, K/128], rows contiguous; 128x128 blocks: [K/128, rows/128], K contiguous, padded to a multiple
     of 4 blocks of K.
     """
-    scale = block_scale_memory(operand, codes)
+    scale = block_scale_memory(operand, codes.shape)
     return scale if operand.format == BLOCK_1D else scale.t()
 
 
-def block_scale_memory(operand: Operand, codes: Tensor) -> Tensor:
-    """Return the memory of `block_scale`, [rows/128, K/128] for 128x128 blocks, for callers that read addresses."""
+def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
+    """Return the memory of `block_scale`, [rows/128, K/128] for 128x128 blocks, for callers that read addresses.
+
+    Args:
+        operand: The operand, of which only scale and format are read.
+        shape: Shape [rows, K] of its codes, possibly padded with zeros.
+    """
     scale = operand.scale
     assert scale is not None
-    rows, depth = codes.shape
+    rows, depth = shape
     if operand.format is BLOCK_1D or operand.format == BLOCK_1D:
         if scale.shape[0] != rows:
             # The codes of padding are zero: any finite scale will do.

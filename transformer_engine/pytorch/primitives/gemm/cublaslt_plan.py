@@ -180,8 +180,8 @@ class CublasPlan:
         left_scale = right_scale = None
         if quantized:
             # Converted block scales must live until the product is queued; the stream keeps the order after it.
-            left_scale = b[1] if tensor_scales else block_scale_memory(b, b[0])
-            right_scale = a[1] if tensor_scales else block_scale_memory(a, a[0])
+            left_scale = b[1] if tensor_scales else block_scale_memory(b, b[0].shape)
+            right_scale = a[1] if tensor_scales else block_scale_memory(a, a[0].shape)
             left_address = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             right_address = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             if (left_address | right_address) & _SCALE_MASK:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
 from ...runtime.symbols import Form, Instructions, NotListed, Symbol
 from ..operand import Operand, OwnedOperand
 from . import composed, cublaslt_fused, request
-from .block_scales import BLOCK, LINE
+from .block_scales import BLOCK, LINE, block_scale_memory
 from .composed import GELU, GELU_GRADIENT
 from .cublaslt_plan import CublasPlan
 from .request import Epilogue
@@ -91,18 +91,34 @@ def _bias(plan: CublasPlan, epilogue: Epilogue) -> Any:
 
 
 def _scales(*operands: Operand) -> tuple[Any, ...]:
-    """Return the scales of operands, which have cuBLASLt's layout already."""
+    """Return the scales of operands in cuBLASLt's layout."""
     scales = []
     for operand in operands:
-        scale: Any = operand.scale
         if operand.format in (BLOCK_1D, BLOCK_2D):
-            blocks = -(-operand.depth // BLOCK)
-            lies = scale.shape[0] == operand.rows and scale.stride() == (1, operand.rows)
-            if operand.format == BLOCK_2D:
-                lies = blocks % LINE == 0 and scale.is_contiguous()
-            if not lies:
-                raise NotListed("block scales are copied into cuBLASLt's layout")
-        elif operand.format not in (None, FLOAT8):
+            scales.append(_block_scales(operand))
+        elif operand.format in (None, FLOAT8):
+            scales.append(operand.scale)
+        else:
             raise NotListed(f"a product of {operand.format.name}")
-        scales.append(scale)
     return tuple(scales)
+
+
+def _block_scales(operand: Operand) -> Any:
+    """Return the scales of blocks; append their copy if they have another layout, such as gathered scales."""
+    scale: Any = operand.scale
+    rows, blocks = operand.rows, -(-operand.depth // BLOCK)
+    if operand.format == BLOCK_2D:
+        form = Form.contiguous((scale.shape[0], round_up(blocks, LINE)), scale.dtype)
+    else:
+        form = Form((rows, blocks), (1, rows), scale.dtype)
+    if tuple(scale.shape) == form.shape and scale.stride() == form.strides:
+        return scale
+    if operand.format == BLOCK_1D and scale.shape[0] != rows:
+        raise NotListed("scales of rows are padded")
+    settings, shape = operand._replace(codes=None, scale=None), (rows, operand.depth)  # pyright: ignore
+    codes: Any = operand.codes
+    instructions: Instructions = codes.instructions
+    (copied,) = instructions.apply(
+        lambda given: (block_scale_memory(settings._replace(scale=given), shape),), [scale], [form]
+    )
+    return copied
