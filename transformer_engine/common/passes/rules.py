@@ -28,6 +28,8 @@ from .vocabulary import (
 
 Merge = Callable[[Step, Step], "Step | None"]
 Allowed = Callable[[str, Step, Step], bool]
+# Number of inputs of a product: a and b; with a bias; with the input of GELU; with a total to which it adds.
+_OPERANDS, _WITH_BIAS, _WITH_EPILOGUE, _WITH_TOTAL = 2, 3, 4, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +89,37 @@ def _codes_with_sums(first: Step, second: Step) -> Step | None:
     return Step("column_sum", sums.inputs, (*cast.results, *sums.results), settings)
 
 
+def _product_alone(step: Step, inputs: int) -> Product | None:
+    """Return the settings of a product with at most so many inputs, no activation and no cast; None for other steps."""
+    settings = step.settings
+    if step.op != "product" or not isinstance(settings, Product) or len(step.inputs) > inputs:
+        return None
+    return None if settings.activation or settings.cast else settings
+
+
 def _bias_in_product(producer: Step, reader: Step) -> Step | None:
     """Let a product whose only reader adds a bias add it in its epilogue."""
-    if producer.op != "product" or reader.op != "add_bias" or len(producer.inputs) > 2:
+    settings = _product_alone(producer, _OPERANDS)
+    if settings is None or reader.op != "add_bias" or reader.inputs[0] != producer.results[0]:
         return None
-    if reader.inputs[0] != producer.results[0] or producer.settings.cast or producer.settings.activation:  # pyright: ignore
-        return None
-    return Step("product", (*producer.inputs, reader.inputs[1]), reader.results, producer.settings)
+    return Step("product", (*producer.inputs, reader.inputs[1]), reader.results, settings)
 
 
-def _is_product_before_gelu(producer: Step, reader: Step, op: str) -> bool:
-    """Return whether these are an unfused product, and GELU or its gradient (`op`) in high precision."""
-    settings, read = producer.settings, reader.settings
-    if producer.op != "product" or not isinstance(settings, Product) or settings.activation or settings.cast:
-        return False
-    return reader.op == op and isinstance(read, Activation) and read.kind == "gelu" and read.cast is None
+def _is_gelu(step: Step, op: str) -> bool:
+    """Return whether a step is GELU or its gradient (`op`) in high precision."""
+    settings = step.settings
+    return (
+        step.op == op
+        and isinstance(settings, Activation)
+        and settings.kind == "gelu"
+        and settings.cast is None
+    )
 
 
 def _activation_in_product(producer: Step, reader: Step) -> Step | None:
     """Let a product that GELU reads compute GELU in its epilogue, and keep its own result for other readers."""
-    settings = producer.settings
-    if not _is_product_before_gelu(producer, reader, "activation") or not isinstance(settings, Product):
+    settings = _product_alone(producer, _WITH_TOTAL)
+    if settings is None or not _is_gelu(reader, "activation"):
         return None
     results = (*reader.results, *producer.results)
     return Step("product", producer.inputs, results, replace(settings, activation="gelu"))
@@ -115,40 +127,32 @@ def _activation_in_product(producer: Step, reader: Step) -> Step | None:
 
 def _activation_gradient_in_product(producer: Step, reader: Step) -> Step | None:
     """Multiply an input gradient that only GELU's gradient reads by GELU's derivative in the epilogue."""
-    settings = producer.settings
-    if not _is_product_before_gelu(producer, reader, "activation_backward") or len(producer.inputs) > 2:
+    settings = _product_alone(producer, _OPERANDS)
+    if settings is None or not _is_gelu(reader, "activation_backward"):
         return None
-    if not isinstance(settings, Product) or producer.results[0] != reader.inputs[0]:
+    if producer.results[0] != reader.inputs[0]:
         return None
     made = replace(settings, activation="gelu_gradient")
     return Step("product", (*producer.inputs, None, reader.inputs[1]), reader.results[:1], made)
 
 
 def _quantized_product(producer: Step, reader: Step) -> Step | None:
-    """Let a product whose only reader quantizes it compute the codes itself."""
-    settings = producer.settings
-    if producer.op != "product" or reader.op != "quantize" or not isinstance(settings, Product):
-        return None
-    if len(producer.inputs) > 4:  # it accumulates, so that its result is the total and cannot be codes
-        return None
-    if (
-        settings.cast is not None
-        or settings.activation is not None
-        or not isinstance(reader.settings, CastSettings)
-    ):
+    """Let a product whose only reader quantizes it compute the codes itself.
+
+    The result of a product that accumulates is the total, which cannot be codes.
+    """
+    settings = _product_alone(producer, _WITH_EPILOGUE)
+    if settings is None or reader.op != "quantize" or not isinstance(reader.settings, CastSettings):
         return None
     return Step("product", producer.inputs, reader.results, replace(settings, cast=reader.settings))
 
 
 def _accumulated_product(producer: Step, reader: Step) -> Step | None:
     """Let a product that is added to a total in place accumulate into it."""
-    if producer.op != "product" or reader.op != "accumulate" or reader.inputs[1] != producer.results[0]:
+    settings = _product_alone(producer, _OPERANDS)
+    if settings is None or reader.op != "accumulate" or reader.inputs[1] != producer.results[0]:
         return None
-    if len(producer.inputs) > 2 or producer.settings.cast or producer.settings.activation:  # pyright: ignore
-        return None
-    return Step(
-        "product", (*producer.inputs, None, None, reader.inputs[0]), reader.results, producer.settings
-    )
+    return Step("product", (*producer.inputs, None, None, reader.inputs[0]), reader.results, settings)
 
 
 def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
@@ -164,12 +168,10 @@ def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
 
 def _gathered_product(producer: Step, reader: Step) -> Step | None:
     """Merge a gather with the product of its rows, so that rows of one rank multiply while others are in transit."""
-    settings, gather = reader.settings, producer.settings
-    if producer.op != "all_gather.wait" or reader.op != "product" or reader.inputs[0] != producer.results[0]:
+    settings, gather = _product_alone(reader, _WITH_BIAS), producer.settings
+    if producer.op != "all_gather.wait" or not isinstance(gather, Collective) or not gather.overlaps:
         return None
-    if not isinstance(settings, Product) or not isinstance(gather, Collective) or not gather.overlaps:
-        return None
-    if settings.activation or settings.cast or settings.turned[0] or len(reader.inputs) > 3:
+    if settings is None or settings.turned[0] or reader.inputs[0] != producer.results[0]:
         return None
     results = (*reader.results, *producer.results)
     return Step(
@@ -182,12 +184,10 @@ def _gathered_product(producer: Step, reader: Step) -> Step | None:
 
 def _scattered_product(producer: Step, reader: Step) -> Step | None:
     """Merge a product with the reduce-scatter of its result, so that rows are in transit while others multiply."""
-    settings, scatter = producer.settings, reader.settings
-    if producer.op != "product" or reader.op != "reduce_scatter.begin" or len(producer.inputs) > 2:
+    settings, scatter = _product_alone(producer, _OPERANDS), reader.settings
+    if settings is None or reader.op != "reduce_scatter.begin":
         return None
-    if not isinstance(settings, Product) or not isinstance(scatter, Collective) or not scatter.overlaps:
-        return None
-    if settings.activation or settings.cast:
+    if not isinstance(scatter, Collective) or not scatter.overlaps:
         return None
     return Step("scattered_product", producer.inputs, reader.results, OverlappedProduct(settings, scatter))
 
