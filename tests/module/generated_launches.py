@@ -50,7 +50,7 @@ COMPILED = (
 )
 
 memory: dict[int | None, Any] = {}
-wait_for_shards = operands._Received.wait
+wait_for_shards, send_shard = operands._Received.wait, operands._sent
 
 
 def read(address: int | None) -> Any:
@@ -87,6 +87,14 @@ def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
     if made is not operand.scale:
         memory[made.data_ptr()] = hash(("layout", read(operand.scale.data_ptr())))
     return made
+
+
+def sent_shard(part: torch.Tensor, group: Any) -> Any:
+    """Start to gather codes or scales; those that are not contiguous are copied, with a symbol of the copy."""
+    made = part.contiguous()
+    if made is not part:
+        memory[made.data_ptr()] = hash(("contiguous", read(part.data_ptr())))
+    return send_shard(made, group)
 
 
 def joined_shards(received: operands._Received, ranks: int, axis: int) -> torch.Tensor:
@@ -150,7 +158,7 @@ class Library:
 def pretend() -> None:
     pretended_gpu.pretend()
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
-    operands._Received.wait = joined_shards
+    operands._Received.wait, operands._sent = joined_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)
 
     def compiled(launch: Any, tensors: Any) -> Any:

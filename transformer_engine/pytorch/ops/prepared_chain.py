@@ -31,8 +31,9 @@ from .chain_run import Fused, distinct
 # Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
 _LISTED = frozenset(
     {
-        "accumulate", "activation", "add", "add_bias", "alias", "cast", "convert", "leading", "norm", "product", "rows",
-        "unflatten", "values",
+        "accumulate", "activation", "add", "add_bias", "alias", "all_gather.begin", "all_gather.wait", "all_reduce.begin",
+        "all_reduce.wait", "cast", "convert", "dense", "gathered_product", "leading", "norm", "product", "reduce_scatter.begin",
+        "reduce_scatter.wait", "rows", "scattered_product", "unflatten", "values",
     }
 )  # fmt: skip
 
@@ -113,10 +114,11 @@ class PreparedChain:
 
     def _compiled(self, device: torch.device) -> CompiledLayer | None:
         """Return the compiled passes; None if the steps do more than launch kernels and products."""
-        specs: list[LinearSpec] = list(self.environment.linears.values())
         if not _LISTED.issuperset([step.op for step in self.plan.steps.steps]):
             return None
-        if any(spec.traced or spec.communicates for spec in specs):
+        linears: dict[str, Any] = self.environment.linears  # of collectives too, which have no quantizers
+        specs = [spec for spec in linears.values() if isinstance(spec, LinearSpec)]
+        if any(spec.traced for spec in specs):
             return None
         return compiled_passes(specs, device, _forward_pass, _backward_pass)
 
