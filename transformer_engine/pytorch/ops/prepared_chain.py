@@ -31,9 +31,9 @@ from .chain_run import Fused, distinct
 # Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
 _LISTED = frozenset(
     {
-        "accumulate", "activation", "add", "add_bias", "alias", "all_gather.begin", "all_gather.wait", "all_reduce.begin",
-        "all_reduce.wait", "cast", "convert", "dense", "gathered_product", "leading", "norm", "product", "reduce_scatter.begin",
-        "reduce_scatter.wait", "rows", "scattered_product", "unflatten", "values",
+        "accumulate", "activation", "add", "add_bias", "alias", "all_gather.begin", "all_gather.wait",
+        "all_reduce.begin", "all_reduce.wait", "cast", "convert", "dense", "gathered_product", "leading", "norm",
+        "product", "reduce_scatter.begin", "reduce_scatter.wait", "rows", "scattered_product", "unflatten", "values",
     }
 )  # fmt: skip
 
