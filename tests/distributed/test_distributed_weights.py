@@ -90,7 +90,7 @@ def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> 
     generator = torch.Generator().manual_seed(batch)
     x = torch.randn(ROWS, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
     with te.autocast(enabled=name != "none", recipe=RECIPES[name]):
-        y = layer(x, [32, 32]) if kind == "grouped" else layer(x)
+        y = layer(x, [32, 32]) if kind in ("grouped", "chain of groups") else layer(x)
     y.float().square().sum().backward()
     return [y.detach(), x.grad]
 
@@ -130,36 +130,44 @@ def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool 
     return {"equal": equal, "error": error, "calls": calls}
 
 
-def chain(device: torch.device, fused: bool) -> te.ops.Sequential:
+def chain(device: torch.device, fused: bool, grouped: bool = False) -> te.ops.Sequential:
+    """Return a chain of two products, of which the first is that of two groups if requested."""
     torch.manual_seed(5)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    to_main_grad: dict[str, Any] = {**options, "accumulate_into_main_grad": fused}
+    first = (
+        te.ops.GroupedLinear(2, 64, 128, **to_main_grad)
+        if grouped
+        else te.ops.BasicLinear(64, 128, **to_main_grad)
+    )
     return te.ops.Sequential(
-        te.ops.BasicLinear(64, 128, accumulate_into_main_grad=fused, **options),
-        te.ops.GELU(),
-        te.ops.BasicLinear(128, 64, accumulate_into_main_grad=fused, **options),
-        te.ops.Bias(64, **options),
+        first, te.ops.GELU(), te.ops.BasicLinear(128, 64, **to_main_grad), te.ops.Bias(64, **options)
     )
 
 
-def chains(device: torch.device, name: str, fused: bool) -> dict[str, Any]:
+def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) -> dict[str, Any]:
     """Compare a chain of operations with shards with a chain of whole weights."""
-    rank, linears = dist.get_rank(), (0, 2)
-    one, ours = chain(device, fused), chain(device, fused)
+    kind, rank = "chain of groups" if grouped else "chain", dist.get_rank()
+    groups = {0: ["weight0", "weight1"] if grouped else ["weight"], 2: ["weight"]}
+    weights = [(i, weight) for i, names in groups.items() for weight in names]
+    one, ours = chain(device, fused, grouped), chain(device, fused, grouped)
     calls: list[str] = []
-    for i in linears:
-        one[i].weight.main_grad = torch.zeros(one[i].weight.shape, device=device)
-        calls = sharded(ours[i], [["weight"]], SIZE, rank)
+    for i, weight in weights:
+        whole = getattr(one[i], weight)
+        whole.main_grad = torch.zeros(whole.shape, device=device)
+    for i, names in groups.items():
+        calls = sharded(ours[i], [names], SIZE, rank)
     equal = []
     for _ in range(1 if fused else 2):  # fused gradients stay in the buffer
-        expected = [step(one, "chain", name, batch, device) for batch in range(SIZE)][rank]
-        actual = step(ours, "chain", name, rank, device)
+        expected = [step(one, kind, name, batch, device) for batch in range(SIZE)][rank]
+        actual = step(ours, kind, name, rank, device)
         equal += [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)]
     error = 0.0
-    for i in linears:
-        weight = one[i].weight
-        whole = weight.main_grad if fused else weight.grad
-        theirs = whole.chunk(SIZE)[rank].float()
-        error = max(error, float((ours[i].weight.grad.float() - theirs).norm() / theirs.norm()))
+    for i, weight in weights:
+        whole = getattr(one[i], weight)
+        gradient = whole.main_grad if fused else whole.grad
+        theirs = gradient.chunk(SIZE)[rank].float()
+        error = max(error, float((getattr(ours[i], weight).grad.float() - theirs).norm() / theirs.norm()))
     return {"equal": equal, "error": error, "calls": calls}
 
 
@@ -170,6 +178,8 @@ def compared(device: torch.device) -> dict[str, Any]:
             for fused in (False, True):
                 FP8GlobalStateManager.reset()
                 found[f"chain/{name}/{fused}"] = chains(device, name, fused)
+                FP8GlobalStateManager.reset()
+                found[f"chain of groups/{name}/{fused}"] = chains(device, name, fused, grouped=True)
         for kind, name in CASES:
             for fused in (False, True):
                 if fused and kind == "pieces":
@@ -199,9 +209,10 @@ def test_layers_of_shards_equal_layers_of_whole_weights(measured, kind, name):
 
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_chains_of_shards_equal_chains_of_whole_weights(measured, name, fused):
+@pytest.mark.parametrize("kind", ["chain", "chain of groups"])
+def test_chains_of_shards_equal_chains_of_whole_weights(measured, kind, name, fused):
     for rank in measured:
-        found = rank[f"chain/{name}/{fused}"]
+        found = rank[f"{kind}/{name}/{fused}"]
         assert all(found["equal"]) and found["error"] < 2**-7, found
         assert found["calls"].count("gradients") == len(found["equal"]) // 2
 
@@ -242,17 +253,23 @@ def test_delayed_gradients_of_shards_accumulate_and_skip_frozen_weights():
 
 
 def test_operations_that_do_not_accept_shards_raise_an_error():
-    grouped = te.ops.GroupedLinear(2, 64, 64, bias=False, device="cpu")
-    sharded(grouped, [["weight0", "weight1"]])
-    with pytest.raises(
-        NotImplementedError, match=r"GroupedLinear does not accept .* Shard; use te.ops.BasicLinear"
+    bias = te.ops.Bias(64, device="cpu")
+    sharded(bias, [["bias"]])
+    with pytest.raises(NotImplementedError, match=r"Bias does not accept .* Shard: use te.ops.BasicLinear"):
+        te.ops.Sequential(bias)(torch.randn(64, 64))
+    for option, names in (
+        ("delay_wgrad_compute", ["weight0", "weight1"]),
+        ("single_grouped_weight", ["weight"]),
     ):
-        te.ops.Sequential(grouped)(torch.randn(64, 64), torch.tensor([32, 32]))
+        grouped = te.ops.GroupedLinear(2, 64, 64, bias=False, device="cpu", **{option: True})
+        sharded(grouped, [names])
+        with pytest.raises(NotImplementedError, match=rf"GroupedLinear .* Shard: leave {option} False"):
+            te.ops.Sequential(grouped)(torch.randn(64, 64), torch.tensor([32, 32]))
     model = chain(torch.device("cpu"), False)
     sharded(model[0], [["weight"]])
     model[2] = te.ops.BasicLinear(128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
-    model[2].weight.main_grad = torch.zeros(64, 128)
-    with pytest.raises(NotImplementedError, match="with and without accumulate_into_main_grad"):
+    sharded(model[2], [["weight"]])
+    with pytest.raises(NotImplementedError, match="differ in accumulate_into_main_grad"):
         step(model, "chain", "none", 0, torch.device("cpu"))
 
 

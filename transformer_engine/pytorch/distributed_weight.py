@@ -29,9 +29,9 @@ __all__ = [
 class DistributedWeight(Protocol):
     """A tensor that represents a shard of a weight and can produce the weights of its group.
 
-    `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear` and `te.ops.BasicLinear` accept one as a weight. All
-    weights of a `GroupedLinear` are one group, and so are the pieces of `parameters_split`; each weight of a
-    `LayerNormMLP` is a group. The first weight of a group acts for all of them.
+    `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`, `te.ops.BasicLinear` and `te.ops.GroupedLinear` accept
+    one as a weight. All weights of a `GroupedLinear` are one group, and so are the pieces of `parameters_split`; each
+    weight of a `LayerNormMLP` is a group. The first weight of a group acts for all of them.
 
     Attributes:
         is_distributed_weight: True.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,35 +35,45 @@ def contexts_of(count: int, first: int, x: Tensor) -> list[OperationContext]:
     ]
 
 
-def places_of_shards(ops: Sequence[BasicOperation]) -> tuple[int, ...]:
-    """Return the places of distributed weights among the tensors of a call: the input, then those of each operation.
+class ShardPlaces(NamedTuple):
+    """The places of distributed weights among the tensors of a call: the input, then those of each operation.
+
+    Attributes:
+        groups: Places of the weights of each operation that has any.
+        fused: Weight gradients are accumulated into buffers.
+    """
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    fused: bool = False
+
+
+def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
+    """Return the places of the distributed weights of a chain.
 
     Raises:
         NotImplementedError: An operation does not accept distributed weights, or their gradients have different
             destinations.
     """
-    found: list[int] = []
+    groups: list[tuple[int, ...]] = []
     accumulate: set[bool] = set()
     place = 1
     for op in ops:
-        for parameter in op.parameters(recurse=False):
-            if is_distributed_weight(parameter):
-                if not op.accepts_distributed_weight:
-                    raise NotImplementedError(
-                        f"{type(op).__name__} does not accept the distributed weight {type(parameter).__name__}; use "
-                        "te.ops.BasicLinear, or a layer such as te.GroupedLinear"
-                    )
-                found.append(place)
-            place += 1
-        if op.accepts_distributed_weight:
+        parameters = list(op.parameters(recurse=False))
+        shards = [i for i, parameter in enumerate(parameters) if is_distributed_weight(parameter)]
+        if shards and (reason := op.distributed_weight_unsupported_reason()) is not None:
+            raise NotImplementedError(
+                f"{type(op).__name__} does not accept the distributed weight {type(parameters[shards[0]]).__name__}: "
+                f"{reason}"
+            )
+        if shards:
+            groups.append(tuple([place + i for i in shards]))
             accumulate.add(bool(getattr(op, "_accumulate_into_main_grad", False)))
-        place += op.num_extra_inputs
-    if found and len(accumulate) > 1:
+        place += len(parameters) + op.num_extra_inputs
+    if len(accumulate) > 1:
         raise NotImplementedError(
-            "a chain with distributed weights has operations with and without accumulate_into_main_grad; give all of "
-            "them the same value"
+            "operations with distributed weights differ in accumulate_into_main_grad; give all of them the same value"
         )
-    return tuple(found)
+    return ShardPlaces(tuple(groups), True in accumulate)
 
 
 class ChainRun:
@@ -79,7 +89,7 @@ class ChainRun:
         options: Sequence[dict[str, Any]],
         state: AutocastState,
     ) -> None:
-        if places_of_shards(basic_ops):
+        if places_of_shards(basic_ops).groups:
             raise NotImplementedError(
                 "distributed weights in a chain that does not run as one pass, such as one under torch.compile, with "
                 "operations of a user, or in a checkpoint with delayed scaling; use layers such as te.Linear"

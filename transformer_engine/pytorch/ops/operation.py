@@ -182,9 +182,6 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     # Attributes that the representation shows, by the name of the argument.
     _shown: ClassVar[dict[str, str]] = {}
 
-    # Whether a parameter may be a `DistributedWeight`.
-    accepts_distributed_weight: ClassVar[bool] = False
-
     # Another number after each write to an attribute; parameters and `training` are compared by themselves.
     _revision: int = 0
 
@@ -208,6 +205,10 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         """Return the dependencies of a call's steps other than attributes and metadata of inputs and parameters."""
         return None
+
+    def distributed_weight_unsupported_reason(self) -> str | None:
+        """Return why no parameter may be a `DistributedWeight`, with what to use; None if it may be."""
+        return "use te.ops.BasicLinear, te.ops.GroupedLinear, or a layer such as te.Linear"
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.

@@ -8,6 +8,7 @@ through `chain_run.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, grad_facts
 from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
-from .chain_run import Fused, distinct
+from .chain_run import Fused, ShardPlaces, distinct
 
 # Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
 _LISTED = frozenset(
@@ -100,7 +101,7 @@ class PreparedChain:
         self.outputs = 1 + sum(plan.extra_outputs)
         self.fusions = Fusions([], [], None, None)
         self.checks: tuple[Callable[[], None], ...] = ()
-        self.shards: tuple[int, ...] = ()
+        self.shards = ShardPlaces()
         self._backward_plans: dict[Any, tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]] = {}
         self.compiled = self._compiled(device) if compiles_on(device) else None
         # Names of operations whose entry in the environment is made in every call, with the place of its tensor.
@@ -131,11 +132,11 @@ class PreparedChain:
         Returns:
             The main output, or a tuple of the main output and the extra outputs.
         """
-        if self.shards:
+        if self.shards.groups:
             given = list(given)
-            fused = any(spec.weight_gradient.fused for spec in self.environment.linears.values())
-            with whole_weights([[given[place]] for place in self.shards], fused, None) as wholes:
-                for place, whole in zip(self.shards, wholes, strict=True):
+            shards = [[given[place] for place in places] for places in self.shards.groups]
+            with whole_weights(shards, self.shards.fused, None) as wholes:
+                for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
                     given[place] = whole
                 return self._results(given)
         return self._results(given)

@@ -67,7 +67,6 @@ class BasicLinear(StepOperation):
 
     _shown = {"in_features": "in_features", "out_features": "out_features"}
     parameter_names = ("weight",)
-    accepts_distributed_weight = True
     weight: Tensor
 
     def __init__(
@@ -186,6 +185,9 @@ class BasicLinear(StepOperation):
         """
         if self._accumulate_into_main_grad and requires_grad and self.weight.requires_grad:
             check_main_grad("BasicLinear", self.weight)
+
+    def distributed_weight_unsupported_reason(self) -> None:
+        return None
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         # Prepared passes hold a weight whose gradient they accumulate.

@@ -46,6 +46,9 @@ from .grouped_contribution import (
     GroupedContribution,
     GroupedKind,
 )
+from .grouped_operator import (
+    is_op_fuser_grouped_tensor_path_supported as is_op_fuser_grouped_tensor_path_supported,
+)
 from .grouped_operator import traced_contribution
 from .linear_contribution import linear_spec
 
@@ -238,6 +241,11 @@ class GroupedLinear(StepOperation):
                 if parameter.requires_grad:
                     check_main_grad("GroupedLinear", parameter)
 
+    def distributed_weight_unsupported_reason(self) -> str | None:
+        stack, delayed = self.single_grouped_weight, self.wgrad_store.delay_wgrad_compute()
+        named = "single_grouped_weight" if stack else "delay_wgrad_compute"
+        return f"leave {named} False, or use te.GroupedLinear" if stack or delayed else None
+
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         # Prepared passes hold weights whose gradients are delayed, accumulated or parts of a stack.
         delayed = self.wgrad_store.delay_wgrad_compute()
@@ -390,11 +398,3 @@ class GroupedLinear(StepOperation):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Call a function without arguments whenever `backward_dw` has finished."""
         self._wgrad_hooks.append(hook)
-
-
-def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
-    """Return whether the original's single-launch path for grouped tensors is available; it never is here.
-
-    `GroupedLinear` computes the same results without it.
-    """
-    return False

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.passes.schedule import needed_for
 from ....common.passes.step import Step
 from ....common.passes.vocabulary import Named
-from ....common.recipe import description_of, recipe_described_as
+from ....common.recipe import Recipe, description_of, recipe_described_as
 from ...functions.grouped_call import GroupedCall, GroupedSpec
 from ...functions.grouped_operators import GroupedKernel, gradients_of_key, register
 from ...functions.run import schedule_of
@@ -173,3 +173,11 @@ def _kernel(member: PassMember, environment: ChainEnvironment, states: Any) -> G
         call=call,
         states=states,
     )
+
+
+def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
+    """Return whether the original's single-launch path for grouped tensors is available; it never is here.
+
+    `GroupedLinear` computes the same results without it.
+    """
+    return False
