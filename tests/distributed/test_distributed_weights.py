@@ -273,6 +273,32 @@ def test_operations_that_do_not_accept_shards_raise_an_error():
         step(model, "chain", "none", 0, torch.device("cpu"))
 
 
+def test_a_chain_of_shards_accumulates_gradients_of_whole_weights_into_main_grad():
+    """The first weight is a shard, whose gradient is returned; the other is whole and has a buffer."""
+    whole, ours = (chain(torch.device("cpu"), False) for _ in range(2))
+    ours[2] = te.ops.BasicLinear(128, 64, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours[2].weight.copy_(whole[2].weight)
+    ours[2].weight.main_grad = torch.zeros(64, 128)
+    sharded(ours[0], [["weight"]], 1)
+    shard = ours[0].weight
+    shard.materialize_group_for_forward = shard.materialize_group_for_backward = shard.detach().clone
+    shard.finalize_group_grads = lambda wgrads: wgrads
+    expected, actual = [step(model, "chain", "none", 0, torch.device("cpu")) for model in (whole, ours)]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert torch.equal(shard.grad, whole[0].weight.grad)
+    assert torch.equal(ours[2].weight.main_grad.bfloat16(), whole[2].weight.grad)
+
+
+def test_biases_are_no_distributed_weights():
+    grouped = te.ops.GroupedLinear(2, 64, 64, device="cpu")
+    sharded(grouped, [["weight0", "weight1"], ["bias0", "bias1"]])
+    with pytest.raises(
+        NotImplementedError, match=r"GroupedLinear does not accept .* Shard: leave bias0 whole"
+    ):
+        te.ops.Sequential(grouped)(torch.randn(64, 64), torch.tensor([32, 32]))
+
+
 def test_a_traced_layer_of_shards_raises_an_error():
     layer = te.Linear(16, 16, device="cpu")
     sharded(layer, [["weight"]])

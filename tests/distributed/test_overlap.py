@@ -212,12 +212,24 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=90)
     assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads), "a rank waits for another one"
+
+
+def test_buffers_used_in_inference_mode_are_used_in_training():
+    memories = [Memory(1), Memory(1)]
+    values = [torch.zeros(1 << 10, dtype=torch.uint8) for _ in memories]
+    buffers = PeerBuffers([(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None)
+    x = torch.arange(6.0).view(3, 2)
+    for inference in (True, True, False, False):
+        with torch.inference_mode(inference):
+            found = GatheredRows(buffers, [x], ((x.shape, x.dtype),), list).wait()
+            assert torch.equal(found[0], x)
 
 
 REQUEST = Request("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, "")
@@ -299,7 +311,7 @@ def _graphed(device: torch.device) -> list[dict[str, torch.Tensor]]:
             y = graphed(x)
             y.sum().backward()
             model.eval()
-            model(x.detach())  # takes one buffer between two replays, which graphs do not see
+            model(x.detach())  # uses the buffers between two replays, which graphs do not see
             model.train()
         results.append({"y": y.detach().clone(), "dx": x.grad.clone()})  # pyright: ignore
         model.reset()  # pyright: ignore[reportCallIssue]

@@ -14,5 +14,5 @@ from tests.support.programs import output_without_gpu
 def test_compiled_passes_start_the_kernels_of_their_steps():
     done = output_without_gpu("tests/module/generated_launches.py")
     found = json.loads(done.splitlines()[-1])
-    assert len(found) == 71
+    assert len(found) == 73
     assert {case: what for case, what in found.items() if what is not None} == {}

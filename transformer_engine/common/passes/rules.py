@@ -89,8 +89,8 @@ def _codes_with_sums(first: Step, second: Step) -> Step | None:
     return Step("column_sum", sums.inputs, (*cast.results, *sums.results), settings)
 
 
-def _product_alone(step: Step, inputs: int) -> Product | None:
-    """Return the settings of a product with at most so many inputs, no activation and no cast; None for other steps."""
+def _unfused_product(step: Step, inputs: int) -> Product | None:
+    """Return the settings of a product without activation or cast that has at most `inputs` inputs; otherwise None."""
     settings = step.settings
     if step.op != "product" or not isinstance(settings, Product) or len(step.inputs) > inputs:
         return None
@@ -99,7 +99,7 @@ def _product_alone(step: Step, inputs: int) -> Product | None:
 
 def _bias_in_product(producer: Step, reader: Step) -> Step | None:
     """Let a product whose only reader adds a bias add it in its epilogue."""
-    settings = _product_alone(producer, _OPERANDS)
+    settings = _unfused_product(producer, _OPERANDS)
     if settings is None or reader.op != "add_bias" or reader.inputs[0] != producer.results[0]:
         return None
     return Step("product", (*producer.inputs, reader.inputs[1]), reader.results, settings)
@@ -118,7 +118,7 @@ def _is_gelu(step: Step, op: str) -> bool:
 
 def _activation_in_product(producer: Step, reader: Step) -> Step | None:
     """Let a product that GELU reads compute GELU in its epilogue, and keep its own result for other readers."""
-    settings = _product_alone(producer, _WITH_TOTAL)
+    settings = _unfused_product(producer, _WITH_TOTAL)
     if settings is None or not _is_gelu(reader, "activation"):
         return None
     results = (*reader.results, *producer.results)
@@ -127,7 +127,7 @@ def _activation_in_product(producer: Step, reader: Step) -> Step | None:
 
 def _activation_gradient_in_product(producer: Step, reader: Step) -> Step | None:
     """Multiply an input gradient that only GELU's gradient reads by GELU's derivative in the epilogue."""
-    settings = _product_alone(producer, _OPERANDS)
+    settings = _unfused_product(producer, _OPERANDS)
     if settings is None or not _is_gelu(reader, "activation_backward"):
         return None
     if producer.results[0] != reader.inputs[0]:
@@ -141,7 +141,7 @@ def _quantized_product(producer: Step, reader: Step) -> Step | None:
 
     The result of a product that accumulates is the total, which cannot be codes.
     """
-    settings = _product_alone(producer, _WITH_EPILOGUE)
+    settings = _unfused_product(producer, _WITH_EPILOGUE)
     if settings is None or reader.op != "quantize" or not isinstance(reader.settings, CastSettings):
         return None
     return Step("product", producer.inputs, reader.results, replace(settings, cast=reader.settings))
@@ -149,7 +149,7 @@ def _quantized_product(producer: Step, reader: Step) -> Step | None:
 
 def _accumulated_product(producer: Step, reader: Step) -> Step | None:
     """Let a product that is added to a total in place accumulate into it."""
-    settings = _product_alone(producer, _OPERANDS)
+    settings = _unfused_product(producer, _OPERANDS)
     if settings is None or reader.op != "accumulate" or reader.inputs[1] != producer.results[0]:
         return None
     return Step("product", (*producer.inputs, None, None, reader.inputs[0]), reader.results, settings)
@@ -168,7 +168,7 @@ def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
 
 def _gathered_product(producer: Step, reader: Step) -> Step | None:
     """Merge a gather with the product of its rows, so that rows of one rank multiply while others are in transit."""
-    settings, gather = _product_alone(reader, _WITH_BIAS), producer.settings
+    settings, gather = _unfused_product(reader, _WITH_BIAS), producer.settings
     if producer.op != "all_gather.wait" or not isinstance(gather, Collective) or not gather.overlaps:
         return None
     if settings is None or settings.turned[0] or reader.inputs[0] != producer.results[0]:
@@ -184,7 +184,7 @@ def _gathered_product(producer: Step, reader: Step) -> Step | None:
 
 def _scattered_product(producer: Step, reader: Step) -> Step | None:
     """Merge a product with the reduce-scatter of its result, so that rows are in transit while others multiply."""
-    settings, scatter = _product_alone(producer, _OPERANDS), reader.settings
+    settings, scatter = _unfused_product(producer, _OPERANDS), reader.settings
     if settings is None or reader.op != "reduce_scatter.begin":
         return None
     if not isinstance(scatter, Collective) or not scatter.overlaps:

@@ -31,7 +31,7 @@ class Request(NamedTuple):
         operation: "all_gather" or "reduce_scatter".
         device: Type of the device.
         backends: Backends of the process group, as `get_backend_config` returns them.
-        size: Bytes that this rank writes to its buffer.
+        size: Bytes of the message in a buffer.
         capacity: Bytes of a buffer; 0 without `initialize_ub`.
         least: Least size of a message that is faster with overlap; None if no size is.
         problem: Why the ranks of the group have no buffers, or "".
@@ -121,7 +121,7 @@ def peer_buffers_for(operation: str, device: torch.device, size: int, group: Any
     Args:
         operation: "all_gather" or "reduce_scatter".
         device: Device of the collective.
-        size: Bytes that this rank writes to its buffer.
+        size: Bytes of the message in a buffer.
         group: Process group.
     """
     known = _reserved.groups.get(group)
@@ -168,8 +168,9 @@ def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
         return None
     problem, buffers = "", None
     try:
-        # Each pair is a buffer of this rank and its peers.
-        pairs = [allocated(_reserved.size, torch.uint8, device, group) for _ in range(2)]
+        # Each pair is a buffer of this rank and its peers. Other modes cannot write to tensors of inference mode.
+        with torch.inference_mode(False):
+            pairs = [allocated(_reserved.size, torch.uint8, device, group) for _ in range(2)]
         buffers = PeerBuffers(pairs, torch.cuda.Stream(device, priority=-1))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise

@@ -24,7 +24,7 @@ _WIDTH = 4096  # of the multiplied rows
 _SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
 _REPEATS = 8
 _NEVER = -1
-_VERSION = 1  # of the measurement, part of the file's name
+_VERSION = 2  # of the measurement, part of the file's name
 
 
 class Thresholds(NamedTuple):

@@ -9,12 +9,13 @@ Every rank has two buffers that the other ranks can read and write. Consecutive 
 | 3 | on a second stream, copy the rows of other ranks | barrier |
 | 4 | meanwhile multiply this rank's rows, then those of each rank that arrived | add the rows in this rank's buffer |
 
-Copies need copy engines and stores of products need nothing else, whereas the kernels of a process group occupy
-multiprocessors. Step 3 of a reduce-scatter is part of `wait`, so that a rank that is ahead does other work first; the
-next collective completes it otherwise.
+Gathers use copy engines, and products store their results directly in the memory of peers, whereas the kernels of a
+process group occupy multiprocessors. `wait` runs the barrier of a reduce-scatter, so that a rank that is ahead does
+other work first. If the next collective starts before, it calls `wait`.
 
 Before a buffer is overwritten, all ranks have finished reading it: each waits for its copies, and has added its rows,
-before the barrier of the next collective.
+before the barrier of the next collective. A collective in a CUDA graph also has a barrier before its first and after
+its last use of a buffer, because replays and other collectives may use one buffer twice in a row.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ...common.formats import round_up
 from .symmetric_memory import Peers
 
 _ALIGNMENT = 256  # of the parts of a message, in bytes
-_REMEMBERED = 64  # layouts of messages per buffer
+_MAX_CACHED_LAYOUTS = 64  # of messages, per buffer
 _BARRIER_MS = (
     600_000  # after which a barrier fails because a rank does not take part, as long as NCCL waits by default
 )
@@ -52,8 +53,8 @@ class _Message(NamedTuple):
     of_rank: dict[int, list[Tensor]]
 
 
-class PeerBuffer:
-    """A buffer of this rank that its peers can read, and theirs.
+class SharedBuffer:
+    """A buffer of this rank, which its peers read and write, and the buffers of those peers.
 
     Args:
         values: Bytes of this rank.
@@ -66,12 +67,13 @@ class PeerBuffer:
 
     def message(self, layout: Layout) -> _Message:
         """Return the parts of a message with this layout. Views of the buffers are kept for the next message."""
-        known = self._messages.get(layout)
-        if known is None:
-            if len(self._messages) >= _REMEMBERED:
+        cached = self._messages.get(layout)
+        if cached is None:
+            if len(self._messages) >= _MAX_CACHED_LAYOUTS:
                 self._messages.clear()
-            known = self._messages[layout] = self._views(layout)
-        return known
+            with torch.inference_mode(False):  # other modes cannot write to views made in inference mode
+                cached = self._messages[layout] = self._views(layout)
+        return cached
 
     def _views(self, layout: Layout) -> _Message:
         own: list[Tensor] = []
@@ -101,51 +103,58 @@ class PeerBuffers:
     """
 
     def __init__(self, buffers: Sequence[tuple[Tensor, Peers]], stream: Any):
-        self._buffers, self._stream = tuple([PeerBuffer(*pair) for pair in buffers]), stream
+        self._buffers, self._stream = tuple([SharedBuffer(*pair) for pair in buffers]), stream
         self._turn = 0
-        self._waited: int | None = None  # the stream that has waited for all copies
-        self._last: Any = None  # the event that completes with all copies
-        self._used: Any = None  # the stream of the last collective
+        self._stream_after_copies: int | None = None  # the stream that has waited for all copies
+        self._last_copy_event: Any = None  # recorded after the last copy
+        self._last_stream: Any = None  # of the last collective
         self.unfinished: ScatteredRows | None = None
         values, peers = buffers[0]
         self.rank, self.ranks, self.capacity = peers.rank, peers.world_size, values.numel()
 
-    def next_buffer(self, current: Any) -> PeerBuffer:
+    def next_buffer(self, current: Any) -> SharedBuffer:
         """Return the buffer of the next collective, which no rank is still reading.
 
         Args:
             current: The current stream, from `current_stream`.
         """
-        if self.unfinished is not None:
-            self.unfinished.wait()
+        captured = is_captured(current)
+        self.follow(current)
+        unfinished, self.unfinished = self.unfinished, None
+        # Work from before a capture, or of a capture that failed, is not a part of this one.
+        if unfinished is not None and unfinished.captured == captured:
+            unfinished.wait()
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        if is_captured(current):
-            self.barrier(buffer, current)  # replays and other collectives may use one buffer twice in a row
-        elif self._used is not None and current != self._used:
-            current.wait_stream(self._used)
-        self._used = current
+        if captured:
+            self.barrier(buffer, current)
         return buffer
+
+    def follow(self, current: Any) -> None:
+        """Let the current stream wait for the stream of the last collective, if that is another one."""
+        if self._last_stream is not None and current != self._last_stream and not is_captured(current):
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
 
     def current_stream(self) -> Any:
         """Return the current stream of the device; None on a CPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
-    def barrier(self, buffer: PeerBuffer, current: Any) -> None:
+    def barrier(self, buffer: SharedBuffer, current: Any) -> None:
         """Let the current stream wait for the copies of this rank, and then for all ranks."""
         self.wait_for_copies(current)
         buffer.peers.barrier(timeout_ms=_BARRIER_MS)
 
     def wait_for_copies(self, current: Any) -> None:
         """Let the current stream wait for all copies of this rank."""
-        if current is not None and self._waited != current.cuda_stream:
+        if current is not None and self._stream_after_copies != current.cuda_stream:
             # The first wait makes the stream a part of the graph that is captured, if there is one.
             self._stream.wait_stream(current)
             current.wait_stream(self._stream)
-            self._waited = current.cuda_stream
+            self._stream_after_copies = current.cuda_stream
 
-    def finish(self, buffer: PeerBuffer, current: Any) -> None:
-        """End the use of a buffer. After the replay of a graph, any rank may write to it."""
+    def finish(self, buffer: SharedBuffer, current: Any) -> None:
+        """End the use of a buffer."""
         if is_captured(current):
             self.barrier(buffer, current)
 
@@ -153,21 +162,21 @@ class PeerBuffers:
         """Return the context of copies that begin after the work of the current stream."""
         if current is None:
             return nullcontext()
-        self._waited = None
+        self._stream_after_copies = None
         self._stream.wait_stream(current)
         return torch.cuda.stream(self._stream)
 
     def record_event(self) -> Any:
-        """Return an event that completes with all copies so far; None on a CPU."""
-        self._last = None if self._stream is None else self._stream.record_event()
-        return self._last
+        """Return an event recorded after the last copy; None on a CPU."""
+        self._last_copy_event = None if self._stream is None else self._stream.record_event()
+        return self._last_copy_event
 
     def wait_for(self, event: Any, current: Any) -> None:
         """Let the current stream wait for an event of `record_event`."""
         if event is not None:
             current.wait_event(event)
-            if event is self._last:
-                self._waited = current.cuda_stream
+            if event is self._last_copy_event:
+                self._stream_after_copies = current.cuda_stream
 
 
 def is_captured(current: Any) -> bool:
@@ -218,7 +227,9 @@ class GatheredRows:
 
     def __del__(self) -> None:
         if not self._complete and not sys.is_finalizing():
-            self._buffers.wait_for_copies(self._buffers.current_stream())
+            current = self._buffers.current_stream()
+            self._buffers.wait_for_copies(current)
+            self._buffers.finish(self._buffer, current)
 
     def order(self) -> list[int]:
         """Return the ranks in the order in which their rows arrive, this one first."""
@@ -245,30 +256,38 @@ class ScatteredRows:
 
     Args:
         buffers: The buffers.
-        layout: Shape [m, N] of the rows of one rank and dtype of the product and of the sum, once per other rank.
+        layout: Shape [m, N] of one rank's rows and dtype of the product and of the sum, `ranks - 1` times. Part p of
+            this rank's buffer receives its rows from rank (rank - p - 1) % ranks.
         multiply: multiply(rank, out) writes the rows of a rank to out [m, N].
+
+    Attributes:
+        captured: The product is a part of a CUDA graph.
     """
 
     def __init__(self, buffers: PeerBuffers, layout: Layout, multiply: Callable[[int, Tensor], object]):
         self._buffers = buffers
         self._sum: Tensor | None = None
-        self._buffer = buffers.next_buffer(buffers.current_stream())
+        current = buffers.current_stream()
+        self.captured = is_captured(current)
+        self._buffer = buffers.next_buffer(current)
         message = self._buffer.message(layout)
         self._received = message.own
-        for place in range(buffers.ranks - 1):
-            rank = (buffers.rank + place + 1) % buffers.ranks
-            multiply(rank, message.of_rank[rank][place])
+        for part in range(buffers.ranks - 1):
+            rank = (buffers.rank + part + 1) % buffers.ranks
+            multiply(rank, message.of_rank[rank][part])
         self._own = torch.empty_like(message.own[0])
         multiply(buffers.rank, self._own)
         buffers.unfinished = self
 
     def wait(self) -> Tensor:
         """Return the sum [m, N], rounded once, complete for the current stream."""
+        current = self._buffers.current_stream()
+        self._buffers.follow(current)
         if self._sum is None:
-            current = self._buffers.current_stream()
             self._buffers.barrier(self._buffer, current)
             self._sum = self._added()
-            self._buffers.unfinished = None
+            if self._buffers.unfinished is self:
+                self._buffers.unfinished = None
             self._buffers.finish(self._buffer, current)
         return self._sum
 

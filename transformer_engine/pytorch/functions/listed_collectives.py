@@ -84,8 +84,9 @@ def list_begin(begin: Step, collective: str, env: Environment, s: Collective, x:
         x: The buffer that is sent.
     """
     given = Buffers.of(x)
+    join_given = given.join  # the function must not hold symbols, which hold the tensors of this call
     (started,) = _instructions(given).apply(
-        lambda *tensors: begin(env, s, given.join(tensors)), given.symbols, [None]
+        lambda *tensors: begin(env, s, join_given(tensors)), given.symbols, [None]
     )
     ranks = env.linears[s.group].parallel.size
     sent, join = [given.symbols[0]], given.join
@@ -144,11 +145,12 @@ def list_gathered_product(
         columns: Number of columns of the product.
     """
     other = Buffers.of(b)
+    join_other = other.join
     rows = math.prod(pending.forms[0].shape[:-1])
     form = Form.contiguous((rows, columns), env.linears[s.product.layer].dtype)
 
     def call(given: Any, added: Any, *tensors: Any) -> tuple[Any, ...]:
-        y, whole = step(env, s, given, other.join(tensors), added)
+        y, whole = step(env, s, given, join_other(tensors), added)
         return (y, *_parts(whole))
 
     y, *whole = pending.started.instructions.apply(
@@ -171,9 +173,9 @@ def list_scattered_product(
         shape: Shape of the product.
     """
     left, right = Buffers.of(a), Buffers.of(b)
-    count = len(left.symbols)
+    count, join_left, join_right = len(left.symbols), left.join, right.join
     (started,) = _instructions(left).apply(
-        lambda *tensors: step(env, s, left.join(tensors[:count]), right.join(tensors[count:])),
+        lambda *tensors: step(env, s, join_left(tensors[:count]), join_right(tensors[count:])),
         [*left.symbols, *right.symbols],
         [None],
     )

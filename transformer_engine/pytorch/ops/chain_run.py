@@ -39,7 +39,7 @@ class ShardPlaces(NamedTuple):
     """The places of distributed weights among the tensors of a call: the input, then those of each operation.
 
     Attributes:
-        groups: Places of the weights of each operation that has any.
+        groups: Places of the distributed weights of each operation that has any.
         fused: Weight gradients are accumulated into buffers.
     """
 
@@ -58,12 +58,16 @@ def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
     accumulate: set[bool] = set()
     place = 1
     for op in ops:
-        parameters = list(op.parameters(recurse=False))
-        shards = [i for i, parameter in enumerate(parameters) if is_distributed_weight(parameter)]
-        if shards and (reason := op.distributed_weight_unsupported_reason()) is not None:
+        parameters = list(op.named_parameters(recurse=False))
+        shards = [i for i, (_, parameter) in enumerate(parameters) if is_distributed_weight(parameter)]
+        others = [parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")]
+        reason = op.distributed_weight_unsupported_reason() if shards else None
+        if reason is None and others:
+            reason = f"leave {others[0]} whole"
+        if reason is not None:
             raise NotImplementedError(
-                f"{type(op).__name__} does not accept the distributed weight {type(parameters[shards[0]]).__name__}: "
-                f"{reason}"
+                f"{type(op).__name__} does not accept the distributed weight "
+                f"{type(parameters[shards[0]][1]).__name__}: {reason}"
             )
         if shards:
             groups.append(tuple([place + i for i in shards]))

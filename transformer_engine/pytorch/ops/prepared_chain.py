@@ -29,7 +29,8 @@ from .chain import ChainEnvironment, grad_facts
 from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
 from .chain_run import Fused, ShardPlaces, distinct
 
-# Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
+# Steps of forward passes whose launches, products and collectives, and those of their backward passes, a compiled pass
+# may list.
 _LISTED = frozenset(
     {
         "accumulate", "activation", "add", "add_bias", "alias", "all_gather.begin", "all_gather.wait",
@@ -114,10 +115,12 @@ class PreparedChain:
             place += member.extra_inputs
 
     def _compiled(self, device: torch.device) -> CompiledLayer | None:
-        """Return the compiled passes; None if the steps do more than launch kernels and products."""
+        """Return the compiled passes; None if the steps do more than start kernels, products and collectives."""
         if not _LISTED.issuperset([step.op for step in self.plan.steps.steps]):
             return None
-        linears: dict[str, Any] = self.environment.linears  # of collectives too, which have no quantizers
+        linears: dict[str, Any] = (
+            self.environment.linears
+        )  # collectives have an entry too, without quantizers
         specs = [spec for spec in linears.values() if isinstance(spec, LinearSpec)]
         if any(spec.traced for spec in specs):
             return None

@@ -104,18 +104,18 @@ def _scales(*operands: Operand) -> tuple[Any, ...]:
 
 
 def _block_scales(operand: Operand) -> Any:
-    """Return the scales of blocks; append their copy if they have another layout, such as gathered scales."""
+    """Return scales of blocks in cuBLASLt's layout; append a copy if they have another one, as after a gather."""
     scale: Any = operand.scale
-    rows, blocks = operand.rows, -(-operand.depth // BLOCK)
+    rows = operand.rows
     if operand.format == BLOCK_2D:
-        form = Form.contiguous((scale.shape[0], round_up(blocks, LINE)), scale.dtype)
+        form = Form.contiguous((scale.shape[0], round_up(operand.depth // BLOCK, LINE)), scale.dtype)
     else:
-        form = Form((rows, blocks), (1, rows), scale.dtype)
+        form = Form((rows, scale.shape[1]), (1, rows), scale.dtype)
     if tuple(scale.shape) == form.shape and scale.stride() == form.strides:
         return scale
     if operand.format == BLOCK_1D and scale.shape[0] != rows:
-        raise NotListed("scales of rows are padded")
-    settings, shape = operand._replace(codes=None, scale=None), (rows, operand.depth)  # pyright: ignore
+        raise NotListed("there are not as many scales of 1x128 blocks as rows")
+    settings, shape = operand._replace(codes=None, scale=None, amax=None), (rows, operand.depth)  # pyright: ignore
     codes: Any = operand.codes
     instructions: Instructions = codes.instructions
     (copied,) = instructions.apply(

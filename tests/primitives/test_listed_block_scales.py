@@ -1,0 +1,33 @@
+"""Block scales of compiled products: a copy in cuBLASLt's layout has the form that its pass expects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
+from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
+from transformer_engine.pytorch.primitives.gemm.listed import SymbolicOperand, _scales
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.runtime.symbols import Applied, Form, Instructions
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(256, 512), (256, 384), (128, 128), (640, 1152)])
+@pytest.mark.parametrize("turned", [False, True], ids=["rows contiguous", "blocks contiguous"])
+@pytest.mark.parametrize("form", [BLOCK_1D, BLOCK_2D], ids=["1x128", "128x128"])
+def test_scales_are_copied_where_the_layout_differs(form, turned, rows, depth):
+    blocks = depth // 128
+    shape = (rows, blocks) if form == BLOCK_1D else (rows // 128, blocks)
+    scale = torch.rand(shape) if turned else torch.rand(shape[::-1]).t()
+    codes = torch.zeros(rows, depth, dtype=torch.uint8)
+    operand = Operand(codes, scale, form, None, torch.bfloat16)
+    instructions = Instructions([codes, scale], torch.device("cpu"))
+    symbols = instructions.symbols()
+    (listed,) = _scales(SymbolicOperand(*operand._replace(codes=symbols[0], scale=symbols[1])))
+    expected = block_scale_memory(operand, codes.shape)
+    assert Form.of(expected) == listed.form
+    copies = [step for step in instructions.steps if isinstance(step, Applied)]
+    assert len(copies) == (expected is not scale)
+    for copy in copies:
+        (made,) = copy.function(scale)
+        assert torch.equal(made, expected) and Form.of(made) == listed.form
