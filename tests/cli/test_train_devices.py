@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from tests.distributed.ranks import run_on_ranks
 from tests.support.programs import search_path
 from transformer_engine import cli
-from transformer_engine.cli.demo import trainer as trainers
 from transformer_engine.cli.demo import sharded_checkpoint
+from transformer_engine.cli.demo import trainer as trainers
 from transformer_engine.cli.demo.config import HIGH_PRECISION, Execution, RunConfig, resolve
 from transformer_engine.cli.demo.data import load_corpus
 from transformer_engine.cli.demo.parallel import Parallelism, Ranks
