@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ def _fresh_state():
     yield
     FP8GlobalStateManager.reset()
     set_all_rng_states({})  # of the tracker that a test used last
+    if len(sys.modules) > _exempt_modules + 300:
+        _exempt_from_collection()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` deselects
@@ -50,13 +53,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt the two million objects of modules and collected tests from garbage collection.
+    _exempt_from_collection()
+    _propagate_logs()
 
-    Otherwise each full collection, which many tests and torch._dynamo request, visits them for 1.6 seconds.
+
+_exempt_modules = 0
+
+
+def _exempt_from_collection() -> None:
+    """Exempt the objects of imported modules and collected tests from garbage collection.
+
+    Otherwise each full collection, which many tests and torch._dynamo request, visits these two million objects for 1.6
+    seconds. A test that imports the compiler or a framework adds 0.2 seconds to each later collection.
     """
+    global _exempt_modules
+    _exempt_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
-    _propagate_logs()
 
 
 def _propagate_logs() -> None:
