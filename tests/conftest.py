@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 
 import pytest
 import torch
@@ -33,8 +32,8 @@ def _fresh_state():
     yield
     FP8GlobalStateManager.reset()
     set_all_rng_states({})  # of the tracker that a test used last
-    if len(sys.modules) > _exempt_modules + 300:
-        _exempt_from_collection()
+    if _full_collections() > _collections_seen:
+        _exempt_from_collection(least=100_000)
 
 
 def pytest_configure() -> None:
@@ -64,19 +63,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _propagate_logs()
 
 
-_exempt_modules = 0
+_collections_seen = 0
 
 
-def _exempt_from_collection() -> None:
-    """Exempt the objects of imported modules and collected tests from garbage collection.
+def _full_collections() -> int:
+    return gc.get_stats()[2]["collections"]
 
-    Otherwise each full collection, which many tests and torch._dynamo request, visits these two million objects for 1.6
-    seconds. A test that imports the compiler or a framework adds 0.2 seconds to each later collection.
+
+def _exempt_from_collection(least: int = 0) -> None:
+    """Exempt the existing objects from garbage collection if there are at least `least`.
+
+    Otherwise each full collection, which many tests and torch._dynamo request, visits the two million objects of
+    modules and collected tests for 1.6 seconds. Later, caches of the compiler and reports of tests add 0.3 seconds.
     """
-    global _exempt_modules
-    _exempt_modules = len(sys.modules)
-    gc.collect()
-    gc.freeze()
+    global _collections_seen
+    if len(gc.get_objects()) >= least:
+        gc.collect()
+        gc.freeze()
+    _collections_seen = _full_collections()
 
 
 def _propagate_logs() -> None:
