@@ -157,7 +157,6 @@ PLANTED = {
 
 @pytest.mark.parametrize("error", PLANTED)
 @pytest.mark.parametrize("name", ["none", "current", "nvfp4"])
-@pytest.mark.sampled
 def test_a_planted_error_is_named(error: str, name: str, emulated):
     recipes = {
         "none": None,
