@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import transformer_engine.pytorch as te
 from tests.architecture.source import modules
+from tests.support import programs
+from tests.support.programs import ROOT
 from transformer_engine.pytorch.runtime.tracing import constant_while_tracing
 
 # Packages and subpackages that take long to import. Programs that need them import them, or a feature does when used.
@@ -39,44 +43,58 @@ HEAVY = (
 )
 # Other modules of torch and the standard library that the package loads beyond `import torch`: 7 with torch 2.13.
 OTHERS = 20
+LAZY = ("conversion", "convert_hf", "cpp_extensions", "integrations", "ops", "revert_hf")
 
 
-def loaded_beyond_torch(program: str) -> set[str]:
-    """Return the modules that a program loads in a fresh interpreter in addition to those of `import torch`."""
-    whole = f"import sys, torch; before = set(sys.modules); {program}; print(*(set(sys.modules) - before))"
-    return set(
-        subprocess.run(
-            [sys.executable, "-c", whole], capture_output=True, text=True, check=True
-        ).stdout.split()
-    )
+PROGRAMS = {
+    "packages": "import transformer_engine, transformer_engine.pytorch, transformer_engine_torch",
+    "pytorch": "import transformer_engine.pytorch",
+    "lazy": f"from transformer_engine.pytorch import *; {', '.join(LAZY)}",
+}
+# Each program is forked from a fresh interpreter that has imported torch.
+FORKING = """
+import json, os, sys, torch
+before = set(sys.modules)
+for name, program in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if not child:
+        exec(program)
+        print(json.dumps([name, *(set(sys.modules) - before)]), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Return, of each program that ends without an error, the modules that it loads in addition to torch's."""
+    shown = programs.output(["-c", FORKING, json.dumps(PROGRAMS)], ROOT, os.environ)
+    return {name: set(names) for name, *names in map(json.loads, shown.splitlines())}
 
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def test_import_loads_nothing_heavy_beyond_torch():
-    found = loaded_beyond_torch(
-        "import transformer_engine, transformer_engine.pytorch, transformer_engine_torch"
-    )
+def test_import_loads_nothing_heavy_beyond_torch(loaded):
+    found = loaded["packages"]
     assert "transformer_engine_torch" in found
     assert not sorted(name for name in found if is_within(name, HEAVY))
     others = sorted(name for name in found if not name.startswith("transformer_engine"))
     assert len(others) <= OTHERS, others
 
 
-def test_pytorch_package_does_not_load_its_adapters_or_checkpoint_conversion():
-    found = loaded_beyond_torch("import transformer_engine.pytorch")
+def test_pytorch_package_does_not_load_its_adapters_or_checkpoint_conversion(loaded):
+    found = loaded["pytorch"]
+    assert "transformer_engine.pytorch" in found
     lazy = ("conversion", "cpp_extensions", "integrations")
     packages = ("transformer_engine_torch", *(f"transformer_engine.pytorch.{name}" for name in lazy))
     assert not sorted(name for name in found if is_within(name, packages))
 
 
-def test_lazy_names_are_public_attributes():
-    lazy = ["conversion", "convert_hf", "cpp_extensions", "integrations", "ops", "revert_hf"]
-    assert set(lazy) <= set(dir(te)) and set(lazy) <= set(te.__all__)
-    program = f"from transformer_engine.pytorch import *; print({', '.join(lazy)})"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+def test_lazy_names_are_public_attributes(loaded):
+    assert set(LAZY) <= set(dir(te)) and set(LAZY) <= set(te.__all__)
+    assert "transformer_engine.pytorch.conversion" in loaded["lazy"]
     assert te.convert_hf is te.integrations.huggingface.convert_hf
 
 

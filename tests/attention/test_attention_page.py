@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import forked
+from tests.support.programs import ROOT
 
 
 def test_the_attention_page_is_up_to_date():
-    script = ROOT / "docs" / "attention_table.py"
-    result = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    forked.output([str(ROOT / "docs" / "attention_table.py"), "--check"], ROOT, os.environ)

@@ -107,6 +107,7 @@ def exists(case: dict[str, Any]) -> bool:
 def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
     """Cases such that any two values of two axes that exist together meet in one of them (greedy, seeded)."""
     names = list(axes)
+    place = {name: number for number, name in enumerate(names)}
     wanted = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(names, 2)
@@ -116,16 +117,23 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
     }
     draw = random.Random(0)
     cases: list[Case] = []
-    while wanted:
+    for first in sorted(wanted, key=repr):
+        if first not in wanted:
+            continue
         best: dict[str, Any] = {}
-        first = min(wanted, key=repr)
         for _ in range(40):
             case = dict(first)
             for name in draw.sample(names, len(names)):
                 if name in case:
                     continue
                 options = [v for v in axes[name] if exists({**case, name: v})]
-                scores = [sum(_pair(names, case, o, name, v) in wanted for o in case) for v in options]
+                before = [other for other in case.items() if place[other[0]] < place[name]]
+                after = [other for other in case.items() if place[other[0]] > place[name]]
+                scores = [
+                    sum((other, (name, v)) in wanted for other in before)
+                    + sum(((name, v), other) in wanted for other in after)
+                    for v in options
+                ]
                 top = max(scores, default=-1)
                 if top < 0:
                     break
@@ -134,17 +142,10 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
                 not best or _covers(names, case, wanted) > _covers(names, best, wanted)
             ):
                 best = case
-        if not best:
-            wanted.discard(first)
-            continue
-        wanted -= {((a, best[a]), (b, best[b])) for a, b in itertools.combinations(names, 2)}
-        cases.append(Case(**best))
+        if best:
+            wanted -= {((a, best[a]), (b, best[b])) for a, b in itertools.combinations(names, 2)}
+            cases.append(Case(**best))
     return cases
-
-
-def _pair(names: list[str], case: dict[str, Any], other: str, name: str, value: Any) -> tuple[Any, Any]:
-    old, new = (other, case[other]), (name, value)
-    return (old, new) if names.index(other) < names.index(name) else (new, old)
 
 
 def _covers(names: list[str], case: dict[str, Any], wanted: set[Any]) -> int:
@@ -152,10 +153,11 @@ def _covers(names: list[str], case: dict[str, Any], wanted: set[Any]) -> int:
 
 
 CASES = list(dict.fromkeys([*pairwise(AXES), *pairwise(BANDS), *pairwise(DENSE)]))
+NUMBERS = {case: number for number, case in enumerate(CASES)}
 
 
 def identity(case: Case) -> str:
-    return f"c{CASES.index(case):03d} " + ", ".join(str(value).removeprefix("torch.") for value in case)
+    return f"c{NUMBERS[case]:03d} " + ", ".join(str(value).removeprefix("torch.") for value in case)
 
 
 class Call(NamedTuple):

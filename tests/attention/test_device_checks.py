@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.support import forked
 from tests.support.programs import search_path
 from transformer_engine.pytorch.runtime import device_checks
 from transformer_engine.pytorch.runtime.device_checks import Waiting, collect, demand
@@ -98,17 +97,16 @@ def test_a_compiler_traces_through():
     assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), x + 1)
 
 
-def test_what_nobody_asked_for_is_printed_when_the_process_ends():
+def test_what_nobody_asked_for_is_printed_when_the_process_ends(tmp_path):
     program = (
         "import torch; from transformer_engine.pytorch.runtime.device_checks import Waiting, collect\n"
         "def rule(numbers): raise ValueError(f'{numbers} will not do')\n"
         "collect(Waiting(rule, [torch.tensor([4])], (), lambda: False, lambda: None))\n"
     )
     environment = {**os.environ, "PYTHONPATH": search_path()}
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "transformer_engine: found by TE_CHECK=1 in an earlier call: [4] will not do" in ended.stderr
+    ended = forked.Program(["-c", program], tmp_path, environment)
+    assert ended.finish() == 0, ended.errors
+    assert "transformer_engine: found by TE_CHECK=1 in an earlier call: [4] will not do" in ended.errors
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.cli.demo import checkpoint
+from transformer_engine.cli.demo import trainer as trainers
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Execution, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.plot import plot_losses, smooth
@@ -24,6 +25,12 @@ SIZES: dict[str, Any] = {"steps": 6, "batch": 2, "sequence": 32, "layers": 1, "h
 
 def tiny(recipe: str = "delayed", **changes: Any) -> RunConfig:
     return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _short_evaluation(monkeypatch: pytest.MonkeyPatch):
+    """Evaluate 4 batches instead of 32, which take most of a run's time."""
+    monkeypatch.setattr(trainers, "EVALUATION_BATCHES", 4)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import forked
 from tests.support.programs import search_path
 from transformer_engine import __version__, cli
 from transformer_engine.cli.doctor import environment as gathering
@@ -338,16 +339,10 @@ def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
         metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        done = subprocess.run(
-            [sys.executable, "-m", "transformer_engine", "doctor", "--json"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": search_path(site), "JAX_PLATFORMS": "nosuch"},
-            cwd=tmp_path,
-        )
-        assert done.returncode == 1, done.stderr
-        findings += json.loads(done.stdout)["findings"]
+        environment = {**os.environ, "PYTHONPATH": search_path(site), "JAX_PLATFORMS": "nosuch"}
+        done = forked.Program(["-m", "transformer_engine", "doctor", "--json"], tmp_path, environment)
+        assert done.finish() == 1, done.errors
+        findings += json.loads(done.printed)["findings"]
     problems = [finding["message"] for finding in findings if finding["status"] == "problem"]
     assert any("flash_attn failed: TypeError: no such operand" in words for words in problems)
     assert any("No module named 'a_part_that_is_missing'" in words for words in problems)

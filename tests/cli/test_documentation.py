@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 
 import transformer_engine
 from tests.conversion.tiny_models import write_checkpoint
+from tests.support import forked
+from tests.support.programs import ROOT
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
 from transformer_engine.common import env
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 
 
@@ -33,14 +33,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
     ],
 )
 def test_a_generated_page_is_that_of_its_source(script: str):
-    result = subprocess.run(
-        [sys.executable, ROOT / "docs" / script, "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    forked.output([str(ROOT / "docs" / script), "--check"], ROOT, os.environ)
 
 
 def test_the_citation_has_the_version_of_the_package():

@@ -20,6 +20,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.support.programs import search_path
 from transformer_engine import cli
 from transformer_engine.cli.demo import sharded_checkpoint
+from transformer_engine.cli.demo import trainer as trainers
 from transformer_engine.cli.demo.config import HIGH_PRECISION, Execution, RunConfig, resolve
 from transformer_engine.cli.demo.data import load_corpus
 from transformer_engine.cli.demo.parallel import Parallelism, Ranks
@@ -83,6 +84,7 @@ class TrainedOnRanks:
         self.data, self.folder, self.sizes = data, folder, sizes
 
     def __call__(self, device: torch.device) -> list[Any]:
+        trainers.EVALUATION_BATCHES = 4  # of 32, which take most of the run's time
         config = tiny(self.data)
         corpus = load_corpus(self.data, config.sequence)
         ranks = Ranks(Parallelism(2, **self.sizes), device)

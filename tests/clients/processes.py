@@ -1,4 +1,4 @@
-"""Programs of clients, each in a process of its own: what a client replaces in torch stays there."""
+"""Programs of clients, each in a separate process, because clients replace functions of torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import hashlib
 import importlib.util
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from tests.support import programs
+from tests.support import forked
 from tests.support.programs import search_path
 
 WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
@@ -31,8 +30,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def output(arguments: list[str], folder: Path) -> str:
-    """What Python prints for these arguments: see `programs.output`."""
-    return programs.output(arguments, folder, environment())
+    """What Python prints for these arguments: see `forked.output`."""
+    return forked.output(arguments, folder, environment())
 
 
 def once(arguments: list[str], ranks: int, **more: str) -> str:
@@ -67,38 +66,32 @@ def _on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(ranks), **more)
-    with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder, f"{rank}.out") for rank in range(ranks)]
-        errors = [Path(folder, f"{rank}.err") for rank in range(ranks)]
-        started = []
-        for rank in range(ranks):
-            with said[rank].open("w") as out, errors[rank].open("w") as error:
-                of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                started.append(
-                    subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=error, env=of_rank)
-                )
-        failed = _first_to_fail(started)
-        assert failed is None, errors[failed].read_text()[-3000:]
-        return said[0].read_text()
+    started = [
+        forked.Program(arguments, Path.cwd(), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    failed = _first_to_fail([program.process for program in started])
+    assert failed is None, started[failed].errors[-3000:]
+    return started[0].printed
 
 
-def _first_to_fail(started: list[subprocess.Popen[bytes]]) -> int | None:
+def _first_to_fail(started: list[BaseProcess]) -> int | None:
     """Which process failed, or was still running when patience ended; the others wait for it no longer."""
     end = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < end:
-            codes = [process.poll() for process in started]
+            codes = [process.exitcode for process in started]
             for rank, code in enumerate(codes):
                 if code:
                     return rank
             if None not in codes:
                 return None
-            time.sleep(0.1)
-        return next(rank for rank, process in enumerate(started) if process.poll() is None)
+            time.sleep(0.05)
+        return next(rank for rank, process in enumerate(started) if process.exitcode is None)
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.join()
 
 
 def run(program: str, needed: tuple[str, ...], folder: Path) -> str:

@@ -12,27 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-# A server process imports these modules once (five seconds), and each rank is forked from it. Optimizers and
-# checkpointed functions import torch._dynamo when first used, and test modules with pickled functions import pytest.
-START = "forkserver"
+from tests.support.forked import CONTEXT
+
 TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
-multiprocessing.get_context(START).set_forkserver_preload(
-    [
-        "pytest",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.multiprocessing.spawn",
-        "transformer_engine.pytorch",
-    ]
-)
 
 
 def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: Path) -> list[Any]:
     """What function(device) returns on each of `size` ranks, on the CPU; raises what every rank raises, in words."""
     try:
         multiprocessing.start_processes(
-            _rank, (function, size, str(directory)), nprocs=size, start_method=START
+            _rank, (function, size, str(directory)), nprocs=size, start_method=CONTEXT.get_start_method()
         )
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
         # What is raised is the first rank's, which is often that another one has gone.

@@ -14,7 +14,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import HybridQuantizer
 
-WIDTH, ROWS, BATCH = 256, 32, 2
+WIDTH, ROWS, BATCH = 256, 32, 1
 
 
 def _hybrid(role):
@@ -46,7 +46,7 @@ class Run:
     recompute: bool = False  # the fused layer recomputes its forward in the backward
     replicated: bool = False  # every rank holds a whole copy
     autocast: bool = True
-    steps: int = 3
+    steps: int = 2
 
 
 def model_of(name: str, run: Run, device: torch.device) -> nn.Sequential:

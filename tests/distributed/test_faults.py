@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 import transformer_engine.pytorch as te
-from tests.distributed.ranks import START
 from tests.distributed.threaded_ranks import run_on_threads
+from tests.support.forked import CONTEXT
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.distributed import faults
 
@@ -357,7 +356,7 @@ def scales_differ(rank: int, directory: str, fault: str) -> None:
     ],
 )
 def test_reductions_of_delayed_scaling_are_compared(fault: str, text: str, tmp_path: Path):
-    context = multiprocessing.get_context(START)
+    context = CONTEXT
     processes = [
         context.Process(target=scales_differ, args=(rank, str(tmp_path), fault)) for rank in range(2)
     ]
@@ -401,7 +400,7 @@ def fails_in(rank: int, size: int, directory: str, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["ends", "waits"])
 def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: Path):
-    context = multiprocessing.get_context(START)
+    context = CONTEXT
     arguments = [(rank, 2, str(tmp_path), fault) for rank in range(2)]
     processes = [context.Process(target=fails_in, args=given) for given in arguments]
     for process in processes:

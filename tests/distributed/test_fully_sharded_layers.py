@@ -20,7 +20,7 @@ from tests.distributed.sharded_cases import RECIPES, Run, gathered_bytes, train
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EVERY_FORMAT = {
-    "resharded": Run(accumulate=2),
+    "resharded": Run(accumulate=2, steps=3),
     # Accumulating as well would meet a race of torch 2.11's fully_shard on GPUs: after a forward without a backward
     # it gathers a wrong layer ahead, and what it has gathered changes, of plain bfloat16 parameters too.
     "evaluated": Run(evaluate=True),
@@ -45,36 +45,45 @@ CASES = (
 RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and run.autocast]
 
 
-# (ranks, formats, marks): a single rank gathers nothing from others, so that one format runs always on it. Every format
-# runs on two ranks.
+# On two ranks, each format and each way to train run always, and these pairs in the slow tests.
+SLOW = (
+    *(f"{name}-prefetched" for name in ("current", "block", "nvfp4")),
+    *(f"delayed-{label}" for label in ("resharded_to_one_rank", "replicated")),
+    *(f"block-{label}" for label in ("default", "kept_prefetched", "dequantized")),
+)
+ON_ONE_RANK = tuple(case for case, (name, _) in CASES.items() if name == "delayed")
+# (ranks, cases, marks): a single rank gathers nothing from others, so that one format runs always on it.
 GROUPS = (
-    (1, ("delayed",), ()),
-    (1, tuple(name for name in RECIPES if name != "delayed"), pytest.mark.slow),
-    (2, tuple(RECIPES), ()),
+    (1, ON_ONE_RANK, ()),
+    (1, tuple(case for case in CASES if case not in ON_ONE_RANK), pytest.mark.slow),
+    (2, tuple(case for case in CASES if case not in SLOW), ()),
+    (2, SLOW, pytest.mark.slow),
 )
 
 
-def _trained(device: torch.device, formats: tuple[str, ...]) -> dict[str, Any]:
+def _trained(device: torch.device, cases: tuple[str, ...]) -> dict[str, Any]:
     """Return, of each case, outputs sharded and the bytes of gathered weights after each forward; outputs alone.
 
-    Cases that differ only in how weights are sharded have the same model alone. Each rank trains it, because delayed
-    scaling reduces maxima over all ranks.
+    Cases that differ only in how weights are sharded have the same model alone. The first rank trains it, and under
+    delayed scaling, which reduces maxima over all ranks, each rank.
     """
     found: dict[str, Any] = {}
     with te.emulate():  # a GPU lacks some of the formats
-        for case in _cases(formats):
+        for case in dict.fromkeys((*cases, *map(_kept, cases))):
             held: list[int] = []
             together = train(
                 *CASES[case], device, True, lambda *seen, held=held: held.append(gathered_bytes(*seen))
             )
             found[case] = (together, torch.tensor(held))
-        for name, run in sorted({_alone(case) for case in _cases(formats)}, key=repr):
-            found[f"alone {name} {run}"] = train(name, run, device, False)
+        for name, run in sorted({_alone(case) for case in cases}, key=repr):
+            if name == "delayed" or torch.distributed.get_rank() == 0:
+                found[f"alone {name} {run}"] = train(name, run, device, False)
     return found
 
 
-def _cases(formats: tuple[str, ...]) -> list[str]:
-    return [case for case, (name, _) in CASES.items() if name in formats]
+def _kept(case: str) -> str:
+    """Return the case of the same format whose gathered weights stay."""
+    return f"{CASES[case][0]}-kept"
 
 
 def _alone(case: str) -> tuple[str, Run]:
@@ -84,24 +93,24 @@ def _alone(case: str) -> tuple[str, Run]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[tuple[int, tuple[str, ...]], list[dict[str, Any]]]:
-    """{(ranks, formats): what each rank returned}, filled on demand: both tests read the same runs."""
+    """{(ranks, cases): what each rank returned}, filled on demand: both tests read the same runs."""
     return {}
 
 
 @pytest.fixture
 def ranks(request, trained, tmp_path):
-    size, formats = request.param
+    size, cases = request.param
     if request.param not in trained:
-        trained[request.param] = run_on_ranks(partial(_trained, formats=formats), size, tmp_path)
+        trained[request.param] = run_on_ranks(partial(_trained, cases=cases), size, tmp_path)
     return trained[request.param]
 
 
 def on_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
     """Parametrize a test by groups of ranks and by their cases among `cases`."""
     params = [
-        pytest.param((size, formats), case, id=f"{size}-{case}", marks=marks)
-        for size, formats, marks in GROUPS
-        for case in _cases(formats)
+        pytest.param((size, group), case, id=f"{size}-{case}", marks=marks)
+        for size, group, marks in GROUPS
+        for case in group
         if case in cases
     ]
     return pytest.mark.parametrize(("ranks", "case"), params, indirect=["ranks"])
@@ -111,7 +120,7 @@ def on_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
 def test_sharded_training_is_training(case, ranks):
     name, run = _alone(case)
     for rank in ranks:
-        alone, (together, _) = rank[f"alone {name} {run}"], rank[case]
+        alone, (together, _) = rank.get(f"alone {name} {run}", ranks[0][f"alone {name} {run}"]), rank[case]
         assert torch.equal(alone, together)
         assert alone.isfinite().all() and not torch.equal(alone[0], alone[-1])
 
@@ -120,7 +129,7 @@ def test_sharded_training_is_training(case, ranks):
 def test_no_gathered_weight_outlives_the_forward_that_read_it(case, ranks):
     for rank in ranks:
         assert not rank[case][1].any()
-        assert rank[f"{case.split('-')[0]}-kept"][1].all()  # the same count, of weights that are to stay
+        assert rank[_kept(case)][1].all()  # the same count, of weights that are to stay
 
 
 def _trained_unevenly(sharded: bool) -> torch.Tensor:

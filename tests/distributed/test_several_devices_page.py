@@ -1,4 +1,4 @@
-"""The programs of the page "Several devices" run under torchrun with two processes and print what the page says."""
+"""The programs of the page "Several devices" run on two processes and print what the page says; slowly, by torchrun."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.clients.processes import on_ranks
 from tests.support.pages import DOCS, examples
 from tests.support.programs import search_path
 
@@ -43,12 +44,14 @@ def run(name, folder, *arguments):
 
 
 def test_data_parallelism(tmp_path):
-    assert run("data_parallel", tmp_path) == printed_by_page("data_parallel")
+    program = tmp_path / "data_parallel.py"
+    program.write_text(examples(PAGE)[PROGRAMS.index("data_parallel")])
+    assert on_ranks([str(program)], 2, CUDA_VISIBLE_DEVICES="") == printed_by_page("data_parallel")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sharded", "tensor_parallel"])
-def test_other_programs(name, tmp_path):
+@pytest.mark.parametrize("name", ["data_parallel", "sharded", "tensor_parallel"])
+def test_programs_under_torchrun(name, tmp_path):
     assert run(name, tmp_path) == printed_by_page(name)
 
 

@@ -76,7 +76,9 @@ def shown(value: Any) -> str:
 
 def names_it(message: str, value: Any) -> bool:
     """Does the message hold the value, its type, its shape or its dtype?"""
-    told = {repr(value), type(value).__name__}
+    told = {type(value).__name__}
+    if not isinstance(value, torch.Tensor):  # whose elements take long to print
+        told.add(repr(value))
     if isinstance(value, torch.Tensor):
         told = {str(list(value.shape)), str(tuple(value.shape)), str(value.dtype), str(value.device)}
         told |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape}

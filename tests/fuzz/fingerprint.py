@@ -46,6 +46,8 @@ def fingerprint(*watched: Any) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The places where two fingerprints differ."""
+    if before == after:
+        return []
     return sorted(place for place in {*before, *after} if before.get(place) != after.get(place))
 
 
@@ -57,7 +59,7 @@ def _process() -> dict[str, Any]:
         if torch.cuda.is_available()
         else None,
         "tracked random states": rng._tracked,
-        "environment": dict(os.environ),
+        "environment": repr(sorted(os.environ.items())),
         "autocast": snapshot(),
         "model init": model_init.current_model_init(),
         "pools": delayed_scaling.pools(),
@@ -88,7 +90,7 @@ class _Visit:
         self.kept: list[Any] = []  # so that no id is used twice
 
     def __call__(self, place: str, value: Any) -> None:
-        if isinstance(value, PLAIN):
+        if type(value) in PLAIN or isinstance(value, PLAIN):  # the first is fast, and true for most values
             self.found[place] = repr(value)
             return
         if id(value) in self.seen:

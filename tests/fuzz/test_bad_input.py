@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import warnings
@@ -61,6 +62,11 @@ class Trial:
         return f"{fault or 'refused'}, and changed {', '.join(changed[:3])}" if changed else fault
 
 
+@functools.cache
+def _is_ours(file: str) -> bool:
+    return Path(file).resolve().is_relative_to(SOURCES)
+
+
 def _fault(error: Exception, value: object) -> str | None:
     raised = f"{type(error).__name__}: {error}"
     # Subclasses of the named errors that Python raises by itself (KeyError is no ValueError, UnicodeError is one).
@@ -72,7 +78,7 @@ def _fault(error: Exception, value: object) -> str | None:
         trace = trace.tb_next
     file = trace.tb_frame.f_code.co_filename
     line = linecache.getline(file, trace.tb_lineno).strip()
-    if not Path(file).resolve().is_relative_to(SOURCES) or not line.startswith("raise"):
+    if not _is_ours(file) or not line.startswith("raise"):
         return f"was left to Python or torch at {Path(file).name}:{trace.tb_lineno}: {raised}"
     if not names_it(str(error), value):
         return f"does not name the value: {raised}"

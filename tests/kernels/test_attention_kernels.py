@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.programs import search_path
-
-ROOT = Path(__file__).parents[2]
+from tests.support import forked
+from tests.support.programs import ROOT, interpreting
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -30,40 +27,20 @@ def compiled() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("cases", ["1", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_kernels_pass_their_tests_in_the_interpreter(cases):
-    paths = search_path()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
+    options = (
         "-q",
         "-x",
         "-p",
         "tests.kernels.attention_interpreter",
         "-p",
         "no:cacheprovider",
-    ]
-    finished = subprocess.run(
-        [
-            *command,
-            "-m",
-            "not gpu",
-            "tests/attention/test_triton_attention.py",
-            "tests/attention/test_packed_tiles.py",
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "INTERPRET": cases,
-            "PYTHONPATH": paths,
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+        "-m",
+        "not gpu",
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert " passed" in finished.stdout and "skipped" not in finished.stdout
+    files = ("tests/attention/test_triton_attention.py", "tests/attention/test_packed_tiles.py")
+    environment = interpreting(INTERPRET=cases)
+    printed = forked.output(["-m", "pytest", *options, *files], ROOT, environment)
+    assert " passed" in printed and "skipped" not in printed
 
 
 @pytest.mark.parametrize("architecture", ["sm80", "sm90", "sm100"])

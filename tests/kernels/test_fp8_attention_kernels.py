@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked, programs
+from tests.support.programs import interpreting
 
 HERE = Path(__file__).parent
 
@@ -17,17 +19,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def lines_of(*arguments: str) -> dict:
-    """The JSON object that a script prints, run in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_interpreted_kernels_do_what_plain_torch_does():
-    facts = lines_of(str(HERE / "fp8_attention_cases.py"))
+    command = ["-W", "ignore", str(HERE / "fp8_attention_cases.py")]
+    facts = json.loads(forked.output(command, HERE, interpreting(), patience=300).splitlines()[-1])
     assert len(facts) == 16
     assert [name for name, equal in facts.items() if not equal] == []
 
@@ -59,7 +53,7 @@ print(json.dumps(facts))
 
 def test_kernels_compile_for_hopper_and_casts_saturate():
     code = COMPILE.format(root=str(HERE.parents[1]), here=str(HERE))
-    facts = lines_of("-c", code)
+    facts = json.loads(programs.output(["-W", "ignore", "-c", code], HERE, os.environ, 300).splitlines()[-1])
     assert sorted(facts) == ["back", "tail", "three"]
     for shared, unsaturated, double in facts.values():
         assert shared < 48 * 1024

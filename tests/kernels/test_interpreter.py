@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked, programs
+from tests.support.programs import interpreting
 
 HERE = Path(__file__).parent
 
@@ -17,16 +19,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def lines_of(script: str, *arguments: str) -> dict:
-    """The JSON object that a script of this folder prints, run in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def interpreted_by(script: str, *arguments: str) -> dict:
+    """Return the JSON object that a script of this folder prints in Triton's interpreter."""
+    command = ["-W", "ignore", str(HERE / script), *arguments]
+    return json.loads(forked.output(command, HERE, interpreting(), patience=900).splitlines()[-1])
 
 
 CASES = ["cover", pytest.param("--all", marks=pytest.mark.slow)]
@@ -34,12 +30,13 @@ CASES = ["cover", pytest.param("--all", marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", params=CASES)
 def interpreted(request) -> dict[str, bool]:
-    return lines_of("quantize_cases.py", request.param)
+    return interpreted_by("quantize_cases.py", request.param)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def compiled(request) -> dict[str, dict[str, int]]:
-    return lines_of("compile_cases.py", request.param)
+    command = ["-W", "ignore", str(HERE / "compile_cases.py"), request.param]
+    return json.loads(programs.output(command, HERE, os.environ, patience=900).splitlines()[-1])
 
 
 # Kernels that LLVM optimizes for seconds; the cover compiles each for one architecture.

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.programs import search_path
+from tests.support import forked
+from tests.support.programs import ROOT, interpreting
 
-ROOT = Path(__file__).parents[2]
-
-
-# One process per family, because each process imports torch for seconds.
 FAMILIES = {
     "rows": (
         "norm_triton",
@@ -34,31 +27,7 @@ FAMILIES = {
 @pytest.mark.parametrize("cases", ["1", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_pass_their_tests_in_the_interpreter(family, cases):
-    paths = search_path()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "tests.kernels.norm_interpreter",
-        "-p",
-        "no:cacheprovider",
-    ]
-    finished = subprocess.run(
-        [*command, *(f"tests/primitives/test_{name}.py" for name in FAMILIES[family])],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "INTERPRET": cases,
-            "PYTHONPATH": paths,
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert " passed" in finished.stdout
+    options = ("-q", "-x", "-p", "tests.kernels.norm_interpreter", "-p", "no:cacheprovider")
+    files = [f"tests/primitives/test_{name}.py" for name in FAMILIES[family]]
+    environment = interpreting(INTERPRET=cases)
+    assert " passed" in forked.output(["-m", "pytest", *options, *files], ROOT, environment)

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.kernels.test_interpreter import lines_of
+from tests.kernels.test_interpreter import interpreted_by
 from tests.support.nvfp4_random import CONTENTS, cases, differing, specs
 
 needs_triton = pytest.mark.skipif(
@@ -23,7 +23,7 @@ def test_a_hundred_cases_cover_every_variant_and_content():
 @needs_triton
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_interpreted_kernels_of_variants_give_the_reference_bits(count):
-    result = lines_of("nvfp4_cases.py", str(count))
+    result = interpreted_by("nvfp4_cases.py", str(count))
     assert result["compared"] == count
     assert result["differing"] == {}
 

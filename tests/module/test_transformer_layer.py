@@ -264,7 +264,9 @@ def test_weights_are_quantized_once_for_the_microbatches_of_a_step(device, monke
         torch.testing.assert_close(layer(x, is_first_microbatch=False), first)
 
 
-@pytest.mark.parametrize("variant", ["decoder", pytest.param("parallel", marks=pytest.mark.slow)])
+# tests/module/test_compiled_layers.py always compiles a layer, and tests/attention/test_compile.py cross attention.
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["decoder", "parallel"])
 def test_layers_compile_to_the_same_outputs_and_gradients(variant, device):
     layer = make(device, **VARIANTS[variant])
     inputs = [sample(device, 5, 2, HIDDEN)] + [sample(device, 3, 2, HIDDEN, seed=2)] * (variant == "decoder")

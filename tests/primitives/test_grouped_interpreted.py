@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked, programs
+from tests.support.programs import interpreting
+
+HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
 )
 
 
-def printed_by(script: str, *arguments: str) -> str:
-    """The last line that a script of this folder prints, run in a process of its own."""
-    path = Path(__file__).parent / script
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path), *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, bool]:
-    return json.loads(printed_by("grouped_interpreter.py"))
+    command = ["-W", "ignore", str(HERE / "grouped_interpreter.py")]
+    return json.loads(forked.output(command, HERE, interpreting(), patience=300).splitlines()[-1])
 
 
 @pytest.mark.parametrize("what, cases", [("rows", 9), ("matrices", 9), ("layout", 3), ("product", 3)])
@@ -39,7 +34,8 @@ def test_interpreted_kernels_agree_with_the_reference(what, cases, interpreted):
 
 @pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])
 def compiled(request) -> dict[str, dict[str, int]]:
-    return json.loads(printed_by("grouped_compile.py", request.param))
+    command = ["-W", "ignore", str(HERE / "grouped_compile.py"), request.param]
+    return json.loads(programs.output(command, HERE, os.environ, patience=300).splitlines()[-1])
 
 
 def test_every_kernel_fits_the_shared_memory_of_its_architecture(compiled):

@@ -169,6 +169,8 @@ SUITES = (
     test_grouped_linear,
 )
 LIKE = "mxfp8"
+# Takes nine seconds; the suite's test of quantized parameters always compiles a layer of the toy, too.
+SLOW = "test_compiled_in_one_graph_it_gives_the_same_bits-toy-layernorm_mlp"
 
 
 def _runs_always(case: Any) -> bool:
@@ -202,13 +204,14 @@ def _arguments(test) -> list[dict[str, Any]]:
     return [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*choices)]
 
 
+def _case(test, keywords: dict[str, Any]) -> Any:
+    name = "-".join((test.__name__, *(str(v) for v in keywords.values())))
+    marks = [mark for mark in test.pytestmark if mark.name == "gpu"]
+    return pytest.param(test, keywords, id=name, marks=[*marks, *[pytest.mark.slow] * (name == SLOW)])
+
+
 CASES = [
-    pytest.param(
-        test,
-        keywords,
-        id="-".join((test.__name__, *(str(v) for v in keywords.values()))),
-        marks=[mark for mark in test.pytestmark if mark.name == "gpu"],
-    )
+    _case(test, keywords)
     for suite in SUITES
     for name, test in vars(suite).items()
     if name.startswith("test_") and inspect.isfunction(test)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("TE_", "NVTE_", "TRITON_")
 
@@ -34,6 +36,17 @@ def output(
     return done.stdout
 
 
+def interpreting(**more: str) -> dict[str, str]:
+    """Return the environment of a program whose kernels Triton interprets on the CPU."""
+    return {
+        **os.environ,
+        "PYTHONPATH": search_path(),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        **more,
+    }
+
+
 def output_without_gpu(*arguments: str) -> str:
     """What a program of the tree prints that sees no GPU.
 
@@ -41,4 +54,4 @@ def output_without_gpu(*arguments: str) -> str:
     """
     unset = {name: text for name, text in os.environ.items() if not name.startswith(OURS)}
     environment = unset | {"PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""}
-    return output(["-W", "ignore", *arguments], ROOT, environment, patience=300)
+    return forked.output(["-W", "ignore", *arguments], ROOT, environment, patience=300)

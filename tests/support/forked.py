@@ -1,0 +1,121 @@
+"""Python programs, each in a process that is forked from a server in which torch is imported.
+
+Importing torch, its compiler and the package takes five seconds of a new interpreter, and a forked process none. The
+server is that of `multiprocessing`, so that ranks (tests/distributed/ranks.py) are forked from it too. Programs for
+Triton's interpreter have another server, because Triton reads TRITON_INTERPRET when it is imported.
+
+Tests of an import, and of variables that are read during one, need `tests.support.programs` instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# Optimizers and checkpointed functions import torch._dynamo when first used, and test modules import pytest.
+MODULES = [
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.multiprocessing.spawn",
+    "transformer_engine.pytorch",
+]
+CONTEXT.set_forkserver_preload([*MODULES, "torch._dynamo"])
+_INTERPRETER_SERVER = forkserver.ForkServer()
+_INTERPRETER_SERVER.set_forkserver_preload([*MODULES, "triton"])
+
+
+class Program:
+    """A running program: `python *arguments`, where the arguments begin with -W, -c, -m or a file.
+
+    Args:
+        arguments: Command line of Python.
+        folder: Working directory.
+        environment: All environment variables; TRITON_INTERPRET chooses the server.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
+        files = str(self._out), str(self._err)
+        self.process = CONTEXT.Process(
+            target=_run, args=(list(map(str, arguments)), str(folder), dict(environment), files)
+        )
+        if environment.get("TRITON_INTERPRET") == "1":
+            connect = _INTERPRETER_SERVER.connect_to_new_process
+            with (
+                mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
+                mock.patch.object(forkserver, "connect_to_new_process", connect),
+            ):
+                self.process.start()
+        else:
+            self.process.start()
+
+    @property
+    def printed(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self._err.read_text()
+
+    def finish(self, patience: float | None = None) -> int:
+        """Wait and return the exit status; a program that runs for longer than `patience` seconds is killed."""
+        self.process.join(patience)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+
+def output(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
+) -> str:
+    """Return what a program prints; fail with the end of its standard error if its exit status is not 0."""
+    program = Program(arguments, folder, environment)
+    status = program.finish(patience)
+    assert status == 0, f"exit status {status}: {program.errors[-3000:]}"
+    return program.printed
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
+    """Run a program in this process as Python would in a new one."""
+    for descriptor, path in enumerate(files, 1):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if arguments[0] == "-W":
+        warnings.simplefilter(arguments[1])  # pyright: ignore[reportArgumentType]
+        arguments = arguments[2:]
+    form, *rest = arguments
+    paths = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    try:
+        if form == "-c":
+            program, *sys.argv[1:] = rest
+            sys.argv[0], sys.path[:] = "-c", ["", *paths]
+            main = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(program, "<string>", "exec"), vars(main))
+        elif form == "-m":
+            sys.argv, sys.path[:] = rest, [folder, *paths]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[:] = arguments, [str(Path(form).resolve().parent), *paths]
+            runpy.run_path(form, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without these
