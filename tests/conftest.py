@@ -44,7 +44,7 @@ def pytest_configure() -> None:
     """
     for module in (torch.cuda, torch.xpu, torch.mtia):
         if not module.is_available():
-            module.manual_seed_all = lambda seed: None
+            module.manual_seed_all = lambda seed: None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` deselects

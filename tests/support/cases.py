@@ -43,12 +43,12 @@ def cover(items: Sequence[pytest.Item], count: int | None = None) -> list[pytest
     return chosen or list(items[:1])
 
 
-def _values_of(item: pytest.Item) -> set[tuple[str, str]]:
-    """Return the parameters of a case as (name, identifier of the value)."""
+def _values_of(item: pytest.Item) -> set[tuple[str, int]]:
+    """Return the parameters of a case as (name, identity of the value), which all cases with the value share."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return set()
-    return {(name, str(index)) for name, index in callspec.indices.items()}
+    return {(name, id(value)) for name, value in callspec.params.items()}
 
 
 def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
