@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import compile_quickly, normal
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.attention import (
@@ -49,7 +49,7 @@ def both(function, *arguments):
 
 def layer_case(mesh: Mesh, resource: te.MeshResource, settings, **fields) -> float:
     """A Transformer layer with its parameters laid over the mesh: loss, gradients and state."""
-    x = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    x = normal(jax.random.key(0), (8, 16, 32))
     model = te_flax.TransformerLayer(
         hidden_size=32, mlp_hidden_size=64, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
         **fields,
@@ -94,8 +94,8 @@ def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None
 def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None) -> float:
     """Attention of tokens laid over "cp": output and gradients of q, k, v and the sinks."""
     keys = jax.random.split(jax.random.key(0), 4)
-    q, dy = (jax.random.normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
+    q, dy = (normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
+    k, v = (normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
     learnt = softmax is AttnSoftmaxType.LEARNABLE_SOFTMAX
     offset = jnp.linspace(-1, 1, HEADS).reshape(1, HEADS, 1, 1) if learnt else None
     packed = layout.is_thd()
@@ -150,7 +150,7 @@ class DoubledAndSummed(kernels.Kernel):
 def kernel_case(mesh: Mesh) -> dict[str, float]:
     """A kernel on rows that eight devices hold: results, all-gathers in the program, and rows a device has."""
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
-    x = jax.random.normal(jax.random.key(0), (16, 24))
+    x = normal(jax.random.key(0), (16, 24))
     step = jax.jit(lambda x: kernels.call(DoubledAndSummed(), x))
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
     doubled, sums = step(placed)

@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as library
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import compile_quickly, normal
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType
@@ -85,7 +85,7 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
     """The greatest relative difference to one device, and the gathers, of arrays that lie as specs say."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(BATCH, TOKENS, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
-    q, k, v = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+    q, k, v = (normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
     given = None if lengths is None else (jnp.asarray(lengths, jnp.int32),) * 2
     run = jax.jit(step, static_argnums=0)
     want = run(mask, q, k, v, bias, given)
@@ -119,7 +119,7 @@ def main() -> None:
         "a bias of every row": case([tokens] * 3, bias=jnp.tile(bias, (BATCH, 1, 1, 1))),
     }
     mapped = jax.vmap(lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, None, None)[1])
-    q = jax.random.normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
+    q = normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
     k = q[:, :, :, :GROUPS]
     one = [step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)]
     want = jax.tree.map(lambda *parts: jnp.stack(parts), *one)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import compile_quickly, normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 
@@ -110,7 +110,7 @@ def reduced(mesh: Mesh) -> dict[str, list[float]]:
 
 def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states of what all devices share, where shard_map follows which arrays vary."""
-    x = jax.random.normal(jax.random.key(2), (64, 32))
+    x = normal(jax.random.key(2), (64, 32))
     found = {}
     for name, model in (
         ("dense", te_flax.DenseGeneral(features=16)),
@@ -138,7 +138,7 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
-    x = jax.random.normal(jax.random.key(0), (64, 32))
+    x = normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
         boxed = jax.jit(model.init)(jax.random.key(1), x)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import compile_quickly, normal
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
@@ -49,7 +49,7 @@ FEW = [
 
 
 def random(seed: int, *shape: int):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(jax.random.key(seed), shape)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import normal, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
@@ -31,7 +31,7 @@ def _warnings_are_new():
 
 
 def drawn(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.parametrize("kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED])

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -43,9 +44,9 @@ MASKS = (
 def drawn(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
     k = jax.random.split(jax.random.key(0), 3)
     return (
-        jax.random.normal(k[0], (batch, queries, heads, dim)),
-        jax.random.normal(k[1], (batch, keys, groups, dim)),
-        jax.random.normal(k[2], (batch, keys, groups, value_dim)),
+        normal(k[0], (batch, queries, heads, dim)),
+        normal(k[1], (batch, keys, groups, dim)),
+        normal(k[2], (batch, keys, groups, value_dim)),
     )
 
 
@@ -133,7 +134,7 @@ def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, 
 @pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias", "post_scale_bias"])
 def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     qkv = drawn(value_dim=6)
-    bias = None if bias_type == "no_bias" else jax.random.normal(jax.random.key(3), (1, 4, 7, 9))
+    bias = None if bias_type == "no_bias" else normal(jax.random.key(3), (1, 4, 7, 9))
     offset = jnp.asarray([0.5, -1.0, 0.0, 2.0]) if kind == "learnable" else None
     sink = {"vanilla": None, "off_by_one": np.zeros(4), "learnable": offset}[kind]
 
@@ -155,11 +156,11 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
         )
 
     np.testing.assert_allclose(ours(qkv, bias, offset), expected(qkv, bias, offset), rtol=1e-4, atol=1e-5)
-    dy = np.asarray(jax.random.normal(jax.random.key(5), (2, 7, 4, 6)))
+    dy = np.asarray(normal(jax.random.key(5), (2, 7, 4, 6)))
     grads = jax.grad(lambda *a: (ours(*a) * dy).sum(), argnums=(0, 1, 2))(qkv, bias, offset)
     arguments = (qkv, bias, offset)
     direction = jax.tree.map(
-        lambda leaf: np.asarray(jax.random.normal(jax.random.key(leaf.size), leaf.shape)), arguments
+        lambda leaf: np.asarray(normal(jax.random.key(leaf.size), leaf.shape)), arguments
     )
     step = 1e-4
     ends = [
@@ -238,7 +239,7 @@ def test_window_masks_count_from_the_end_of_sequences_with_ids(right):
 
 @pytest.mark.parametrize("kind", list(SoftmaxFusionType))
 def test_softmax_hides_keys_exactly(kind):
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 4, 6), jnp.bfloat16)
+    logits = normal(jax.random.key(0), (2, 3, 4, 6), jnp.bfloat16)
     masked = kind is SoftmaxFusionType.SCALED_MASKED
     hidden = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.3, (2, 1, 4, 6)))
     if kind is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
@@ -258,7 +259,7 @@ def test_softmax_hides_keys_exactly(kind):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_bias_of_the_softmax_module_is_scaled_with_the_scores(masked):
     """softmax(scale * (x + bias)) in float64."""
-    x, bias = (np.asarray(jax.random.normal(jax.random.key(n), (2, 3, 4, 6))) for n in (0, 1))
+    x, bias = (np.asarray(normal(jax.random.key(n), (2, 3, 4, 6))) for n in (0, 1))
     hidden = np.asarray(jax.random.bernoulli(jax.random.key(2), 0.3, (2, 1, 4, 6))) & masked
     kind = SoftmaxFusionType.SCALED_MASKED if masked else SoftmaxFusionType.SCALED
     module = Softmax(scale_factor=0.25, softmax_fusion_type=kind)
@@ -343,9 +344,9 @@ def test_the_jax_and_the_torch_side_agree_in_value_and_gradients(case):
     query, key, value = drawn(8, 8) if window == (3, 1) else drawn()
     queries, keys = query.shape[1], key.shape[1]
     lengths = np.asarray([5, 7], np.int32), np.asarray([9, 6], np.int32)
-    bias = jax.random.normal(jax.random.key(3), (1, 4, queries, keys)) if bias_type != "no_bias" else None
+    bias = normal(jax.random.key(3), (1, 4, queries, keys)) if bias_type != "no_bias" else None
     offset = jnp.asarray([0.5, -1.0, 0.0, 2.0]).reshape(1, 4, 1, 1) if kind == "learnable" else None
-    dy = jax.random.normal(jax.random.key(4), query.shape)
+    dy = normal(jax.random.key(4), query.shape)
 
     def ours(arrays):
         q, k, v, bias, offset = arrays

@@ -16,6 +16,7 @@ from flax import nnx
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 import transformer_engine_jax as tex_enums
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention
 from transformer_engine.jax import cpp_extensions as tex
@@ -87,7 +88,7 @@ def test_an_inspected_array_is_on_the_disk(tmp_path, monkeypatch, capsys):
 
 
 def test_names_of_the_extension_compute():
-    x, gamma = jax.random.normal(jax.random.key(0), (4, 16)), jnp.ones(16)
+    x, gamma = normal(jax.random.key(0), (4, 16)), jnp.ones(16)
     y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-6, None)
     np.testing.assert_allclose(y.dequantize(), x * rstdev[:, None], rtol=1e-5)
     y, mean, _ = tex.layernorm_fwd(x, gamma, jnp.zeros(16), False, 1e-6, None)
@@ -178,7 +179,7 @@ def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
 
 
 def test_plain_versions_compute_what_the_operations_do():
-    x, gamma = jax.random.normal(jax.random.key(0), (4, 16)), jnp.ones(16)
+    x, gamma = normal(jax.random.key(0), (4, 16)), jnp.ones(16)
     hidden = x.reshape(2, 2, 2, 8)
     plain = tex_quantization._jax_quantize_dbias(x, None)
     np.testing.assert_array_equal(plain[1], tex.quantize_dbias(x, None)[1])
@@ -275,7 +276,7 @@ def test_versions_of_jax_are_compared_as_numbers():
 
 
 def test_a_module_within_nnx_trains_and_keeps_its_state():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
 
@@ -295,7 +296,7 @@ def test_a_module_within_nnx_trains_and_keeps_its_state():
 
 
 def test_an_optimizer_of_nnx_takes_the_gradients():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
@@ -309,7 +310,7 @@ def test_an_optimizer_of_nnx_takes_the_gradients():
 
 
 def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
         value_and_grad(lambda model: (model(x) ** 2).mean() + (model(5 * x) ** 2).mean(), model)
@@ -319,7 +320,7 @@ def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
 
 
 def test_a_loss_of_nnx_takes_keywords_and_answers_more_than_its_value():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
 
     def loss(model, x, *, factor):
         y = model(x)
@@ -349,7 +350,7 @@ def test_a_keyword_of_a_loss_may_be_an_object_of_nnx_that_it_changes():
 
 @pytest.mark.parametrize("module", [te_flax.LayerNorm(), te_flax.LayerNormMLP(intermediate_dim=8)])
 def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(module, nnx.Rngs(0), x)
         _, gradients = value_and_grad(lambda model: jax.tree.leaves(model(x))[0].sum(), model)
@@ -367,9 +368,9 @@ SETTINGS = {
 def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equation():
     """The saved arrays pass from one compiled program to another."""
     keys = jax.random.split(jax.random.key(0), 5)
-    query, kv = jax.random.normal(keys[0], (2, 6, 2, 8)), jax.random.normal(keys[1], (2, 6, 2, 2, 8))
-    bias, sink = jax.random.normal(keys[2], (1, 2, 6, 6)), jax.random.normal(keys[3], (1, 2, 1, 1))
-    dout = jax.random.normal(keys[4], query.shape)
+    query, kv = normal(keys[0], (2, 6, 2, 8)), normal(keys[1], (2, 6, 2, 2, 8))
+    bias, sink = normal(keys[2], (1, 2, 6, 6)), normal(keys[3], (1, 2, 1, 1))
+    dout = normal(keys[4], query.shape)
 
     def equation(qkv, bias, sink):
         scores = 0.3 * jnp.einsum("bqhd,bkhd->bhqk", qkv[0], qkv[1][:, :, 0]) + bias
@@ -388,7 +389,7 @@ def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equati
 
 
 def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_the_whole():
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8))
+    query, key, value = normal(jax.random.key(0), (3, 2, 6, 2, 8))
     settings = (
         attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.NO_MASK, attention.QKVLayout.BSHD_BSHD_BSHD,
         attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.5, True,

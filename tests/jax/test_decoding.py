@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import normal, variables_of
 from transformer_engine.common import recipe
 
 TOKENS, HIDDEN = 6, 16
@@ -38,8 +38,8 @@ def test_steps_give_the_rows_of_the_whole(name):
     model = layer(**FIELDS[name])
     axis = 0 if "transposed" in name else 1
     shape = (TOKENS, 2, HIDDEN) if axis == 0 else (2, TOKENS, HIDDEN)
-    x = jax.random.normal(jax.random.key(0), shape)
-    encoded = jax.random.normal(jax.random.key(1), (2, 3, HIDDEN)) if name == "decoder" else None
+    x = normal(jax.random.key(0), shape)
+    encoded = normal(jax.random.key(1), (2, 3, HIDDEN)) if name == "decoder" else None
     variables = variables_of(
         model, jax.random.key(2), x, encoded, deterministic=True, decode=True, max_decode_length=TOKENS
     )
@@ -70,7 +70,7 @@ def test_steps_give_the_rows_of_the_whole(name):
 @pytest.mark.sampled(2)
 def test_steps_read_a_mask_where_the_whole_does(kind, window):
     model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
-    x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))
+    x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
     mask = mask[None, None, None] & jnp.asarray([True, False])[:, None, None, None]
     variables = variables_of(model, jax.random.key(1), x, x, decode=True, deterministic=True)
@@ -92,7 +92,7 @@ def test_steps_read_a_mask_where_the_whole_does(kind, window):
 @pytest.mark.slow
 def test_a_quantized_layer_decodes_near_the_whole():
     model = layer(enable_relative_embedding=False)
-    x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))
+    x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
         variables = nn.meta.unbox(model.init(jax.random.key(1), x, deterministic=True, decode=True))
         whole = model.apply({"params": variables["params"]}, x, deterministic=True)

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients
+from tests.jax.compiled import normal, values_and_gradients
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense, grouped_dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -38,9 +38,9 @@ RECIPES = {
 def inputs():
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = np.repeat(np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16])  # of the elements of a group
-    x = jax.random.normal(keys[0], (M, K)) * sizes[:, None]
-    kernel = jax.random.normal(keys[1], (3, K, N)) * jnp.asarray([1.0, 2.0, 5.0])[:, None, None]
-    return x, kernel, jax.random.normal(keys[2], (M, N)), jax.random.normal(keys[3], (3, N))
+    x = normal(keys[0], (M, K)) * sizes[:, None]
+    kernel = normal(keys[1], (3, K, N)) * jnp.asarray([1.0, 2.0, 5.0])[:, None, None]
+    return x, kernel, normal(keys[2], (M, N)), normal(keys[3], (3, N))
 
 
 def plain(x, kernel, bias):

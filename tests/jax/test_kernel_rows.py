@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.jax.compiled import values_and_gradients
+from tests.jax.compiled import normal, values_and_gradients
 from transformer_engine.common import env
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.layernorm import layernorm
@@ -27,7 +27,7 @@ def _kernels_without_a_gpu(monkeypatch):
 
 
 def x_of(*shape, dtype=jnp.bfloat16, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return normal(jax.random.key(seed), shape).astype(dtype)
 
 
 GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, -1.0))

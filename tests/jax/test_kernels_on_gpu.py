@@ -14,6 +14,7 @@ import torch
 from jax.sharding import AxisType, PartitionSpec
 
 from tests.jax.bits import assert_same_bytes, matrix, to_torch
+from tests.jax.compiled import normal
 from tests.jax.test_quantize_bits import CHOSEN, SPECS, fits, random_numbers, theirs_forced, torch_spec
 from tests.support.tolerances import ROUNDED
 from transformer_engine.common.dispatch import use_backend
@@ -144,7 +145,7 @@ def test_dequantized_values_are_those_of_the_torch_reference(name):
 
 
 def x_of(*shape, dtype=jnp.bfloat16, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def joined(x, gamma, beta, kind):

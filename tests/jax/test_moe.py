@@ -9,7 +9,7 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients, variables_of
+from tests.jax.compiled import normal, values_and_gradients, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.jax import ep, permutation, router
 from transformer_engine.jax.cpp_extensions.topk import topk
@@ -19,7 +19,7 @@ T, E, H, F = 24, 8, 16, 12
 
 
 def logits(seed=0):
-    return jax.random.normal(jax.random.key(seed), (T, E))
+    return normal(jax.random.key(seed), (T, E))
 
 
 def plain_weights(values, k, function="softmax", pre=False, groups=None, bias=None, scale=1.0):
@@ -101,7 +101,7 @@ def test_the_balancing_loss_is_its_equation():
 
 @pytest.mark.parametrize("align", [None, 8])
 def test_tokens_are_sorted_by_expert_and_come_back(align):
-    x = jax.random.normal(jax.random.key(2), (T, H))
+    x = normal(jax.random.key(2), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     rows, weights, row_id_map, pads, sizes = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
     begin = 0
@@ -119,7 +119,7 @@ def test_tokens_are_sorted_by_expert_and_come_back(align):
 
 
 def test_gradients_go_the_way_of_the_tokens():
-    x, dy = jax.random.normal(jax.random.key(2), (2, T, H))
+    x, dy = normal(jax.random.key(2), (2, T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
 
     def there_and_back(x, probs):
@@ -144,7 +144,7 @@ def test_rows_behind_the_buffer_are_dropped():
 @pytest.mark.parametrize("align", [0, 4])
 @pytest.mark.parametrize("roll", [None, 3])
 def test_the_plain_permutation_sorts_and_restores(align, roll):
-    x = jax.random.normal(jax.random.key(2), (T, H))
+    x = normal(jax.random.key(2), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
     rows, state, sizes = permutation.pure_jax_token_dispatch(x, picked, E, 2, align, roll)
@@ -191,7 +191,7 @@ def test_ragged_offsets_move_every_row_there_and_back():
 def parameters():
     keys = jax.random.split(jax.random.key(5), 8)
     shapes = {"gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
-    return {n: 0.3 * jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+    return {n: 0.3 * normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
 
 
 def plain_moe(p, x, k=2):
@@ -203,7 +203,7 @@ def plain_moe(p, x, k=2):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_mixture_is_every_expert_weighted(early):
-    x, dy = 2 * jax.random.normal(jax.random.key(2), (2, 2, T // 2, H))
+    x, dy = 2 * normal(jax.random.key(2), (2, 2, T // 2, H))
     params = parameters()
 
     def ours(params, x):
@@ -219,7 +219,7 @@ def test_a_mixture_is_every_expert_weighted(early):
 
 
 def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
-    x = jax.random.normal(jax.random.key(0), (2, T // 2, H))
+    x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(
         num_experts=E, intermediate_size=F, use_ffn_bias=True, use_expert_routing_bias=True,
         score_function="sigmoid", aux_loss_coeff=0.01,
@@ -238,7 +238,7 @@ def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
 
 
 def test_arrays_of_numpy_are_taken_operation_by_operation():
-    x = np.asarray(jax.random.normal(jax.random.key(0), (2, T // 2, H)))
+    x = np.asarray(normal(jax.random.key(0), (2, T // 2, H)))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
     variables = jax.tree.map(np.asarray, variables_of(model, jax.random.key(1), x))
     want, _, _ = jax.jit(model.apply)(variables, x)
@@ -247,7 +247,7 @@ def test_arrays_of_numpy_are_taken_operation_by_operation():
 
 
 def test_top_elements_of_rows():
-    x = jax.random.normal(jax.random.key(0), (3, 20))
+    x = normal(jax.random.key(0), (3, 20))
     values, places = topk(x, 5)
     np.testing.assert_array_equal(np.take_along_axis(np.asarray(x), np.asarray(places), 1), values)
     np.testing.assert_array_equal(np.sort(values), np.sort(x)[:, -5:])
@@ -309,7 +309,7 @@ def test_a_bootstrap_holds_later_calls_to_its_sizes():
     with pytest.raises(ValueError, match=f"at most {T}; call ep_finalize, then ep_bootstrap for"):
         ep.ep_dispatch(cfg, picked, jnp.ones((T + 1, H)), jnp.ones((T + 1, 2)), 2 * T)
     ep.ep_finalize()
-    x = jax.random.normal(jax.random.key(0), (T, H))
+    x = normal(jax.random.key(0), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
     with pytest.raises(TypeError, match=r"tokens is \[1.0\]; it must hold float32"):

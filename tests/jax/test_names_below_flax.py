@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine_jax as extension
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep, quantize, softmax, version_utils
 from transformer_engine.jax import cpp_extensions as tex
@@ -28,7 +29,7 @@ def bootstrapped():
 
 def routed():
     """Tokens [T, H], two different experts for each, and weights [T, 2]."""
-    tokens = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    tokens = normal(jax.random.key(0), (TOKENS, WIDTH))
     chosen = jnp.asarray([[0, 1], [1, 3], [0, 3], [3, 1], [1, 0], [3, 0]], jnp.int32)
     return tokens, chosen, jax.random.uniform(jax.random.key(1), (TOKENS, 2))
 
@@ -102,7 +103,7 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
 
 
 def drawn(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(jax.random.key(seed), shape)
 
 
 def quantizer_of(mode, **options):

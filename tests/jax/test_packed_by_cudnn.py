@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
+from tests.jax.compiled import normal
 from transformer_engine.jax.primitives.attention import alignment, cudnn_packed
 
 library = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -80,7 +81,7 @@ def test_packed_rows_and_their_gradients_are_zero_where_nobody_is(causal):
     assert cudnn_packed.part_failure() is None
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dout = (
-        jax.random.normal(key, (BATCH, TOKENS, heads, DIM), jnp.bfloat16)
+        normal(key, (BATCH, TOKENS, heads, DIM), jnp.bfloat16)
         for key, heads in zip(keys, (HEADS, GROUPS, GROUPS, HEADS), strict=True)
     )
 

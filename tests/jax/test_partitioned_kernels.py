@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.jax.compiled import normal
 from tests.support.programs import search_path
 from tests.support.tolerances import LAYERS_OVER_DEVICES
 from transformer_engine.common import formats
@@ -251,7 +252,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
 def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
     """In as many kernels; the second has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    (spec, *_), x = SPECS[name], jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    (spec, *_), x = SPECS[name], normal(jax.random.key(0), shape, jnp.bfloat16)
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
     random = [jax.random.uniform(jax.random.key(1), one) for one in ((rows, columns), (columns, rows))]
 

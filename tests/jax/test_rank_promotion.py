@@ -13,6 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 
 biased = {"use_bias": True, "bias_init": nn.initializers.normal(0.3)}
@@ -32,7 +33,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled(3)
 def test_layers_broadcast_by_name_alone(name, of):
-    x, settings = jax.random.normal(jax.random.key(0), (2, 16, 32)), RECIPES[of]
+    x, settings = normal(jax.random.key(0), (2, 16, 32)), RECIPES[of]
 
     def step(promotion):
         def loss(variables, x):

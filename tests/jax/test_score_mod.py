@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients, variables_of
+from tests.jax.compiled import normal, values_and_gradients, variables_of
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -23,7 +23,7 @@ from transformer_engine.jax.attention import (
 
 
 def data():
-    q, k, v, dy = jax.random.normal(jax.random.key(0), (4, 2, 6, 4, 8))
+    q, k, v, dy = normal(jax.random.key(0), (4, 2, 6, 4, 8))
     return q, k[:, :, :2], v[:, :, :2], dy
 
 

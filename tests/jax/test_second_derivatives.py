@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import quantize
 from transformer_engine.jax.activation import activation
@@ -26,7 +27,7 @@ HIDDEN = 32
 
 
 def arrays(*shapes):
-    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    return [normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
 
 
 def sets(chosen, count=1, **options):

@@ -17,6 +17,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.bits import assert_same_bytes, torch_step
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
@@ -79,7 +80,7 @@ def test_a_scale_keeps_its_old_value_where_an_amax_gives_none(amax, want):
 
 
 def test_the_cotangent_of_a_state_is_its_next_state():
-    x, kernel = jax.random.normal(jax.random.key(0), (2, 32, 16))
+    x, kernel = normal(jax.random.key(0), (2, 32, 16))
     kernel = kernel.T
 
     def loss(x, kernel, quantizers):
@@ -214,7 +215,7 @@ def _stacked(layers: dict) -> dict:
 @pytest.mark.slow
 def test_scanned_and_recomputed_layers_keep_the_same_state():
     with te.autocast(True, RECIPE):
-        x = jax.random.normal(jax.random.key(1), (16, 32))
+        x = normal(jax.random.key(1), (16, 32))
         plain = nn.meta.unbox(jax.jit(Stack(False, False).init)(jax.random.key(0), x))
         state, params = flax.core.pop(plain, "params")
         losses, after = _train(False, False, params, state, x)
@@ -230,9 +231,9 @@ def test_scanned_and_recomputed_layers_keep_the_same_state():
 
 
 def test_a_kernel_used_twice_gets_the_scale_of_its_larger_amax():
-    first = jax.random.normal(jax.random.key(0), (8, 16))
-    second = 5.0 * jax.random.normal(jax.random.key(1), (8, 16))
-    kernel = jax.random.normal(jax.random.key(2), (16, 4))
+    first = normal(jax.random.key(0), (8, 16))
+    second = 5.0 * normal(jax.random.key(1), (8, 16))
+    kernel = normal(jax.random.key(2), (16, 4))
 
     def loss(quantizers):
         one, other, _ = fan_out(quantizers, 3)
@@ -284,7 +285,7 @@ def test_states_of_devices_that_read_nothing_do_not_count(read):
 
 
 def test_a_module_called_twice_merges_its_states_by_itself():
-    x = jax.random.normal(jax.random.key(0), (16, 32))
+    x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         model = Twice()
         state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
@@ -338,8 +339,8 @@ class Block(nn.Module):
 @pytest.mark.sampled(1)
 def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift, within_block):
     """The scales are those of the larger amax of both calls, in the forward and in the backward pass."""
-    x = jax.random.normal(jax.random.key(0), (16, 32))
-    weights = np.asarray(jax.random.normal(jax.random.key(2), (16, 32)))
+    x = normal(jax.random.key(0), (16, 32))
+    weights = np.asarray(normal(jax.random.key(2), (16, 32)))
     with te.autocast(True, RECIPE):
         model = Shared(lift, within_block)
         state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
@@ -386,7 +387,7 @@ def branch(x):
 
 
 def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
-    x = jax.random.normal(jax.random.key(0), (16, 32))
+    x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         loss, new = branch(x)
         following = jax.grad(loss)(new, x, False)
@@ -415,7 +416,7 @@ def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
 
 def test_groups_whose_state_was_not_read_begin_as_new_ones():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
-    x, kernel = jax.random.normal(jax.random.key(0), (8, 16)), jnp.ones((2, 16, 4))
+    x, kernel = normal(jax.random.key(0), (8, 16)), jnp.ones((2, 16, 4))
     arguments = x, kernel, jnp.asarray([3, 5])
     new = grouped.init(jax.random.key(1), *arguments)
     got = grouped.apply(jax.tree.map(jnp.zeros_like, new), *arguments)
@@ -425,7 +426,7 @@ def test_groups_whose_state_was_not_read_begin_as_new_ones():
 @pytest.mark.parametrize("uses", ["one after another", "scan", "vmap"])
 @pytest.mark.sampled(1)
 def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(uses):
-    x = jax.random.normal(jax.random.key(0), (16, 32))
+    x = normal(jax.random.key(0), (16, 32))
     batches = jnp.stack([x, 5.0 * x])
     with te.autocast(True, RECIPE):
         loss, state = branch(x)
@@ -475,7 +476,7 @@ def test_a_state_that_no_branch_used_stays_as_it_is():
 
 def test_a_public_quantizer_advances_itself():
     quantizer = delayed_set().x
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     quantizer.quantize(x)
     amax = np.abs(np.asarray(x)).max()
     np.testing.assert_array_equal(np.asarray(quantizer.amax_history), [0, 0, 0, amax])

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 
@@ -29,7 +30,7 @@ class Net(nn.Module):
 
 
 def test_a_train_state_overwrites_the_quantizers_state():
-    x = jax.random.normal(jax.random.key(0), (64, 16))
+    x = normal(jax.random.key(0), (64, 16))
     target = x[:, :8]
     model = Net()
     variables = model.init(jax.random.key(1), x)

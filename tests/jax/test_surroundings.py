@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import checks, sharding
 from transformer_engine.jax.dense import grouped_dense
@@ -20,8 +21,8 @@ from transformer_engine.jax.primitives.attention import masks
 
 
 def test_products_of_groups_and_their_gradients_where_jit_is_switched_off():
-    x = jax.random.normal(jax.random.key(0), (6, 4))
-    kernel = jax.random.normal(jax.random.key(1), (2, 4, 3))
+    x = normal(jax.random.key(0), (6, 4))
+    kernel = normal(jax.random.key(1), (2, 4, 3))
 
     def loss(x, kernel):
         return (grouped_dense(x, kernel, jnp.array([2, 4])) ** 2).sum()

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import normal, variables_of
 from transformer_engine.common import recipe
 
 RECIPE = recipe.DelayedScaling(amax_history_len=4)
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def batch(step: int):
-    return jax.random.normal(jax.random.key(step), (16, 8))
+    return normal(jax.random.key(step), (16, 8))
 
 
 def begin():

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import normal, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.jax.flax.transformer import (
     LoRAScope,
@@ -222,8 +222,8 @@ LAYERS = [
 
 def data(fields):
     keys = jax.random.split(jax.random.key(0), 2)
-    x = jax.random.normal(keys[0], (BATCH, TOKENS, HIDDEN))
-    encoded = jax.random.normal(keys[1], (BATCH, TOKENS + 2, HIDDEN)) if "layer_type" in fields else None
+    x = normal(keys[0], (BATCH, TOKENS, HIDDEN))
+    encoded = normal(keys[1], (BATCH, TOKENS + 2, HIDDEN)) if "layer_type" in fields else None
     mask = np.zeros((BATCH, 1, TOKENS, TOKENS), bool)
     mask[0, ..., 6:] = True
     cross = np.zeros((BATCH, 1, TOKENS, TOKENS + 2), bool)
@@ -243,9 +243,7 @@ def parameters(model, x, encoded, mask, cross):
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     # Away from zero: biases, second factors of low rank and sinks begin there.
-    leaves = [
-        leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)
-    ]
+    leaves = [leaf + 0.02 * normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves), state
 
 
@@ -256,7 +254,7 @@ def test_a_layer_is_the_plain_one(fields):
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
     model = layer(fields)
     params, _ = parameters(model, swap(x), encoded, mask, cross)
-    dy = jax.random.normal(jax.random.key(3), x.shape)
+    dy = normal(jax.random.key(3), x.shape)
 
     def ours(params, x):
         return (
@@ -477,7 +475,7 @@ def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
 def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settings, dtype, tolerance):
     x, encoded, mask, cross = data(fields)
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
-    model, dy = layer(fields), jax.random.normal(jax.random.key(3), x.shape)
+    model, dy = layer(fields), normal(jax.random.key(3), x.shape)
     low = jax.tree.map(lambda y: y.astype(dtype), (swap(x), encoded))
     with te.autocast(settings is not None, settings):
         params, state = parameters(model, swap(x), encoded, mask, cross)
@@ -526,7 +524,7 @@ def test_dropout_repeats_with_its_key():
 
 @pytest.mark.parametrize("method", ["consecutive", "alternate"])
 def test_rotary_embedding_turns_pairs(method):
-    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    x = normal(jax.random.key(0), (2, 5, 3, 8))
     got = rotary_pos_emb(x, (1, 100), False, method)
     np.testing.assert_allclose(got, turned(x, (1, 100), method), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(
@@ -553,7 +551,7 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
 
 def test_a_layer_takes_the_width_of_its_inputs():
     """hidden_size gives the width of heads alone: 16 / 4 heads here, whatever the inputs' width is."""
-    x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
+    x = normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
     model = te_flax.TransformerLayer(
         hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
     )
