@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, normal
+from tests.jax.compiled import compile_quickly, drawn_variables, normal
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.attention import (
@@ -62,7 +62,7 @@ def layer_case(mesh: Mesh, resource: te.MeshResource, settings, **fields) -> flo
         return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
 
     with te.autocast(settings is not None, settings):
-        boxed = jax.jit(lambda key: model.init(key, x, deterministic=True))(jax.random.key(1))
+        boxed = drawn_variables(model, x, deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(run)(params, state, x)
     with jax.set_mesh(mesh), te.autocast(settings is not None, settings, mesh_resource=resource):

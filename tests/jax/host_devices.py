@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, normal
+from tests.jax.compiled import compile_quickly, drawn_variables, normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 
@@ -124,8 +124,7 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
             outputs = model.apply(variables, x, **options)
             return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
-        init = jax.jit(lambda key, x, model=model, options=options: model.init(key, x, **options))
-        variables = nn.meta.unbox(init(jax.random.key(1), x))
+        variables = nn.meta.unbox(drawn_variables(model, x, **options))
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(
             lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),
@@ -141,7 +140,7 @@ def main() -> None:
     x = normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
-        boxed = jax.jit(model.init)(jax.random.key(1), x)
+        boxed = drawn_variables(model, x)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(lambda *a: step(model, x, *a))(params, state)
     devices = np.asarray(jax.devices()).reshape(4, 2)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, normal
+from tests.jax.compiled import compile_quickly, drawn_variables, normal
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
@@ -63,15 +63,12 @@ def step(model, variables, x):
 
 
 def start(settings, x, **fields):
-    """(a model on one device, its variables), whose biases are no zeros; no program that quantizes is compiled."""
+    """Return a model on one device and its variables; biases are near 3."""
     model = te_flax._MoEBlock(**FIELDS | fields)
-    keys = {"params": jax.random.key(1), "sr_rng": jax.random.key(2)}
-    params = nn.meta.unbox(jax.jit(model.init)(keys, x))["params"]
-    params = {n: p + 3.0 if n.endswith("_bias") else p for n, p in params.items()}
     with te.autocast(settings is not None, settings):
-        shapes = jax.eval_shape(model.init, keys, x).get("fp8_metas", {})
-    state = {n: jnp.full(s.shape, float(n.endswith("_scale"))) for n, s in shapes.items()}
-    return model, {"params": params} | ({"fp8_metas": state} if state else {})
+        variables = nn.meta.unbox(drawn_variables(model, x))
+    params = {n: p + 3.0 if n.endswith("_bias") else p for n, p in variables["params"].items()}
+    return model, variables | {"params": params}
 
 
 def experts_case(

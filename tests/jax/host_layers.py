@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, normal
+from tests.jax.compiled import compile_quickly, drawn_variables, normal
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
@@ -106,7 +106,7 @@ def of_one_device(name: str) -> tuple[Any, Any, Any]:
     tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS
     x = normal(jax.random.key(0), (4, tokens, sizes["hidden_size"]), sizes["dtype"])
     with te.autocast(RECIPES[name] is not None, RECIPES[name]):
-        boxed = jax.jit(lambda x: model.init(jax.random.key(1), x, deterministic=True))(x)
+        boxed = drawn_variables(model, x, deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         return boxed, x, jax.jit(lambda *a: step(model, *a))(state, params, x)
 

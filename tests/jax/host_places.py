@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, normal
+from tests.jax.compiled import compile_quickly, drawn_variables, normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep
 
@@ -152,7 +152,7 @@ def counted(mesh: Mesh) -> dict[str, float]:
     for name, enabled in (("values", False), ("delayed scaling", True)):
         given = {"enabled": enabled, "recipe": recipe.DelayedScaling(amax_history_len=2)}
         with te.autocast(**given):
-            state, params = flax.core.pop(nn.meta.unbox(jax.jit(model.init)(jax.random.key(4), x)), "params")
+            state, params = flax.core.pop(nn.meta.unbox(drawn_variables(model, x)), "params")
             want = jax.jit(gradients)(params, state, x)
         with te.autocast(**given, mesh_resource=te.MeshResource(dp_resource="dp")):
             parts = (whole, whole, PartitionSpec("dp"))
