@@ -89,7 +89,7 @@ def variables_of(model: nn.Module, rngs: Any, *inputs: Any, **options: Any) -> A
 def drawn_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
     """Return variables with the boxes and shapes of model.init, whose program is not compiled.
 
-    Kernels are normal numbers over the square root of their rows, other parameters normal numbers around their first
+    Kernels are normal numbers over twice the square root of their rows, other parameters normal numbers around their first
     values: one for "scale", zero for the rest. Scales of the quantization state are 1, its histories 0.
     """
     keys = {name: jax.random.key(0) for name in ("params", "dropout", "sr_rng")}
@@ -102,7 +102,7 @@ def drawn_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
             return jnp.asarray(np.full(shape.shape, float(names[-1].endswith("_scale")), shape.dtype))
         numbers = random.standard_normal(shape.shape)
         if len(shape.shape) > 1:
-            return jnp.asarray((numbers / shape.shape[0] ** 0.5).astype(shape.dtype))
+            return jnp.asarray((0.5 * numbers / shape.shape[0] ** 0.5).astype(shape.dtype))
         return jnp.asarray((float(names[-1] == "scale") + 0.1 * numbers).astype(shape.dtype))
 
     return jax.tree_util.tree_map_with_path(drawn, shapes)
