@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, drawn_variables, normal
+from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 
@@ -135,8 +135,7 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     x = normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
@@ -161,10 +160,11 @@ def main() -> None:
                     is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
                 )
                 x_placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
-                run = jax.jit(lambda x, *a: step(model, x, *a))
-                compiled = run.lower(x_placed, placed, state).compile()
-                text = compiled.as_text() or ""
-                got = compiled(x_placed, placed, state)
+                everywhere = NamedSharding(mesh, PartitionSpec())
+                copies = jax.device_put(state, everywhere)
+                run = jax.jit(lambda x, *a: step(model, x, *a)).lower(x_placed, placed, copies).compile()
+                text = run.as_text() or ""
+                got = run(x_placed, placed, copies)
                 if name == "set_mesh":
                     kept = restored_onto(mesh, {"params": params, "state": state}, placed)
                     again = run(x_placed, kept["params"], kept["state"])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, drawn_variables, normal
+from tests.jax.compiled import drawn_variables, normal, ones, start_on_host_devices
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
@@ -166,7 +166,7 @@ def random_case() -> dict[str, float]:
 
 def lowered_case(settings) -> dict[str, int]:
     """Calls in the program for CUDA of a step in bfloat16 on a mesh that has one axis more."""
-    x = jnp.ones((8, 16, WIDTH), jnp.bfloat16)
+    x = ones((8, 16, WIDTH), jnp.bfloat16)
     _, variables = start(settings, x, dtype=jnp.bfloat16)
     model = te_flax._MoEBlock(**FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",))
     with jax.set_mesh(mesh_of(dp=2, ep=2, tp=2)), te.autocast(settings is not None, settings):
@@ -179,9 +179,8 @@ SHORT = (("delayed", "dgrad"), ("nvfp4", "x"))  # the codes that are compared wi
 
 
 def main() -> None:
-    assert jax.device_count() == 8
     everything = "--all" in sys.argv
-    compile_quickly(True)
+    start_on_host_devices()
     x = tokens_in_whole_blocks()
     mesh = mesh_of(dp=2, ep=4)
     found = {}

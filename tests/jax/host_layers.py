@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, drawn_variables, normal
+from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
@@ -151,8 +151,7 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     as_on_cuda()
     cases = OTHER_CASES if "--others" in sys.argv else CASES
     print(json.dumps({f"{name} {layout}": facts(name, LAYOUTS[layout]) for name, layout in cases}))

@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
-from tests.jax.compiled import compile_quickly, normal
+from tests.jax.compiled import normal, start_on_host_devices, zeros
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.jax import attention as api
@@ -130,7 +130,7 @@ def lowered() -> dict[str, dict[str, int]]:
 
 def explained() -> dict[str, str]:
     """Why the kernels take an attention or not."""
-    q, k, longer = (jnp.zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
+    q, k, longer = (zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
     causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
     with jax.set_mesh(mesh_of(cp=2)):
         return {
@@ -170,8 +170,7 @@ def within() -> dict[str, float]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     print(json.dumps({"cuda": lowered(), "explained": explained(), "within": within(), "cudnn": by_cudnn()}))
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly, drawn_variables, normal
+from tests.jax.compiled import drawn_variables, normal, start_on_host_devices, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep
 
@@ -165,7 +165,7 @@ def counted(mesh: Mesh) -> dict[str, float]:
 
 
 def main() -> None:
-    compile_quickly(True)
+    start_on_host_devices()
     devices = np.asarray(jax.devices())
     mesh = Mesh(devices[:4], ("cp",))
     arrays = normal(jax.random.key(0), (3, 2, 16, 2, 4))
@@ -197,7 +197,7 @@ def main() -> None:
         facts[name] = dispatched(experts, choices)
     ep.ep_finalize()
     cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
-    given = (cfg, jnp.zeros((TOKENS, 2), jnp.int32), jnp.zeros((TOKENS, WIDTH)), jnp.zeros((TOKENS, 2)), 8)
+    given = (cfg, zeros((TOKENS, 2), jnp.int32), zeros((TOKENS, WIDTH)), zeros((TOKENS, 2)), 8)
     facts["outside"] = error_of(lambda: ep.ep_dispatch(*given))
     with jax.set_mesh(experts):
         whole = PartitionSpec()

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, variables_of
+from tests.jax.compiled import array, normal, ones, variables_of, zeros
 from transformer_engine.common import recipe
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
@@ -258,7 +258,7 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
     grouped = QuantizerFactory.create(
         scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, n_groups=3
     )
-    stack = drawn(3, 8, 16) * jnp.asarray([1.0, 2.0, 3.0])[:, None, None]
+    stack = drawn(3, 8, 16) * array([1.0, 2.0, 3.0])[:, None, None]
     singles = grouped.quantizers
     tensors = [one.quantize(matrix) for one, matrix in zip(singles, stack, strict=True)]
     values = grouped.quantize(stack).rowwise_tensor.dequantize()
@@ -269,12 +269,12 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
 
 
 def test_extents_of_groups_may_be_given_as_first_or_last_dims():
-    data, sizes = jnp.ones((4, 8), jnp.float8_e4m3fn), jnp.asarray([1, 3], jnp.int32)
+    data, sizes = ones((4, 8), jnp.float8_e4m3fn), array([1, 3], jnp.int32)
     given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "dq_dtype": jnp.float32}
-    scales = jnp.asarray([2.0, 3.0])
-    rows = quantize.GroupedScaledTensor1x(data, scales, jnp.zeros(0), first_dims=sizes, **given)
+    scales = array([2.0, 3.0])
+    rows = quantize.GroupedScaledTensor1x(data, scales, zeros(0), first_dims=sizes, **given)
     columns = quantize.GroupedScaledTensor1x(
-        data.T, scales, jnp.zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **given
+        data.T, scales, zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **given
     )
     assert rows.first_dims is sizes and rows.last_dims is None
     assert columns.last_dims is sizes and columns.first_dims is None
@@ -301,7 +301,7 @@ def test_keywords_of_recipes():
 
 def test_the_softmax_of_packed_attention_is_optional():
     q, k, v = drawn(3, 1, 8, 2, 8)
-    lengths, offsets = jnp.asarray([[3, 5]], jnp.int32), jnp.asarray([[0, 3, 8]], jnp.int32)
+    lengths, offsets = array([[3, 5]], jnp.int32), array([[0, 3, 8]], jnp.int32)
     attention = te.attention
     first = (
         (q, k, v), None, lengths, lengths, offsets, offsets, None, attention.AttnBiasType.NO_BIAS,

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, variables_of
+from tests.jax.compiled import array, normal, ones, variables_of
 from transformer_engine.common import recipe
 
 TOKENS, HIDDEN = 6, 16
@@ -72,7 +72,7 @@ def test_steps_read_a_mask_where_the_whole_does(kind, window):
     model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
-    mask = mask[None, None, None] & jnp.asarray([True, False])[:, None, None, None]
+    mask = mask[None, None, None] & array([True, False])[:, None, None, None]
     variables = variables_of(model, jax.random.key(1), x, x, decode=True, deterministic=True)
     params, cache = {"params": variables["params"]}, variables["cache"]
     whole, _ = model.apply(params, x, x, mask, deterministic=True)
@@ -102,7 +102,7 @@ def test_a_quantized_layer_decodes_near_the_whole():
 
 def test_what_does_not_fit_the_cache_is_rejected_with_the_remedy():
     model = te_flax.MultiHeadAttention(4, 4)
-    x = jnp.ones((2, 2, HIDDEN))
+    x = ones((2, 2, HIDDEN))
     variables = model.init(jax.random.key(0), x, x, decode=True, deterministic=True)
     with pytest.raises(ValueError, match="a step has one token"):
         model.apply(variables, x, x, decode=True, deterministic=True, mutable=["cache"])

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, values_and_gradients, variables_of
+from tests.jax.compiled import normal, ones, values_and_gradients, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
@@ -178,7 +178,7 @@ def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
 
 
 def test_the_kernel_begins_as_flax_would_draw_it():
-    x = jnp.ones((2, 16))
+    x = ones((2, 16))
     kernel = nn.meta.unbox(te_flax.DenseGeneral(features=8).init(jax.random.key(0), x))["params"]["kernel"]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     plain = nn.Dense(8, kernel_init=init).init(jax.random.key(0), x)["params"]["kernel"]
@@ -187,7 +187,7 @@ def test_the_kernel_begins_as_flax_would_draw_it():
 
 def test_parameters_carry_their_axis_names():
     model = te_flax.DenseGeneral(features=8, kernel_axes=("embed", "mlp"), bias_axes=("mlp",))
-    params = model.init(jax.random.key(0), jnp.ones((2, 16)))["params"]
+    params = model.init(jax.random.key(0), ones((2, 16)))["params"]
     assert params["kernel"].names == ("embed", "mlp")
     assert params["bias"].names == ("mlp",)
 
@@ -238,29 +238,29 @@ def test_a_forced_backend_that_rejects_raises_its_reason():
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones((4, 5))), ValueError, r"contract \(3,\) of x"),
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones(4)), ValueError, r"it must be \(5,\)"),
+        (lambda: dense(ones((2, 3)), ones((4, 5))), ValueError, r"contract \(3,\) of x"),
+        (lambda: dense(ones((2, 3)), ones((3, 5)), ones(4)), ValueError, r"it must be \(5,\)"),
         (
-            lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), contracting_dims=((1,), (2,))),
+            lambda: dense(ones((2, 3)), ones((3, 5)), contracting_dims=((1,), (2,))),
             ValueError,
             "no axis 2",
         ),
         (
-            lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), contracting_dims=((1, 0), (0,))),
+            lambda: dense(ones((2, 3)), ones((3, 5)), contracting_dims=((1, 0), (0,))),
             ValueError,
             "as many axes",
         ),
-        (lambda: dense(jnp.ones((2, 3), jnp.float8_e4m3fn), jnp.ones((3, 5))), TypeError, "cast it"),
-        (lambda: dense(jnp.ones((2, 3), jnp.int32), jnp.ones((3, 5))), TypeError, "cast it"),
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), kernel_axes=("a",)), ValueError, "1 axes of 2"),
+        (lambda: dense(ones((2, 3), jnp.float8_e4m3fn), ones((3, 5))), TypeError, "cast it"),
+        (lambda: dense(ones((2, 3), jnp.int32), ones((3, 5))), TypeError, "cast it"),
+        (lambda: dense(ones((2, 3)), ones((3, 5)), kernel_axes=("a",)), ValueError, "1 axes of 2"),
         (
-            lambda: te_flax.DenseGeneral(4, axis=3).init(jax.random.key(0), jnp.ones((2, 3))),
+            lambda: te_flax.DenseGeneral(4, axis=3).init(jax.random.key(0), ones((2, 3))),
             ValueError,
             "axis=3",
         ),
-        (lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), jnp.ones((2, 3))), ValueError, "features=0"),
+        (lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), ones((2, 3))), ValueError, "features=0"),
         (
-            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(jax.random.key(0), jnp.ones((2, 3))),
+            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(jax.random.key(0), ones((2, 3))),
             ValueError,
             "axes of kernel",
         ),
@@ -283,7 +283,7 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel
         quantizers = QuantizerSet(*(QuantizerFactory.create(**options) for _ in range(3)))
     dims = ((x.ndim - 1,), (0,))
     want = jnp.tensordot(x, kernel, 1)
-    dy = jnp.ones(want.shape)
+    dy = ones(want.shape)
     got = values_and_gradients(
         lambda x, kernel: dense(x, kernel, contracting_dims=dims, quantizer_set=quantizers), dy, x, kernel
     )

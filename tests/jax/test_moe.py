@@ -9,7 +9,7 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, values_and_gradients, variables_of
+from tests.jax.compiled import array, normal, ones, values_and_gradients, variables_of, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import ep, permutation, router
 from transformer_engine.jax.cpp_extensions.topk import topk
@@ -133,7 +133,7 @@ def test_gradients_go_the_way_of_the_tokens():
 
 
 def test_rows_behind_the_buffer_are_dropped():
-    x = jnp.ones((T, H))
+    x = ones((T, H))
     _, chosen = router.fused_topk_with_score_function(logits(), 2)
     rows, _, row_id_map, _, _ = permutation.token_dispatch(x, chosen, 10)
     assert rows.shape == (10, H)
@@ -158,7 +158,7 @@ def test_the_plain_permutation_sorts_and_restores(align, roll):
 
 def test_chunks_are_put_in_another_order():
     x = jnp.arange(7.0)[:, None]
-    rows, goes_to = permutation.sort_chunks_by_index(x, jnp.asarray([2, 1, 3]), jnp.asarray([2, 0, 1]))
+    rows, goes_to = permutation.sort_chunks_by_index(x, array([2, 1, 3]), array([2, 0, 1]))
     np.testing.assert_array_equal(rows[:, 0], [3, 4, 5, 0, 1, 2, 6])
     np.testing.assert_array_equal(rows[goes_to], x)
 
@@ -261,12 +261,12 @@ def test_top_elements_of_rows():
         (lambda: router.fused_topk_with_score_function(logits(), 9), ValueError, "at most 8"),
         (lambda: router.fused_topk_with_score_function(logits(), 0), ValueError, "topk=0"),
         (
-            lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=jnp.zeros(E)),
+            lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=zeros(E)),
             ValueError,
             "only 'sigmoid' uses it",
         ),
         (
-            lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=jnp.ones(())),
+            lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=ones(())),
             TypeError,
             "scaling_factor",
         ),
@@ -281,12 +281,12 @@ def test_top_elements_of_rows():
             "must divide the experts",
         ),
         (
-            lambda: permutation.token_dispatch(jnp.ones((T, H)), jnp.ones((T, E)), 0),
+            lambda: permutation.token_dispatch(ones((T, H)), ones((T, E)), 0),
             ValueError,
             "num_out_tokens=0",
         ),
         (
-            lambda: permutation.token_dispatch(jnp.ones((3, H)), jnp.ones((T, E)), 4),
+            lambda: permutation.token_dispatch(ones((3, H)), ones((T, E)), 4),
             ValueError,
             r"give \[T, H\]",
         ),
@@ -303,11 +303,11 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
 
 def test_a_bootstrap_holds_later_calls_to_its_sizes():
     cfg = ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
-    picked = jnp.zeros((T + 1, 2), jnp.int32)
+    picked = zeros((T + 1, 2), jnp.int32)
     with pytest.raises(RuntimeError, match="call ep_finalize first"):
         ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
     with pytest.raises(ValueError, match=f"at most {T}; call ep_finalize, then ep_bootstrap for"):
-        ep.ep_dispatch(cfg, picked, jnp.ones((T + 1, H)), jnp.ones((T + 1, 2)), 2 * T)
+        ep.ep_dispatch(cfg, picked, ones((T + 1, H)), ones((T + 1, 2)), 2 * T)
     ep.ep_finalize()
     x = normal(jax.random.key(0), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)

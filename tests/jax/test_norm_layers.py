@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, values_and_gradients, variables_of
+from tests.jax.compiled import normal, ones, values_and_gradients, variables_of, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import products
 from transformer_engine.jax.activation import activation
@@ -112,7 +112,7 @@ def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products
         hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         enable_relative_embedding=False, layernorm_type="rmsnorm", dtype=jnp.bfloat16, **fields,
     )  # fmt: skip
-    x = jnp.ones((2, 16, 64), jnp.bfloat16)
+    x = ones((2, 16, 64), jnp.bfloat16)
     with te.autocast(settings is not None, settings):
         variables = nn.meta.unbox(
             jax.eval_shape(lambda: layer.init(jax.random.key(0), x, deterministic=True))
@@ -151,10 +151,10 @@ def test_what_no_norm_takes_along_goes_round_as_it_is(fields):
 @pytest.mark.parametrize("name", ["RMSNorm", "RMS-Norm", "rms_norm", "LayerNorm"])
 def test_norm_names_are_taken_in_any_case(name):
     x = jnp.arange(8.0).reshape(2, 4)
-    beta = None if name.lower().startswith("rms") else jnp.zeros(4)
+    beta = None if name.lower().startswith("rms") else zeros(4)
     kind = "rmsnorm" if beta is None else "layernorm"
     np.testing.assert_allclose(
-        layernorm(x, jnp.ones(4), beta, name), plain_norm(x, jnp.ones(4), beta, kind), rtol=1e-5, atol=1e-6
+        layernorm(x, ones(4), beta, name), plain_norm(x, ones(4), beta, kind), rtol=1e-5, atol=1e-6
     )
 
 
@@ -187,9 +187,9 @@ def test_a_quantizer_rounds_a_norm_to_its_codes_and_advances():
     x = normal(jax.random.key(0), (8, 32))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         quantizer = QuantizerFactory.create_set().x
-    plain = layernorm(x, jnp.ones(32), None, "rmsnorm")
+    plain = layernorm(x, ones(32), None, "rmsnorm")
     y, _, following = values_and_gradients(
-        lambda x, q: layernorm(x, jnp.ones(32), None, "rmsnorm", quantizer=q), jnp.ones_like(x), x, quantizer
+        lambda x, q: layernorm(x, ones(32), None, "rmsnorm", quantizer=q), jnp.ones_like(x), x, quantizer
     )
     rounded = jax.jit(lambda values: quantizer.encode(values)[0].dequantize())(plain)
     np.testing.assert_array_equal(y, rounded)
@@ -203,7 +203,7 @@ def test_a_norm_and_a_product(kind, name):
     keys = jax.random.split(jax.random.key(0), 5)
     x, kernel = normal(keys[0], (2, 32, 64)), normal(keys[1], (64, 32))
     gamma, bias = 1 + 0.1 * normal(keys[2], (64,)), normal(keys[3], (32,))
-    beta = jnp.zeros(64) if kind == "layernorm" else None
+    beta = zeros(64) if kind == "layernorm" else None
     with te.autocast(settings is not None, settings):
         quantizers = QuantizerFactory.create_set()
 
@@ -237,7 +237,7 @@ def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
 def test_an_mlp_behind_a_norm(names, biased, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 6)
-    x, gamma, beta = normal(keys[0], (2, 32, 64)), jnp.ones(64), jnp.zeros(64)
+    x, gamma, beta = normal(keys[0], (2, 32, 64)), ones(64), zeros(64)
     kernels = normal(keys[1], (64, len(names), 32)) / 8, normal(keys[2], (32, 64)) / 6
     biases = (normal(keys[3], (len(names), 32)), normal(keys[4], (64,))) if biased else (None, None)
     with te.autocast(settings is not None, settings):
@@ -351,10 +351,10 @@ class Dropped(nn.Module):
 
 
 def test_the_kernel_of_an_mlp_is_drawn_activation_by_activation():
-    x = jnp.ones((2, 8))
+    x = ones((2, 8))
 
     def draw(key, shape, dtype):
-        return normal(key, shape, dtype)
+        return jax.random.normal(key, shape, dtype)
 
     model = te_flax.LayerNormMLP(
         intermediate_dim=4, activations=("gelu", "linear"), enable_layernorm=False, kernel_init=draw
@@ -391,7 +391,7 @@ def test_the_norm_and_dense_module(returned):
 
 
 def test_checkpoint_names_reach_all_tensors_of_an_mlp():
-    x = jnp.ones((32, 64))
+    x = ones((32, 64))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
         model = te_flax.LayerNormMLP(intermediate_dim=32, quantization_checkpoint_name="codes")
         params = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -403,7 +403,7 @@ def test_checkpoint_names_reach_all_tensors_of_an_mlp():
 def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         model = te_flax.LayerNormMLP(intermediate_dim=32)
-        variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 16)))
+        variables = jax.eval_shape(model.init, jax.random.key(0), ones((4, 16)))
     names = {
         f"{t}_{i}_{leaf}"
         for t in ("x", "kernel", "grad")
@@ -416,21 +416,21 @@ def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(3), None, "rmsnorm"), r"it must be \(4,\)"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "layernorm"), "needs beta"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), jnp.ones(4), "rmsnorm"), "beta=None"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", True), "set it to False"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "batchnorm"), "choose 'layernorm'"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", epsilon=-1.0), "below 0"),
-        (lambda: activation(jnp.ones((2, 1, 4)), ("swish",)), "choose one of"),
-        (lambda: activation(jnp.ones((2, 1, 4)), ("gelu", "linear")), "takes"),
-        (lambda: activation(jnp.ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
+        (lambda: layernorm(ones((2, 4)), ones(3), None, "rmsnorm"), r"it must be \(4,\)"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "layernorm"), "needs beta"),
+        (lambda: layernorm(ones((2, 4)), ones(4), ones(4), "rmsnorm"), "beta=None"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "rmsnorm", True), "set it to False"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "batchnorm"), "choose 'layernorm'"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "rmsnorm", epsilon=-1.0), "below 0"),
+        (lambda: activation(ones((2, 1, 4)), ("swish",)), "choose one of"),
+        (lambda: activation(ones((2, 1, 4)), ("gelu", "linear")), "takes"),
+        (lambda: activation(ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
         (
-            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), jnp.ones((2, 4))),
+            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), ones((2, 4))),
             "is not an activation",
         ),
-        (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), jnp.ones((2, 4))), "give -1"),
-        (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), jnp.ones((2, 4))), "intermediate_dim=0"),
+        (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), ones((2, 4))), "give -1"),
+        (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), ones((2, 4))), "intermediate_dim=0"),
     ],
 )
 def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):

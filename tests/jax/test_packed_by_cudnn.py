@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from tests.jax.compiled import normal
+from tests.jax.compiled import normal, ones, zeros
 from transformer_engine.jax.primitives.attention import alignment, cudnn_packed
 
 library = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -33,7 +33,7 @@ def dense(q, k, v, causal):
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
     sees = (of[:, :, None] == of[:, None]) & (of[:, :, None] >= 0)
-    sees = sees & jnp.tril(jnp.ones((TOKENS, TOKENS), bool)) if causal else sees
+    sees = sees & jnp.tril(ones((TOKENS, TOKENS), bool)) if causal else sees
     scores = jnp.where(sees[:, None], jnp.einsum("bshd,bthd->bhst", q, k) * SCALE, -1e9)
     out = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), v)
     return jnp.where((of >= 0)[:, :, None, None], out, 0)
@@ -45,7 +45,7 @@ def noisy(x, dtype):
 
 def forward(q, k, v, *rest, mask_type, is_training, **options):
     out = noisy(dense(q, k, v, "CAUSAL" in mask_type.name), q.dtype)
-    levels = jnp.zeros((BATCH * LENGTHS.shape[1], HEADS, TOKENS), jnp.float32)
+    levels = zeros((BATCH * LENGTHS.shape[1], HEADS, TOKENS), jnp.float32)
     return [out, *([levels] if is_training else [])]
 
 

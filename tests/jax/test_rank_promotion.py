@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal
+from tests.jax.compiled import normal, ones
 from transformer_engine.common import recipe
 
 biased = {"use_bias": True, "bias_init": nn.initializers.normal(0.3)}
@@ -84,7 +84,7 @@ UNDER = [
 @pytest.mark.sampled(3)
 def test_modules_and_their_gradients_are_traced_under_options(name, of, option, request):
     """An option rejects a call while a program is traced."""
-    x, settings, module = jnp.ones((2, 16, 64)), OF_MODULES[of], MODULES[name]
+    x, settings, module = ones((2, 16, 64)), OF_MODULES[of], MODULES[name]
     given = {"deterministic": True} if name in ("mlp", "layer") else {}
     keys = {"sr_rng": jax.random.key(3)}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, values_and_gradients, variables_of
+from tests.jax.compiled import array, normal, ones, values_and_gradients, variables_of
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -97,7 +97,7 @@ def test_modules_hand_it_on():
         hidden_size=16, mlp_hidden_size=16, num_attention_heads=4, self_attn_mask_type="no_mask",
         enable_relative_embedding=False, score_mod=capped,
     )  # fmt: skip
-    x = jnp.ones((2, 6, 16))
+    x = ones((2, 6, 16))
     variables_of(layer, jax.random.key(0), x, deterministic=True, score_mod_tensors=tensors())
 
 
@@ -120,11 +120,11 @@ def test_modules_hand_it_on():
             "graph.matmul",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": jnp.ones(())}, TypeError,
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": ones(())}, TypeError,
             "is not a mapping",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": {"slope": jnp.ones((4,))}},
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": {"slope": ones((4,))}},
             ValueError, r"score_mod_tensors\['slope'\] is \[4\]; give one element, or 4 dimensions",
         ),
     ],
@@ -240,7 +240,7 @@ def test_given_gradients_of_scores_replace_those_of_jax(function, gradient):
 
 def test_the_older_call_of_packed_rows_is_the_newer_one():
     q, k, v, _ = data()
-    lengths, offsets = jnp.asarray([[2, 3], [4, -1]]), jnp.asarray([[0, 2, 5], [0, 4, -1]])
+    lengths, offsets = array([[2, 3], [4, -1]]), array([[0, 2, 5], [0, 4, -1]])
     kinds = (AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD)
     rest = (*kinds, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, 2)
     old = fused_attn_thd((q, k, v), None, lengths, lengths, offsets, offsets, None, *rest)

@@ -17,7 +17,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.bits import assert_same_bytes, torch_step
-from tests.jax.compiled import normal
+from tests.jax.compiled import array, normal, ones, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
@@ -43,7 +43,7 @@ RECIPE = recipe.DelayedScaling(amax_history_len=4, fp8_format=recipe.Format.HYBR
 
 def delayed_set(length: int = 4) -> QuantizerSet:
     def quantizer(dtype):
-        return DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), amax_history=jnp.zeros(length, jnp.float32))
+        return DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), amax_history=zeros(length, jnp.float32))
 
     return QuantizerSet(
         quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e5m2)
@@ -74,7 +74,7 @@ def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length
     ("amax", "want"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
 )
 def test_a_scale_keeps_its_old_value_where_an_amax_gives_none(amax, want):
-    scale = compute_scale_from_amax(jnp.asarray([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
+    scale = compute_scale_from_amax(array([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
     assert scale.shape == (1,)
     assert np.asarray(scale)[0] == np.float32(want)
 
@@ -143,7 +143,7 @@ def test_a_step_is_traced_once():
     traces = []
     with te.autocast(True, RECIPE):
         model = te_flax.DenseGeneral(features=8)
-        x = jnp.ones((4, 16))
+        x = ones((4, 16))
         state, params = flax.core.pop(model.init(jax.random.key(0), x), "params")
 
         @jax.jit
@@ -402,10 +402,10 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
 
 def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
     left_out = DelayedScaleQuantizer(
-        q_dtype=jnp.dtype(jnp.float8_e4m3fn), scale=jnp.zeros(1), amax_history=jnp.zeros(4)
+        q_dtype=jnp.dtype(jnp.float8_e4m3fn), scale=zeros(1), amax_history=zeros(4)
     )
-    new = dataclasses.replace(left_out, scale=jnp.ones(1))
-    for x in (jnp.zeros((16, 16)), jnp.ones((16, 16))):
+    new = dataclasses.replace(left_out, scale=ones(1))
+    for x in (zeros((16, 16)), ones((16, 16))):
 
         def step(quantizer, x=x):
             tensor, amax = quantizer.encode(x)
@@ -416,8 +416,8 @@ def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
 
 def test_groups_whose_state_was_not_read_begin_as_new_ones():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
-    x, kernel = normal(jax.random.key(0), (8, 16)), jnp.ones((2, 16, 4))
-    arguments = x, kernel, jnp.asarray([3, 5])
+    x, kernel = normal(jax.random.key(0), (8, 16)), ones((2, 16, 4))
+    arguments = x, kernel, array([3, 5])
     new = grouped.init(jax.random.key(1), *arguments)
     got = grouped.apply(jax.tree.map(jnp.zeros_like, new), *arguments)
     np.testing.assert_array_equal(got, grouped.apply(new, *arguments))
@@ -465,7 +465,7 @@ def test_a_state_that_no_branch_used_stays_as_it_is():
         one, _ = fan_out(quantizers, 2)
 
         def product(q):
-            return dense(jnp.ones((8, 16)), jnp.ones((16, 4)), quantizer_set=q).sum()
+            return dense(ones((8, 16)), ones((16, 4)), quantizer_set=q).sum()
 
         return jax.lax.cond(taken, product, lambda q: 0.0, one)
 
@@ -558,14 +558,14 @@ def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
     refused = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
     layer = nn.Dense(4, dot_general=refused())
     with pytest.raises(ValueError, match="backward_override='dequantized'"):
-        layer.init(jax.random.key(0), jnp.ones((8, 16)))
+        layer.init(jax.random.key(0), ones((8, 16)))
 
 
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
     def made(settings):
         with te.autocast(True, settings):
             init = te_flax.DenseGeneral(features=8).init
-            return jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 4)))
+            return jax.eval_shape(init, jax.random.key(0), ones((2, 4)))
 
     state = made(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} == {
@@ -578,7 +578,7 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
 
 
 def test_a_model_without_its_state_is_rejected_with_the_remedy():
-    x = jnp.ones((8, 16))
+    x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     variables = model.init(jax.random.key(0), x)
     with (
@@ -601,13 +601,13 @@ def test_a_model_without_its_state_is_rejected_with_the_remedy():
 )  # fmt: skip
 def test_a_state_that_is_no_float32_or_of_other_extents_is_rejected(change, error, said):
     """A tree that is cast as a whole was computed with, and only its gradient failed, within a concatenation."""
-    x = jnp.ones((8, 16))
+    x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     with te.autocast(True, RECIPE):
         state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(0), x)), "params")
         with pytest.raises(error, match=said):
             model.apply({"params": params, **jax.tree.map(change, state)}, x)
-        lengthened = {**state["fp8_metas"], "x_amax_history": jnp.zeros((4, 1))}
+        lengthened = {**state["fp8_metas"], "x_amax_history": zeros((4, 1))}
         with pytest.raises(ValueError, match=r"x_amax_history of .* has shape \[4, 1\], not \[length\]"):
             model.apply({"params": params, "fp8_metas": lengthened}, x)
 

@@ -51,7 +51,7 @@ def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
 
 def near(got: jax.Array, want: jax.Array) -> None:
     """Sums of float32 in the order that XLA takes for other shapes."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(np.abs(want).max()))
 
 
 @pytest.mark.sampled(3)

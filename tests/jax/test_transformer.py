@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, variables_of
+from tests.jax.compiled import array, normal, ones, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.jax.flax.transformer import (
     LoRAScope,
@@ -36,7 +36,7 @@ def turned(x, windows, method):
     """RoPE by complex numbers."""
     half = x.shape[-1] // 2
     scales = windows[0] * (windows[1] / windows[0]) ** (np.arange(half) / half)
-    phase = jnp.asarray(np.exp(1j * np.arange(x.shape[1])[:, None] / scales))[None, :, None]
+    phase = array(np.exp(1j * np.arange(x.shape[1])[:, None] / scales))[None, :, None]
     if method == "alternate":
         z = (x[..., :half] + 1j * x[..., half:]) * phase
         return jnp.concatenate((z.real, z.imag), -1)
@@ -267,13 +267,15 @@ def test_a_layer_is_the_plain_one(fields):
     value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(params, x)
     want, want_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(params, x)
     np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-4)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want_grads))
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(want_grads))
     for (path, got), expected in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
     ):
         # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
-        scale = max(float(jnp.abs(expected).max()), 1e-2 * largest)
-        np.testing.assert_allclose(got / scale, expected / scale, atol=2e-4, err_msg=str(path))
+        scale = max(float(np.abs(expected).max()), 1e-2 * largest)
+        np.testing.assert_allclose(
+            np.asarray(got) / scale, np.asarray(expected) / scale, atol=2e-4, err_msg=str(path)
+        )
 
 
 FSDP, TP, JOINED, WHOLE = "nvte_w_fsdp", "nvte_w_tp", "nvte_w_joined", "nvte_w_no_shard"
@@ -405,7 +407,7 @@ def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
 )
 def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
     """With the keys that jax.random.split makes of the parameter's own; the query's divided by sqrt(head_dim)."""
-    x, draw = jnp.ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
+    x, draw = ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
     fields = {"num_gqa_groups": groups, "input_layernorm": False, "kernel_init": draw}
     model = te_flax.MultiHeadAttention(8, HEADS, **fields)
     variables = jax.jit(lambda key: model.init(key, x, x, deterministic=True))(jax.random.key(0))
@@ -583,7 +585,7 @@ def test_a_layer_takes_the_width_of_its_inputs():
     ],
 )
 def test_a_bad_layer_is_rejected_with_value_limit_and_remedy(fields, encoded, sentence):
-    x = jnp.ones((1, 4, HIDDEN))
+    x = ones((1, 4, HIDDEN))
     model = te_flax.TransformerLayer(**({"hidden_size": HIDDEN, "num_attention_heads": HEADS} | fields))
     with pytest.raises((ValueError, TypeError), match=sentence):
         model.init(jax.random.key(0), x, x if encoded else None, deterministic=True)
@@ -597,7 +599,7 @@ def test_relative_biases_ask_for_two_buckets():
 @pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
 def test_unquantized_projections_of_the_same_values_stay_products_of_their_own(fused, apart):
     """XLA for a GPU joins products that share an operand, unless a barrier stands between it and all but one."""
-    x = jnp.ones((1, 8, 32), jnp.bfloat16)
+    x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
         head_dim=8, num_attention_heads=4, num_gqa_groups=2, fuse_qkv_params=fused, dtype=jnp.bfloat16
     )

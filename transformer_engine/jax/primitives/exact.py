@@ -128,7 +128,7 @@ def _quotient(n: Array, d: Array, estimate: Array) -> Array:
     # Units of 2^-23. The quotient is at most 32 units too small, so that its remainder has at most 29 bits.
     quotient = (estimate * 2.0**23).astype(jnp.uint32) - 16
     rest = (n << 23) - quotient * d
-    missing = rest // d
+    missing = lax.div(rest, d)
     quotient, rest = quotient + missing, (rest - missing * d) << 1
     half = (rest >= d).astype(jnp.uint32)
     return (quotient << 2) | (half << 1) | (rest != half * d).astype(jnp.uint32)
@@ -141,7 +141,7 @@ def _rounded(q: Array, field: Array) -> Array:
         q: uint32 in [2^25, 2^26); its last bit is also set if nonzero bits follow it.
         field: Exponent field of the result, which may be outside of those of float32.
     """
-    shift = jnp.clip(3 - field, 2, 27).astype(jnp.uint32)
+    shift = lax.clamp(2, 3 - field, 27).astype(jnp.uint32)
     below_half = ((jnp.uint32(1) << shift) >> 1) - 1
     kept = (q + below_half + ((q >> shift) & 1)) >> shift
     # A mantissa that rounds up to the next power of two carries into the exponent, which is right as it stands.
