@@ -109,6 +109,11 @@ def variables_of(model: nn.Module, rngs: Any, *inputs: Any, **options: Any) -> A
     return nn.meta.unbox(jax.jit(lambda rngs, *inputs: model.init(rngs, *inputs, **options))(rngs, *inputs))
 
 
+def unboxed_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Return `drawn_variables` without boxes."""
+    return nn.meta.unbox(drawn_variables(model, *inputs, **options))
+
+
 def drawn_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
     """Return variables with the boxes and shapes of model.init, whose program is not compiled.
 
@@ -116,7 +121,8 @@ def drawn_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
     their initial values: one for "scale", zero for the rest. Scales of the quantization state are 1, its histories 0.
     """
     keys = {name: jax.random.key(0) for name in ("params", "dropout", "sr_rng")}
-    shapes = jax.eval_shape(lambda *inputs: model.init(keys, *inputs, **options), *inputs)
+    # Inputs are not arguments: queries and keys that are the same object make an attention of one sequence.
+    shapes = jax.eval_shape(lambda: model.init(keys, *inputs, **options))
     random = np.random.default_rng(0)
 
     def drawn(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, normal, ones, variables_of, zeros
+from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
 from transformer_engine.common import recipe
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
@@ -52,18 +52,20 @@ def test_an_unknown_scope_adapts_nothing_with_a_warning():
 def test_an_encoder_ignores_the_encoders_output_with_a_warning():
     x = drawn(1, 4, 16)
     model = te_flax.TransformerLayer(**LAYER, hidden_dropout=0.0)
-    variables = variables_of(model, jax.random.key(0), x, deterministic=True)
+    variables = unboxed_variables(model, x, deterministic=True)
     with pytest.warns(UserWarning, match="encoded was given"):
-        got = model.apply(variables, x, x, deterministic=True)
-    np.testing.assert_array_equal(got, model.apply(variables, x, deterministic=True))
+        got = jax.jit(lambda x: model.apply(variables, x, x, deterministic=True))(x)
+    want = jax.jit(lambda x: model.apply(variables, x, deterministic=True))(x)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "drop_path"])
 def test_a_rate_of_1_leaves_the_residual_alone(name):
     x = drawn(2, 4, 16)
     model = te_flax.TransformerLayer(**LAYER, **({"hidden_dropout": 0.0} | {name: 1.0}))
-    variables = variables_of(model, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
-    np.testing.assert_array_equal(model.apply(variables, x, rngs={"dropout": jax.random.key(2)}), x)
+    variables = unboxed_variables(model, x)
+    y = jax.jit(lambda x: model.apply(variables, x, rngs={"dropout": jax.random.key(2)}))(x)
+    np.testing.assert_array_equal(y, x)
 
 
 @pytest.mark.sampled(1)
@@ -340,6 +342,6 @@ def test_margin_of_delayed_scaling_may_be_given_in_any_form(margin):
     for given in (0, margin):
         with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=given)):
             module = te_flax.DenseGeneral(features=32)
-            variables = module.init(jax.random.key(1), x)
+            variables = drawn_variables(module, x)
             outputs.append(module.apply(variables, x))
     np.testing.assert_array_equal(*outputs)

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones, values_and_gradients, variables_of
+from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
@@ -147,7 +147,7 @@ def test_stochastic_rounding_draws_from_its_own_stream():
     x = normal(jax.random.key(0), (32, 64))
     with te.autocast(True, recipe.NVFP4BlockScaling()):
         model = te_flax.DenseGeneral(features=32)
-        variables = variables_of(model, {"params": jax.random.key(0), "sr_rng": jax.random.key(1)}, x)
+        variables = unboxed_variables(model, x)
 
         @jax.jit
         def gradient(key):
@@ -169,7 +169,7 @@ def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
     x = normal(jax.random.key(0), (6, 7, 8))
     ours = te_flax.DenseGeneral(features=features, axis=axis)
     plain = nn.DenseGeneral(features=features, axis=axis)
-    variables = variables_of(ours, jax.random.key(1), x)
+    variables = unboxed_variables(ours, x)
     shapes = jax.tree.map(jnp.shape, variables)
     assert shapes == jax.tree.map(jnp.shape, jax.eval_shape(plain.init, jax.random.key(1), x))
     bias = normal(jax.random.key(2), variables["params"]["bias"].shape)

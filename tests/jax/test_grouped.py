@@ -10,7 +10,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, normal, values_and_gradients, zeros
+from tests.jax.compiled import array, drawn_variables, normal, values_and_gradients, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense, grouped_dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -165,7 +165,7 @@ def test_codes_of_groups_come_back_within_the_format(mode):
 def test_the_module_of_grouped_products_keeps_a_state_a_group():
     x, kernel, _, _ = inputs()
     module = te_flax.make_grouped_dense_cls(RECIPES["delayed"][0])
-    variables = module.init(jax.random.key(0), x, kernel, jnp.asarray(SIZES))
+    variables = drawn_variables(module, x, kernel, jnp.asarray(SIZES))
     state = variables["_overwrite_with_gradient"]
     assert state["kernel_scale"].shape == (3,)
     assert state["grad_amax_history"].shape == (3, 4)

@@ -9,7 +9,14 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, normal, ones, values_and_gradients, variables_of, zeros
+from tests.jax.compiled import (
+    array,
+    normal,
+    ones,
+    unboxed_variables,
+    values_and_gradients,
+    zeros,
+)
 from transformer_engine.common import recipe
 from transformer_engine.jax import ep, permutation, router
 from transformer_engine.jax.cpp_extensions.topk import topk
@@ -225,7 +232,7 @@ def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
         score_function="sigmoid", aux_loss_coeff=0.01,
     )  # fmt: skip
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = variables_of(model, jax.random.key(1), x)
+        variables = unboxed_variables(model, x)
         y, loss, received = jax.jit(model.apply)(variables, x)
     assert jax.tree.map(jnp.shape, variables["params"]) == {
         "gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H), "wi_0_bias": (E, F),
@@ -240,7 +247,7 @@ def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
 def test_arrays_of_numpy_are_taken_operation_by_operation():
     x = np.asarray(normal(jax.random.key(0), (2, T // 2, H)))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
-    variables = jax.tree.map(np.asarray, variables_of(model, jax.random.key(1), x))
+    variables = jax.tree.map(np.asarray, unboxed_variables(model, x))
     want, _, _ = jax.jit(model.apply)(variables, x)
     y, _, _ = model.apply(variables, x)
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)

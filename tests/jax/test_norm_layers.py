@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones, values_and_gradients, variables_of, zeros
+from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import products
 from transformer_engine.jax.activation import activation
@@ -138,7 +138,7 @@ def test_what_no_norm_takes_along_goes_round_as_it_is(fields):
         enable_relative_embedding=False, **fields,
     )  # fmt: skip
     x = normal(jax.random.key(0), (2, 8, 32))
-    variables = variables_of(layer, jax.random.key(3), x, deterministic=True)
+    variables = unboxed_variables(layer, x, deterministic=True)
     y, pullback = jax.vjp(lambda x: layer.apply(variables, x, deterministic=True), x)
     along = normal(jax.random.key(1), x.shape)
     step = 1e-2

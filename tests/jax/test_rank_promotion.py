@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones
+from tests.jax.compiled import normal, ones, unboxed_variables
 from transformer_engine.common import recipe
 
 biased = {"use_bias": True, "bias_init": nn.initializers.normal(0.3)}
@@ -41,8 +41,8 @@ def test_layers_broadcast_by_name_alone(name, of):
 
         quantized = nullcontext() if settings is None else te.autocast(True, settings)
         with jax.numpy_rank_promotion(promotion), quantized:
-            variables = nn.meta.unbox(LAYERS[name].init(jax.random.key(1), x))
-            return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
+            variables = unboxed_variables(LAYERS[name], x)
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, x)
 
     jax.tree.map(np.testing.assert_array_equal, step("allow"), step("raise"))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, normal, ones, values_and_gradients, variables_of
+from tests.jax.compiled import array, drawn_variables, normal, ones, values_and_gradients
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -98,7 +98,7 @@ def test_modules_hand_it_on():
         enable_relative_embedding=False, score_mod=capped,
     )  # fmt: skip
     x = ones((2, 6, 16))
-    variables_of(layer, jax.random.key(0), x, deterministic=True, score_mod_tensors=tensors())
+    drawn_variables(layer, x, deterministic=True, score_mod_tensors=tensors())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.bits import assert_same_bytes, torch_step
-from tests.jax.compiled import array, normal, ones, zeros
+from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
@@ -117,7 +117,7 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
         reference.weight.copy_(torch.from_numpy(weight))
     with te.autocast(True, settings):
         model = te_flax.DenseGeneral(features=16, use_bias=False)
-        state = flax.core.pop(model.init(jax.random.key(0), jnp.asarray(inputs[0])), "params")[0]
+        state = flax.core.pop(drawn_variables(model, jnp.asarray(inputs[0])), "params")[0]
         params = {"kernel": jnp.asarray(weight.T)}
 
         @jax.jit
@@ -144,7 +144,7 @@ def test_a_step_is_traced_once():
     with te.autocast(True, RECIPE):
         model = te_flax.DenseGeneral(features=8)
         x = ones((4, 16))
-        state, params = flax.core.pop(model.init(jax.random.key(0), x), "params")
+        state, params = flax.core.pop(drawn_variables(model, x), "params")
 
         @jax.jit
         def step(params, state, x):
@@ -288,7 +288,7 @@ def test_a_module_called_twice_merges_its_states_by_itself():
     x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         model = Twice()
-        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+        state, params = flax.core.pop(unboxed_variables(model, x), "params")
 
         def loss(state, x):
             return (model.apply({"params": params, **state}, x) ** 2).sum()
@@ -343,7 +343,7 @@ def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift
     weights = np.asarray(normal(jax.random.key(2), (16, 32)))
     with te.autocast(True, RECIPE):
         model = Shared(lift, within_block)
-        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+        state, params = flax.core.pop(unboxed_variables(model, x), "params")
 
         def loss(state, x):
             return (weights * model.apply({"params": params, **state}, x)).sum()
@@ -378,7 +378,7 @@ class Branch(nn.Module):
 def branch(x):
     """(loss(state, x, both) of a Branch, its state); called within autocast."""
     model = Branch()
-    state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+    state, params = flax.core.pop(unboxed_variables(model, x), "params")
 
     def loss(state, x, both=True):
         return (model.apply({"params": params, **state}, x, both) ** 2).sum()
@@ -390,11 +390,12 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
     x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         loss, new = branch(x)
-        following = jax.grad(loss)(new, x, False)
+        following = jax.jit(jax.grad(loss), static_argnums=2)(new, x, False)
         layer = following["fp8_metas"]["sometimes"]
         assert layer["x_scale"] == 0.0  # JAX's gradient of what was not read
         as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
-        got, want = (jax.value_and_grad(loss)(state, x) for state in (following, as_new))
+        step = jax.jit(jax.value_and_grad(loss))
+        got, want = (step(state, x) for state in (following, as_new))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert np.isfinite(got[0])
     assert got[1]["fp8_metas"]["sometimes"]["x_scale"] > 0
@@ -418,7 +419,7 @@ def test_groups_whose_state_was_not_read_begin_as_new_ones():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
     x, kernel = normal(jax.random.key(0), (8, 16)), ones((2, 16, 4))
     arguments = x, kernel, array([3, 5])
-    new = grouped.init(jax.random.key(1), *arguments)
+    new = drawn_variables(grouped, *arguments)
     got = grouped.apply(jax.tree.map(jnp.zeros_like, new), *arguments)
     np.testing.assert_array_equal(got, grouped.apply(new, *arguments))
 
@@ -580,7 +581,7 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
 def test_a_model_without_its_state_is_rejected_with_the_remedy():
     x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
-    variables = model.init(jax.random.key(0), x)
+    variables = drawn_variables(model, x)
     with (
         te.autocast(True, RECIPE),
         pytest.raises(ValueError, match=r'"fp8_metas" has no x_scale .* call init'),
@@ -604,7 +605,7 @@ def test_a_state_that_is_no_float32_or_of_other_extents_is_rejected(change, erro
     x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     with te.autocast(True, RECIPE):
-        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(0), x)), "params")
+        state, params = flax.core.pop(unboxed_variables(model, x), "params")
         with pytest.raises(error, match=said):
             model.apply({"params": params, **jax.tree.map(change, state)}, x)
         lengthened = {**state["fp8_metas"], "x_amax_history": zeros((4, 1))}

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones
+from tests.jax.compiled import drawn_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 
@@ -32,7 +32,7 @@ def test_a_train_state_overwrites_the_quantizers_state():
     x = normal(jax.random.key(0), (64, 16))
     target = x[:, :8]
     model = Net()
-    variables = model.init(jax.random.key(1), x)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
     assert set(variables) == {"params", "_overwrite_with_gradient"}
     state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
 
@@ -68,7 +68,7 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
     module = te_flax.wrap_function_in_te_state_module(two_products, RECIPE, "pair")
     assert module.__name__ == "TEWrapper_pair"
     x, a, b = ones((4, 8)), ones((8, 6)), ones((6, 2))
-    variables = module().init(jax.random.key(0), x, a, b)
+    variables = drawn_variables(module(), x, a, b)
     names = {
         f"{t}_{p}_{leaf}" for t in ("x", "kernel", "grad") for p in "ab" for leaf in ("scale", "amax_history")
     }

@@ -10,7 +10,7 @@ from jax import export
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones
+from tests.jax.compiled import drawn_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.jax.layernorm import layernorm
@@ -28,7 +28,7 @@ MODULES = {
 def exported(name, x, platforms):
     """(the function of parameters and x, its parameters, the same as exported for any batch)."""
     module, arguments = MODULES[name]
-    variables = module.init(jax.random.key(0), *arguments(x))
+    variables = drawn_variables(module, *arguments(x))
     function = jax.jit(lambda variables, x: module.apply(variables, *arguments(x))[0])
     (batch,) = export.symbolic_shape("batch")
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
@@ -61,7 +61,7 @@ def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_al
     monkeypatch.setenv("TE_JAX_KERNELS", kernels)
     module, x = te_flax.DenseGeneral(features=64), ones((64, 64), jnp.bfloat16)
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
-        variables = module.init(jax.random.key(0), x)
+        variables = drawn_variables(module, x)
         run = jax.jit(module.apply)
         needed = "triton_kernel_call_ffi" if kernels == "1" else "LayoutConstraint"
         with pytest.raises(ValueError, match=needed):

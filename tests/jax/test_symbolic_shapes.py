@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import export
 
 import transformer_engine.jax.flax as te
-from tests.jax.compiled import normal
+from tests.jax.compiled import drawn_variables, normal
 
 HEADS = {"head_dim": 8, "num_attention_heads": 4, "transpose_batch_sequence": False, "attention_dropout": 0.0}
 LAYER = {
@@ -35,7 +35,7 @@ def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
     make, tails = MODULES[name]
     module = make()
     arrays = [normal(jax.random.key(place), (3, 16, *tail)) for place, tail in enumerate(tails)]
-    variables = module.init(jax.random.key(9), *arrays, deterministic=True)
+    variables = drawn_variables(module, *arrays, deterministic=True)
 
     def run(*arrays: jax.Array) -> Any:
         def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, normal, ones, variables_of
+from tests.jax.compiled import array, normal, ones, unboxed_variables
 from transformer_engine.common import recipe
 from transformer_engine.jax.flax.transformer import (
     LoRAScope,
@@ -238,7 +238,7 @@ def layer(fields):
 
 
 def parameters(model, x, encoded, mask, cross):
-    variables = variables_of(model, jax.random.key(1), x, encoded, mask, cross, deterministic=True)
+    variables = unboxed_variables(model, x, encoded, mask, cross, deterministic=True)
     state, params = flax.core.pop(variables, "params")
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
@@ -514,7 +514,7 @@ def test_dropout_repeats_with_its_key():
         hidden_size=HIDDEN, mlp_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.5,
         hidden_dropout_dims=(1,), attention_dropout=0.3, intermediate_dropout=0.2, drop_path=0.2,
     )  # fmt: skip
-    params = variables_of(model, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    params = unboxed_variables(model, x)
     draw = jax.jit(lambda key: model.apply(params, x, rngs={"dropout": key}))
 
     def run(seed):

@@ -141,7 +141,7 @@ def _rounded(q: Array, field: Array) -> Array:
         q: uint32 in [2^25, 2^26); its last bit is also set if nonzero bits follow it.
         field: Exponent field of the result, which may be outside of those of float32.
     """
-    shift = lax.clamp(2, 3 - field, 27).astype(jnp.uint32)
+    shift = jnp.minimum(jnp.maximum(3 - field, 2), 27).astype(jnp.uint32)
     below_half = ((jnp.uint32(1) << shift) >> 1) - 1
     kept = (q + below_half + ((q >> shift) & 1)) >> shift
     # A mantissa that rounds up to the next power of two carries into the exponent, which is right as it stands.
