@@ -12,7 +12,15 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
+from tests.jax.compiled import (
+    array,
+    drawn_variables,
+    normal,
+    ones,
+    unboxed_variables,
+    values_and_gradients,
+    zeros,
+)
 from transformer_engine.common import recipe
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
@@ -79,12 +87,13 @@ def test_a_rate_of_1_leaves_the_residual_alone(name):
 def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(mode, dtype):
     x, kernel = drawn(128, 256), drawn(256, 128, seed=1)
     one = QuantizerFactory.create(scaling_mode=mode, q_dtype=dtype, q_layout=QuantizeLayout.ROWWISE)
-    y, pullback = jax.vjp(lambda x, k: dense(x, k, quantizer_set=QuantizerSet(one, one, one)), x, kernel)
-    wide = [np.asarray(one.quantize(array).dequantize(), np.float64) for array in (x, kernel)]
-    np.testing.assert_allclose(y, wide[0] @ wide[1], atol=1e-3)
     dy = drawn(128, 128, seed=2)
-    wide_dy = np.asarray(one.quantize(dy).dequantize(), np.float64)
-    dx, dkernel = pullback(dy)
+    y, dx, dkernel = values_and_gradients(
+        lambda x, k: dense(x, k, quantizer_set=QuantizerSet(one, one, one)), dy, x, kernel
+    )
+    dequantized = jax.jit(lambda array: one.quantize(array).dequantize())
+    *wide, wide_dy = (np.asarray(dequantized(array), np.float64) for array in (x, kernel, dy))
+    np.testing.assert_allclose(y, wide[0] @ wide[1], atol=1e-3)
     np.testing.assert_allclose(dx, wide_dy @ wide[1].T, atol=2e-3)
     np.testing.assert_allclose(dkernel, wide[0].T @ wide_dy, atol=2e-3)
 

@@ -108,20 +108,28 @@ def test_the_balancing_loss_is_its_equation():
 
 @pytest.mark.parametrize("align", [None, 8])
 def test_tokens_are_sorted_by_expert_and_come_back(align):
-    x = normal(jax.random.key(2), (T, H))
-    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
-    rows, weights, row_id_map, pads, sizes = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
+    x = np.asarray(normal(jax.random.key(2), (T, H)))
+    probs, chosen = map(np.asarray, router.fused_topk_with_score_function(logits(), 2))
+
+    @jax.jit
+    def there_and_back(x, chosen, probs):
+        dispatched = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
+        rows, _, row_id_map, pads, _ = dispatched
+        combined = (permutation.token_combine(rows, row_id_map, merged, pads) for merged in (None, probs))
+        return dispatched, *combined
+
+    made, doubled, merged = jax.tree.map(np.asarray, there_and_back(x, chosen, probs))
+    rows, weights, row_id_map, _, sizes = made
     begin = 0
-    for e, size in enumerate(np.asarray(sizes)):
-        tokens = np.flatnonzero(np.asarray(chosen)[:, e])
+    for e, size in enumerate(sizes):
+        tokens = np.flatnonzero(chosen[:, e])
         assert size == (len(tokens) if align is None else -(-len(tokens) // align) * align)
         np.testing.assert_array_equal(rows[begin : begin + len(tokens)], x[tokens])
         np.testing.assert_array_equal(weights[begin : begin + len(tokens)], probs[tokens, e])
-        assert not np.asarray(rows[begin + len(tokens) : begin + size]).any()
+        assert not rows[begin + len(tokens) : begin + size].any()
         begin += size
     assert row_id_map.shape == (T, 2 * E + 1)
-    np.testing.assert_allclose(permutation.token_combine(rows, row_id_map, None, pads), 2 * x, rtol=1e-6)
-    merged = permutation.token_combine(rows, row_id_map, probs, pads)
+    np.testing.assert_allclose(doubled, 2 * x, rtol=1e-6)
     np.testing.assert_allclose(merged, x * probs.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
 
 

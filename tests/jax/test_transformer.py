@@ -557,17 +557,20 @@ def test_a_layer_takes_the_width_of_its_inputs():
     model = te_flax.TransformerLayer(
         hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
     )
-    y, variables = model.init_with_output(jax.random.key(1), x, deterministic=True)
-    p = nn.meta.unbox(variables["params"])
-    assert p["attention"]["qkv"]["kernel"].shape == (HIDDEN, 3, 16)
-    q, k, v = jnp.moveaxis(product(norm(x, p["attention"]["qkv"], "layernorm"), p["attention"]["qkv"]), -2, 0)
-    q, k, v = (z.reshape(BATCH, TOKENS, HEADS, 4) for z in (q, k, v))
-    bias = relative(p["relpos_bias"]["rel_embedding"], True)
-    scores = jnp.where(np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf)
-    attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(BATCH, TOKENS, 16)
-    x = x + product(attended, p["attention"]["out"])
-    want = x + plain_mlp(p["mlp"], x, {})[0]
-    np.testing.assert_allclose(y, want, atol=1e-5, rtol=1e-5)
+    params = unboxed_variables(model, x, deterministic=True)["params"]
+    assert params["attention"]["qkv"]["kernel"].shape == (HIDDEN, 3, 16)
+
+    def plain(p, x):
+        rows = product(norm(x, p["attention"]["qkv"], "layernorm"), p["attention"]["qkv"])
+        q, k, v = (z.reshape(BATCH, TOKENS, HEADS, 4) for z in jnp.moveaxis(rows, -2, 0))
+        bias = relative(p["relpos_bias"]["rel_embedding"], True)
+        scores = jnp.where(np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf)
+        attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(BATCH, TOKENS, 16)
+        x = x + product(attended, p["attention"]["out"])
+        return x + plain_mlp(p["mlp"], x, {})[0]
+
+    y = jax.jit(lambda params, x: model.apply({"params": params}, x, deterministic=True))(params, x)
+    np.testing.assert_allclose(y, jax.jit(plain)(params, x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
