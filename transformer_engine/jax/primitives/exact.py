@@ -85,7 +85,7 @@ def multiply(first: Array, second: Array | float) -> Array:
     high = n_high * d_high + (cross >> 12) + (low >> 24)
     two_or_more = high >> 23
     # Bits 47 to 22 of the product, or 46 to 21 of a product below two.
-    last = 22 - 1 + two_or_more
+    last = 21 + two_or_more
     q = (high << (24 - last)) | ((low & 0xFFFFFF) >> last)
     q = q | ((low & ((jnp.uint32(1) << last) - 1)) != 0).astype(jnp.uint32)
     result = _rounded(q, n_field + d_field - 127 + two_or_more.astype(jnp.int32))
