@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import array, drawn_variables, normal, start_on_host_devices
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.attention import (
@@ -47,22 +47,38 @@ def both(function, *arguments):
     return jax.jit(jax.value_and_grad(function, argnums=tuple(range(len(arguments)))))(*arguments)
 
 
-def layer_case(mesh: Mesh, resource: te.MeshResource, settings, **fields) -> float:
-    """A Transformer layer with its parameters laid over the mesh: loss, gradients and state."""
-    x = jax.random.normal(jax.random.key(0), (8, 16, 32))
-    model = te_flax.TransformerLayer(
+def transformer_layer(**fields) -> te_flax.TransformerLayer:
+    return te_flax.TransformerLayer(
         hidden_size=32, mlp_hidden_size=64, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
         **fields,
     )  # fmt: skip
 
+
+def mlp_of_tokens() -> te_flax.LayerNormMLP:
+    """Return a gated MLP whose tokens lie over the axis of tensor parallelism between its products."""
+    tokens = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_TP_AXES, te.sharding.HIDDEN_AXES)
+    hidden = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_AXES, te.sharding.HIDDEN_TP_AXES)
+    return te_flax.LayerNormMLP(
+        intermediate_dim=64, activations=("silu", "linear"), layernorm_input_axes=tokens, dot_1_input_axes=tokens,
+        dot_2_input_axes=hidden, scale_axes=(te.sharding.W_NO_SHARD_AXES,), ln_bias_axes=(te.sharding.W_NO_SHARD_AXES,),
+        kernel_axes_1=(te.sharding.W_FSDP_AXES, te.sharding.W_JOINED_AXES, te.sharding.W_TP_AXES),
+        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES),
+    )  # fmt: skip
+
+
+def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module) -> float:
+    """A layer with its parameters laid over the mesh: loss, gradients and state."""
+    x = normal(jax.random.key(0), (8, 16, 32))
+
     def run(params, state, x):
         def loss(params, state):
-            return (model.apply({"params": params, **state}, x, deterministic=True) ** 2).mean()
+            outputs = model.apply({"params": params, **state}, x, deterministic=True)
+            return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
 
     with te.autocast(settings is not None, settings):
-        boxed = jax.jit(lambda key: model.init(key, x, deterministic=True))(jax.random.key(1))
+        boxed = drawn_variables(model, x, deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(run)(params, state, x)
     with jax.set_mesh(mesh), te.autocast(settings is not None, settings, mesh_resource=resource):
@@ -94,14 +110,14 @@ def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None
 def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None) -> float:
     """Attention of tokens laid over "cp": output and gradients of q, k, v and the sinks."""
     keys = jax.random.split(jax.random.key(0), 4)
-    q, dy = (jax.random.normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
+    q, dy = (normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
+    k, v = (normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
     learnt = softmax is AttnSoftmaxType.LEARNABLE_SOFTMAX
     offset = jnp.linspace(-1, 1, HEADS).reshape(1, HEADS, 1, 1) if learnt else None
     packed = layout.is_thd()
-    ids = jnp.asarray([[1] * 10 + [2] * 15 + [3] * 5 + [0] * 2, [1] * 32])
-    places = jnp.asarray([[*range(10), *range(15), *range(5), 0, 0], list(range(32))])
-    lengths = jnp.asarray([TOKENS - 5, TOKENS])
+    ids = array([[1] * 10 + [2] * 15 + [3] * 5 + [0] * 2, [1] * 32])
+    places = array([[*range(10), *range(15), *range(5), 0, 0], list(range(32))])
+    lengths = array([TOKENS - 5, TOKENS])
     devices = mesh.shape["cp"]
     run = attention(layout, mask, softmax, window)
     order = ReorderStrategy.Striped if packed else ReorderStrategy.DualChunkSwap
@@ -150,7 +166,7 @@ class DoubledAndSummed(kernels.Kernel):
 def kernel_case(mesh: Mesh) -> dict[str, float]:
     """A kernel on rows that eight devices hold: results, all-gathers in the program, and rows a device has."""
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
-    x = jax.random.normal(jax.random.key(0), (16, 24))
+    x = normal(jax.random.key(0), (16, 24))
     step = jax.jit(lambda x: kernels.call(DoubledAndSummed(), x))
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
     doubled, sums = step(placed)
@@ -179,19 +195,18 @@ ATTENTION = {
 
 
 def main() -> None:
-    assert jax.device_count() == 8
     everything = "--all" in sys.argv
-    compile_quickly(True)
+    start_on_host_devices()
     delayed = recipe.DelayedScaling(amax_history_len=4)
     found = {
-        "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed),
+        "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()),
         "dp and tp with sequences": layer_case(
             mesh_of(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
-            enable_sequence_parallel=True,
+            transformer_layer(enable_sequence_parallel=True),
         ),
         "fsdp and tp in mxfp8": layer_case(
             mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
-            recipe.MXFP8BlockScaling(), enable_sequence_parallel=True,
+            recipe.MXFP8BlockScaling(), mlp_of_tokens(),
         ),
     }  # fmt: skip
     bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
@@ -220,13 +235,17 @@ def main() -> None:
         mesh_of(dp=4, cp=2), CPStrategy.RING, True, bshd, AttnMaskType.NO_MASK, learnt, (40, 11)
     )
     if everything:
-        found["fsdp and tp in blocks"] = layer_case(
-            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
-            recipe.Float8BlockScaling(), enable_sequence_parallel=True,
-        )  # fmt: skip
+        for name, settings in (
+            ("mxfp8", recipe.MXFP8BlockScaling()),
+            ("blocks", recipe.Float8BlockScaling()),
+        ):
+            found[f"whole layer over fsdp and tp in {name}"] = layer_case(
+                mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"), settings,
+                transformer_layer(enable_sequence_parallel=True),
+            )  # fmt: skip
         found["dp"] = layer_case(
-            mesh_of(dp=8), te.MeshResource(dp_resource="dp"), delayed, layernorm_type="rmsnorm",
-            mlp_activations=("silu", "linear"),
+            mesh_of(dp=8), te.MeshResource(dp_resource="dp"), delayed,
+            transformer_layer(layernorm_type="rmsnorm", mlp_activations=("silu", "linear")),
         )  # fmt: skip
         found["stripes of several tokens"] = sequence_case(
             mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4

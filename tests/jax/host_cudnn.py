@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as library
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import array, normal, ones, start_on_host_devices, zeros
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType
@@ -30,7 +30,7 @@ def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
     scores = jnp.einsum("bshd,bthd->bhst", q, k) * scale
     if bias.size:
         scores = scores + bias.astype(jnp.float32)
-    seen = jnp.ones((1, 1, queries, k.shape[1]), bool)
+    seen = ones((1, 1, queries, k.shape[1]), bool)
     seen = jnp.tril(seen) if causal else seen
     if lengths_kv.size:
         seen = seen & (jnp.arange(k.shape[1]) < lengths_kv[:, None, None, None])
@@ -39,7 +39,7 @@ def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
 
 def forward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, mask_type, is_training, **options):
     out = attend(q, k, v, bias, lengths_q, lengths_kv, scale, "CAUSAL" in mask_type.name)
-    levels = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    levels = zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     return [out.astype(q.dtype), *([levels] if is_training else [])]
 
 
@@ -85,7 +85,7 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
     """The greatest relative difference to one device, and the gathers, of arrays that lie as specs say."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(BATCH, TOKENS, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
-    q, k, v = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+    q, k, v = (normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
     given = None if lengths is None else (jnp.asarray(lengths, jnp.int32),) * 2
     run = jax.jit(step, static_argnums=0)
     want = run(mask, q, k, v, bias, given)
@@ -101,12 +101,11 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     stand_in()
     heads, tokens = ("dp", None, "tp"), ("dp", "tp")
     padding, lengths = AttnMaskType.PADDING_CAUSAL_MASK, [8, 3, 5, 1]
-    bias = jnp.asarray(np.random.default_rng(0).standard_normal((1, HEADS, TOKENS, TOKENS)), jnp.bfloat16)
+    bias = array(np.random.default_rng(0).standard_normal((1, HEADS, TOKENS, TOKENS)), jnp.bfloat16)
     found = {
         "heads": case([heads] * 3),
         "tokens": case([tokens] * 3),
@@ -119,7 +118,7 @@ def main() -> None:
         "a bias of every row": case([tokens] * 3, bias=jnp.tile(bias, (BATCH, 1, 1, 1))),
     }
     mapped = jax.vmap(lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, None, None)[1])
-    q = jax.random.normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
+    q = normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
     k = q[:, :, :, :GROUPS]
     one = [step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)]
     want = jax.tree.map(lambda *parts: jnp.stack(parts), *one)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 
@@ -110,7 +110,7 @@ def reduced(mesh: Mesh) -> dict[str, list[float]]:
 
 def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states of what all devices share, where shard_map follows which arrays vary."""
-    x = jax.random.normal(jax.random.key(2), (64, 32))
+    x = normal(jax.random.key(2), (64, 32))
     found = {}
     for name, model in (
         ("dense", te_flax.DenseGeneral(features=16)),
@@ -124,8 +124,7 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
             outputs = model.apply(variables, x, **options)
             return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
-        init = jax.jit(lambda key, x, model=model, options=options: model.init(key, x, **options))
-        variables = nn.meta.unbox(init(jax.random.key(1), x))
+        variables = nn.meta.unbox(drawn_variables(model, x, **options))
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(
             lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),
@@ -136,12 +135,11 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
-    x = jax.random.normal(jax.random.key(0), (64, 32))
+    start_on_host_devices()
+    x = normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
-        boxed = jax.jit(model.init)(jax.random.key(1), x)
+        boxed = drawn_variables(model, x)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(lambda *a: step(model, x, *a))(params, state)
     devices = np.asarray(jax.devices()).reshape(4, 2)
@@ -162,10 +160,11 @@ def main() -> None:
                     is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
                 )
                 x_placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
-                run = jax.jit(lambda x, *a: step(model, x, *a))
-                compiled = run.lower(x_placed, placed, state).compile()
-                text = compiled.as_text() or ""
-                got = compiled(x_placed, placed, state)
+                everywhere = NamedSharding(mesh, PartitionSpec())
+                copies = jax.device_put(state, everywhere)
+                run = jax.jit(lambda x, *a: step(model, x, *a)).lower(x_placed, placed, copies).compile()
+                text = run.as_text() or ""
+                got = run(x_placed, placed, copies)
                 if name == "set_mesh":
                     kept = restored_onto(mesh, {"params": params, "state": state}, placed)
                     again = run(x_placed, kept["params"], kept["state"])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import drawn_variables, normal, ones, start_on_host_devices
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
@@ -40,7 +40,7 @@ def tokens_in_whole_blocks() -> jax.Array:
     t = np.arange(128)
     chosen = np.zeros((128, EXPERTS), np.float32)
     chosen[t, t % 8] = chosen[t, (t % 8 + 1 + t // 8 % 7) % 8] = 8.0
-    x = np.array(jax.random.normal(jax.random.key(0), (8, 16, WIDTH)))
+    x = np.array(normal(jax.random.key(0), (8, 16, WIDTH)))
     x[0, :, EXPERTS:] *= 6.0
     x[..., :EXPERTS] += chosen.reshape(8, 16, EXPERTS)
     return jnp.asarray(x)
@@ -48,7 +48,7 @@ def tokens_in_whole_blocks() -> jax.Array:
 
 def gates() -> jax.Array:
     """gate_kernel [32, 8], by which the first features of a token choose its experts."""
-    return jnp.eye(WIDTH, EXPERTS) + 0.01 * jax.random.normal(jax.random.key(3), (WIDTH, EXPERTS))
+    return jnp.eye(WIDTH, EXPERTS) + 0.01 * normal(jax.random.key(3), (WIDTH, EXPERTS))
 
 
 def step(model, variables, x):
@@ -63,15 +63,12 @@ def step(model, variables, x):
 
 
 def start(settings, x, **fields):
-    """(a model on one device, its variables), whose biases are no zeros; no program that quantizes is compiled."""
+    """Return a model on one device and its variables; biases are near 3."""
     model = te_flax._MoEBlock(**FIELDS | fields)
-    keys = {"params": jax.random.key(1), "sr_rng": jax.random.key(2)}
-    params = nn.meta.unbox(jax.jit(model.init)(keys, x))["params"]
-    params = {n: p + 3.0 if n.endswith("_bias") else p for n, p in params.items()}
     with te.autocast(settings is not None, settings):
-        shapes = jax.eval_shape(model.init, keys, x).get("fp8_metas", {})
-    state = {n: jnp.full(s.shape, float(n.endswith("_scale"))) for n, s in shapes.items()}
-    return model, {"params": params} | ({"fp8_metas": state} if state else {})
+        variables = nn.meta.unbox(drawn_variables(model, x))
+    params = {n: p + 3.0 if n.endswith("_bias") else p for n, p in variables["params"].items()}
+    return model, variables | {"params": params}
 
 
 def experts_case(
@@ -82,7 +79,7 @@ def experts_case(
     routed   by `gates`
     cut      axes that parameters lie over: {name: spec}
     """
-    x = jax.random.normal(jax.random.key(0), (8, 8, WIDTH)) if x is None else x
+    x = normal(jax.random.key(0), (8, 8, WIDTH)) if x is None else x
     one, variables = start(settings, x, **fields)
     many = te_flax._MoEBlock(**FIELDS | fields, ep_axis="ep", data_parallelism_axes=data_axes)
     if routed:
@@ -115,7 +112,7 @@ def forward_and_backward_states(*collections) -> list[list[dict[str, jax.Array]]
 @cache
 def rows_of_devices() -> tuple[jax.Array, jax.Array]:
     """Rows [dp, ep, group, 128, 64], whose maxima all differ, and the same as one tensor [512 * 2, 64]."""
-    x = jax.random.normal(jax.random.key(5), (2, 2, 2, 128, 64))
+    x = normal(jax.random.key(5), (2, 2, 2, 128, 64))
     x = x * (1.0 + jnp.arange(8.0).reshape(2, 2, 2, 1, 1))
     return x, jnp.moveaxis(x, 0, 2).reshape(-1, 64)
 
@@ -157,7 +154,7 @@ def codes_case(name: str, member: str) -> dict[str, int]:
 def random_case() -> dict[str, float]:
     """How far gradients of two like halves of a batch, whose devices round stochastically, lie from each other."""
     settings = recipe.NVFP4BlockScaling(disable_rht=True)
-    half = jax.random.normal(jax.random.key(0), (2, 16, WIDTH))
+    half = normal(jax.random.key(0), (2, 16, WIDTH))
     x = jnp.concatenate((half, half))
     _, variables = start(settings, x)
     model = te_flax._MoEBlock(**FIELDS, ep_axis="ep", data_parallelism_axes=("dp",))
@@ -169,7 +166,7 @@ def random_case() -> dict[str, float]:
 
 def lowered_case(settings) -> dict[str, int]:
     """Calls in the program for CUDA of a step in bfloat16 on a mesh that has one axis more."""
-    x = jnp.ones((8, 16, WIDTH), jnp.bfloat16)
+    x = ones((8, 16, WIDTH), jnp.bfloat16)
     _, variables = start(settings, x, dtype=jnp.bfloat16)
     model = te_flax._MoEBlock(**FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",))
     with jax.set_mesh(mesh_of(dp=2, ep=2, tp=2)), te.autocast(settings is not None, settings):
@@ -182,9 +179,8 @@ SHORT = (("delayed", "dgrad"), ("nvfp4", "x"))  # the codes that are compared wi
 
 
 def main() -> None:
-    assert jax.device_count() == 8
     everything = "--all" in sys.argv
-    compile_quickly(True)
+    start_on_host_devices()
     x = tokens_in_whole_blocks()
     mesh = mesh_of(dp=2, ep=4)
     found = {}
@@ -197,7 +193,7 @@ def main() -> None:
             early = experts_case(mesh, ("dp",), settings, x, True, apply_topk_weights_early=True)
             found[f"early: {name}"] = early
     found["few tokens: delayed"] = experts_case(
-        mesh_of(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], jax.random.normal(jax.random.key(0), (4, 2, WIDTH)),
+        mesh_of(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], normal(jax.random.key(0), (4, 2, WIDTH)),
         entered=lambda mesh: mesh, cut={"wi_0": ("ep", None, "tp"), "wi_1": ("ep", None, "tp"), "wo": ("ep", "tp")},
     )  # fmt: skip
     if everything:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import array, start_on_host_devices
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, MXFP8, NVFP4
 from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels
@@ -127,19 +127,19 @@ class Masked(softmax.SoftmaxForward):
 
 
 def mask(*shape):
-    return jnp.asarray(np.random.default_rng(9).random(shape) < 0.3, jnp.uint8)
+    return array(np.random.default_rng(9).random(shape) < 0.3, jnp.uint8)
 
 
 GATED = SeveralAxes(Product(), (("m", (4,)), ("n", (2,))))
 
 
 def random(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def whole(seed, *shape):
     """Numbers whose sums are exact in any order, and whose partial sums bfloat16 rounds."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-30, 30, shape), jnp.float32)
+    return array(np.random.default_rng(seed).integers(-30, 30, shape), jnp.float32)
 
 
 def largest(pairs) -> float:
@@ -197,7 +197,7 @@ def experts_there_and_back(x):
         rows, scales, handle, counts, _ = ep.ep_dispatch(config, picked, x, weights, 64)
         return ep.ep_combine(config, handle, counts, rows * scales[:, None], x.shape[0])
 
-    first = jnp.asarray(np.random.default_rng(0).integers(0, 8, (x.shape[0], 1)), jnp.int32)
+    first = array(np.random.default_rng(0).integers(0, 8, (x.shape[0], 1)), jnp.int32)
     spec = PartitionSpec("ep")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return mapped(x, jnp.concatenate((first, (first + 3) % 8), axis=1))
@@ -255,8 +255,7 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     found = {"misnamed": misnamed(mesh)} | products_of_codes(mesh)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
@@ -104,9 +104,9 @@ def of_one_device(name: str) -> tuple[Any, Any, Any]:
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
     model = te_flax.TransformerLayer(**sizes)
     tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS
-    x = jax.random.normal(jax.random.key(0), (4, tokens, sizes["hidden_size"]), sizes["dtype"])
+    x = normal(jax.random.key(0), (4, tokens, sizes["hidden_size"]), sizes["dtype"])
     with te.autocast(RECIPES[name] is not None, RECIPES[name]):
-        boxed = jax.jit(lambda x: model.init(jax.random.key(1), x, deterministic=True))(x)
+        boxed = drawn_variables(model, x, deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         return boxed, x, jax.jit(lambda *a: step(model, *a))(state, params, x)
 
@@ -151,8 +151,7 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     as_on_cuda()
     cases = OTHER_CASES if "--others" in sys.argv else CASES
     print(json.dumps({f"{name} {layout}": facts(name, LAYOUTS[layout]) for name, layout in cases}))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import normal, start_on_host_devices
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
@@ -49,7 +49,7 @@ FEW = [
 
 
 def random(seed: int, *shape: int):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(jax.random.key(seed), shape)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def in_blocks(settings: Any) -> Case:
 
 
 def cases() -> dict[str, Case]:
-    """Return each case by name; its arrays are computed here, after `compile_quickly`."""
+    """Return each case by name; its arrays are computed here, after `start_on_host_devices`."""
     return {
         "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
         # Each device holds 32, 16 or 128 of the 64 contracted elements, and shares a block with other devices.
@@ -196,8 +196,7 @@ def over_devices(
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     of_name = cases()
     everything = itertools.product(of_name, MESHES, ("with mesh", "set_mesh", "shard_map"))
     found, alone = {}, {}

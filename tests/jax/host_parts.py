@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import normal, start_on_host_devices, zeros
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_devices import difference
 from transformer_engine.jax import attention as api
@@ -75,10 +75,7 @@ def by_cudnn() -> dict[str, float]:
 
     chosen, parts.attention_parts = parts.attention_parts, bound
     keys = jax.random.split(jax.random.key(0), 4)
-    arrays = [
-        jax.random.normal(key, (2, 32, n, 16), jnp.bfloat16)
-        for key, n in zip(keys, (4, 4, 2, 2), strict=True)
-    ]
+    arrays = [normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)]
     want = jax.jit(functools.partial(step, attention))(*arrays)
     mesh = mesh_of(dp=2, tp=2, cp=2)
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
@@ -133,7 +130,7 @@ def lowered() -> dict[str, dict[str, int]]:
 
 def explained() -> dict[str, str]:
     """Why the kernels take an attention or not."""
-    q, k, longer = (jnp.zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
+    q, k, longer = (zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
     causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
     with jax.set_mesh(mesh_of(cp=2)):
         return {
@@ -153,7 +150,7 @@ def explained() -> dict[str, str]:
 
 def within() -> dict[str, float]:
     """Gradients, of shared sinks too, inside a shard_map that counts what varies over its axis."""
-    q, k, dy = (jax.random.normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
+    q, k, dy = (normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
     sinks, found = jnp.linspace(-1, 1, 4).reshape(1, 4, 1, 1), {}
 
     def sunk(strategy, q, k, v, sinks):
@@ -173,8 +170,7 @@ def within() -> dict[str, float]:
 
 
 def main() -> None:
-    assert jax.device_count() == 8
-    compile_quickly(True)
+    start_on_host_devices()
     print(json.dumps({"cuda": lowered(), "explained": explained(), "within": within(), "cudnn": by_cudnn()}))
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import drawn_variables, normal, start_on_host_devices, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep
 
@@ -74,7 +74,7 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
 
 def by_resource(mesh: Mesh) -> dict[str, object]:
     """Errors against float64, and collectives, of a layer that gets its axis from MeshResource.cp_resource alone."""
-    arrays = jax.random.normal(jax.random.key(5), (3, 2, 16, 2, 4))
+    arrays = normal(jax.random.key(5), (3, 2, 16, 2, 4))
     scores = np.einsum("bqhd,bkhd->bhqk", *np.asarray(arrays[:2], np.float64)) / 2.0
     weights = np.exp(np.where(np.tri(16, dtype=bool), scores, -np.inf))
     want = np.einsum(
@@ -105,7 +105,7 @@ def by_resource(mesh: Mesh) -> dict[str, object]:
 
 def dispatched(mesh: Mesh, choices) -> dict[str, object]:
     """Expert e multiplies by e + 1; what tokens come to, against a sum over their choices from 0 to E - 1."""
-    tokens = jax.random.normal(jax.random.key(1), (2 * TOKENS, WIDTH))
+    tokens = normal(jax.random.key(1), (2 * TOKENS, WIDTH))
     weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
     choices = jnp.broadcast_to(jnp.asarray(choices, jnp.int32), weights.shape)
     ep.ep_finalize()
@@ -140,7 +140,7 @@ def counted(mesh: Mesh) -> dict[str, float]:
         intermediate_dim=32, scale_axes=(None,), ln_bias_axes=(None,), kernel_axes_1=(None,) * 3,
         kernel_axes_2=(None,) * 2,
     )  # fmt: skip
-    x = jax.random.normal(jax.random.key(3), (4, 32, 32)) * jnp.arange(1.0, 5.0)[:, None, None]
+    x = normal(jax.random.key(3), (4, 32, 32)) * jnp.arange(1.0, 5.0)[:, None, None]
 
     def gradients(params, state, x):
         def loss(params, state):
@@ -152,7 +152,7 @@ def counted(mesh: Mesh) -> dict[str, float]:
     for name, enabled in (("values", False), ("delayed scaling", True)):
         given = {"enabled": enabled, "recipe": recipe.DelayedScaling(amax_history_len=2)}
         with te.autocast(**given):
-            state, params = flax.core.pop(nn.meta.unbox(jax.jit(model.init)(jax.random.key(4), x)), "params")
+            state, params = flax.core.pop(nn.meta.unbox(drawn_variables(model, x)), "params")
             want = jax.jit(gradients)(params, state, x)
         with te.autocast(**given, mesh_resource=te.MeshResource(dp_resource="dp")):
             parts = (whole, whole, PartitionSpec("dp"))
@@ -165,10 +165,10 @@ def counted(mesh: Mesh) -> dict[str, float]:
 
 
 def main() -> None:
-    compile_quickly(True)
+    start_on_host_devices()
     devices = np.asarray(jax.devices())
     mesh = Mesh(devices[:4], ("cp",))
-    arrays = jax.random.normal(jax.random.key(0), (3, 2, 16, 2, 4))
+    arrays = normal(jax.random.key(0), (3, 2, 16, 2, 4))
     facts: dict[str, object] = {
         f"{strategy.name} {stripe}": dealt(mesh, strategy, stripe, arrays)
         for strategy, stripe in (
@@ -197,7 +197,7 @@ def main() -> None:
         facts[name] = dispatched(experts, choices)
     ep.ep_finalize()
     cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
-    given = (cfg, jnp.zeros((TOKENS, 2), jnp.int32), jnp.zeros((TOKENS, WIDTH)), jnp.zeros((TOKENS, 2)), 8)
+    given = (cfg, zeros((TOKENS, 2), jnp.int32), zeros((TOKENS, WIDTH)), zeros((TOKENS, 2)), 8)
     facts["outside"] = error_of(lambda: ep.ep_dispatch(*given))
     with jax.set_mesh(experts):
         whole = PartitionSpec()

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
-from tests.jax.compiled import compile_quickly
+from tests.jax.compiled import compile_quickly, drawn_variables
 from tests.jax.host_devices import RECIPE, Block, difference, step
 
 
@@ -26,7 +26,7 @@ def main(address: str, rank: int) -> None:
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     x[7] *= 5.0  # the largest element is on the second process
     with te.autocast(enabled=True, recipe=RECIPE):
-        state = jax.tree.map(np.asarray, jax.jit(lambda: model.init(jax.random.key(0), x))())
+        state = jax.tree.map(np.asarray, drawn_variables(model, x))
         params = state.pop("params")
         wanted = jax.jit(lambda *arrays: step(model, *arrays))(x, params, state)
     mesh = Mesh(np.array(jax.devices()), ("dp",), axis_types=(AxisType.Auto,))

@@ -12,7 +12,15 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import (
+    array,
+    drawn_variables,
+    normal,
+    ones,
+    unboxed_variables,
+    values_and_gradients,
+    zeros,
+)
 from transformer_engine.common import recipe
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
@@ -31,7 +39,7 @@ def _warnings_are_new():
 
 
 def drawn(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.parametrize("kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED])
@@ -52,18 +60,20 @@ def test_an_unknown_scope_adapts_nothing_with_a_warning():
 def test_an_encoder_ignores_the_encoders_output_with_a_warning():
     x = drawn(1, 4, 16)
     model = te_flax.TransformerLayer(**LAYER, hidden_dropout=0.0)
-    variables = variables_of(model, jax.random.key(0), x, deterministic=True)
+    variables = unboxed_variables(model, x, deterministic=True)
     with pytest.warns(UserWarning, match="encoded was given"):
-        got = model.apply(variables, x, x, deterministic=True)
-    np.testing.assert_array_equal(got, model.apply(variables, x, deterministic=True))
+        got = jax.jit(lambda x: model.apply(variables, x, x, deterministic=True))(x)
+    want = jax.jit(lambda x: model.apply(variables, x, deterministic=True))(x)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "drop_path"])
 def test_a_rate_of_1_leaves_the_residual_alone(name):
     x = drawn(2, 4, 16)
     model = te_flax.TransformerLayer(**LAYER, **({"hidden_dropout": 0.0} | {name: 1.0}))
-    variables = variables_of(model, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
-    np.testing.assert_array_equal(model.apply(variables, x, rngs={"dropout": jax.random.key(2)}), x)
+    variables = unboxed_variables(model, x)
+    y = jax.jit(lambda x: model.apply(variables, x, rngs={"dropout": jax.random.key(2)}))(x)
+    np.testing.assert_array_equal(y, x)
 
 
 @pytest.mark.sampled(1)
@@ -77,12 +87,13 @@ def test_a_rate_of_1_leaves_the_residual_alone(name):
 def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(mode, dtype):
     x, kernel = drawn(128, 256), drawn(256, 128, seed=1)
     one = QuantizerFactory.create(scaling_mode=mode, q_dtype=dtype, q_layout=QuantizeLayout.ROWWISE)
-    y, pullback = jax.vjp(lambda x, k: dense(x, k, quantizer_set=QuantizerSet(one, one, one)), x, kernel)
-    wide = [np.asarray(one.quantize(array).dequantize(), np.float64) for array in (x, kernel)]
-    np.testing.assert_allclose(y, wide[0] @ wide[1], atol=1e-3)
     dy = drawn(128, 128, seed=2)
-    wide_dy = np.asarray(one.quantize(dy).dequantize(), np.float64)
-    dx, dkernel = pullback(dy)
+    y, dx, dkernel = values_and_gradients(
+        lambda x, k: dense(x, k, quantizer_set=QuantizerSet(one, one, one)), dy, x, kernel
+    )
+    dequantized = jax.jit(lambda array: one.quantize(array).dequantize())
+    *wide, wide_dy = (np.asarray(dequantized(array), np.float64) for array in (x, kernel, dy))
+    np.testing.assert_allclose(y, wide[0] @ wide[1], atol=1e-3)
     np.testing.assert_allclose(dx, wide_dy @ wide[1].T, atol=2e-3)
     np.testing.assert_allclose(dkernel, wide[0].T @ wide_dy, atol=2e-3)
 
@@ -258,7 +269,7 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
     grouped = QuantizerFactory.create(
         scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, n_groups=3
     )
-    stack = drawn(3, 8, 16) * jnp.asarray([1.0, 2.0, 3.0])[:, None, None]
+    stack = drawn(3, 8, 16) * array([1.0, 2.0, 3.0])[:, None, None]
     singles = grouped.quantizers
     tensors = [one.quantize(matrix) for one, matrix in zip(singles, stack, strict=True)]
     values = grouped.quantize(stack).rowwise_tensor.dequantize()
@@ -269,12 +280,12 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
 
 
 def test_extents_of_groups_may_be_given_as_first_or_last_dims():
-    data, sizes = jnp.ones((4, 8), jnp.float8_e4m3fn), jnp.asarray([1, 3], jnp.int32)
+    data, sizes = ones((4, 8), jnp.float8_e4m3fn), array([1, 3], jnp.int32)
     given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "dq_dtype": jnp.float32}
-    scales = jnp.asarray([2.0, 3.0])
-    rows = quantize.GroupedScaledTensor1x(data, scales, jnp.zeros(0), first_dims=sizes, **given)
+    scales = array([2.0, 3.0])
+    rows = quantize.GroupedScaledTensor1x(data, scales, zeros(0), first_dims=sizes, **given)
     columns = quantize.GroupedScaledTensor1x(
-        data.T, scales, jnp.zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **given
+        data.T, scales, zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **given
     )
     assert rows.first_dims is sizes and rows.last_dims is None
     assert columns.last_dims is sizes and columns.first_dims is None
@@ -301,7 +312,7 @@ def test_keywords_of_recipes():
 
 def test_the_softmax_of_packed_attention_is_optional():
     q, k, v = drawn(3, 1, 8, 2, 8)
-    lengths, offsets = jnp.asarray([[3, 5]], jnp.int32), jnp.asarray([[0, 3, 8]], jnp.int32)
+    lengths, offsets = array([[3, 5]], jnp.int32), array([[0, 3, 8]], jnp.int32)
     attention = te.attention
     first = (
         (q, k, v), None, lengths, lengths, offsets, offsets, None, attention.AttnBiasType.NO_BIAS,
@@ -340,6 +351,6 @@ def test_margin_of_delayed_scaling_may_be_given_in_any_form(margin):
     for given in (0, margin):
         with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=given)):
             module = te_flax.DenseGeneral(features=32)
-            variables = module.init(jax.random.key(1), x)
+            variables = drawn_variables(module, x)
             outputs.append(module.apply(variables, x))
     np.testing.assert_array_equal(*outputs)

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import array, normal, ones
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -43,9 +44,9 @@ MASKS = (
 def drawn(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
     k = jax.random.split(jax.random.key(0), 3)
     return (
-        jax.random.normal(k[0], (batch, queries, heads, dim)),
-        jax.random.normal(k[1], (batch, keys, groups, dim)),
-        jax.random.normal(k[2], (batch, keys, groups, value_dim)),
+        normal(k[0], (batch, queries, heads, dim)),
+        normal(k[1], (batch, keys, groups, dim)),
+        normal(k[2], (batch, keys, groups, value_dim)),
     )
 
 
@@ -94,7 +95,7 @@ def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_and_windows(mask, window):
     qkv = drawn()
-    lengths = jnp.asarray([5, 7]), jnp.asarray([9, 6])
+    lengths = array([5, 7]), array([9, 6])
     descriptor = SequenceDescriptor.from_seqlens(lengths)
     out = fused_attn(
         qkv, None, descriptor, None, AttnBiasType.NO_BIAS, canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD,
@@ -110,7 +111,7 @@ def test_masks_and_windows(mask, window):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, dtype):
     qkv = tuple(x.astype(dtype) for x in drawn(32, 32, dim=32, value_dim=32))
-    lengths = jnp.asarray([20, 32])
+    lengths = array([20, 32])
     out = fused_attn(
         qkv, None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
         canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
@@ -133,8 +134,8 @@ def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, 
 @pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias", "post_scale_bias"])
 def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     qkv = drawn(value_dim=6)
-    bias = None if bias_type == "no_bias" else jax.random.normal(jax.random.key(3), (1, 4, 7, 9))
-    offset = jnp.asarray([0.5, -1.0, 0.0, 2.0]) if kind == "learnable" else None
+    bias = None if bias_type == "no_bias" else normal(jax.random.key(3), (1, 4, 7, 9))
+    offset = array([0.5, -1.0, 0.0, 2.0]) if kind == "learnable" else None
     sink = {"vanilla": None, "off_by_one": np.zeros(4), "learnable": offset}[kind]
 
     def ours(qkv, bias, offset):
@@ -155,11 +156,11 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
         )
 
     np.testing.assert_allclose(ours(qkv, bias, offset), expected(qkv, bias, offset), rtol=1e-4, atol=1e-5)
-    dy = np.asarray(jax.random.normal(jax.random.key(5), (2, 7, 4, 6)))
+    dy = np.asarray(normal(jax.random.key(5), (2, 7, 4, 6)))
     grads = jax.grad(lambda *a: (ours(*a) * dy).sum(), argnums=(0, 1, 2))(qkv, bias, offset)
     arguments = (qkv, bias, offset)
     direction = jax.tree.map(
-        lambda leaf: np.asarray(jax.random.normal(jax.random.key(leaf.size), leaf.shape)), arguments
+        lambda leaf: np.asarray(normal(jax.random.key(leaf.size), leaf.shape)), arguments
     )
     step = 1e-4
     ends = [
@@ -183,11 +184,11 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
 
 def test_packed_rows_are_sequences_of_their_own_in_every_form():
     query, key, value = drawn(8, 8)
-    ids = jnp.asarray([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 0, 0, 2, 2, 2, 2]])
-    places = jnp.asarray([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 1, 2, 3]])
+    ids = array([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 0, 0, 2, 2, 2, 2]])
+    places = array([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 1, 2, 3]])
     by_ids = SequenceDescriptor.from_segment_ids_and_pos(ids, places)
-    lengths = jnp.asarray([[3, 2, 2], [2, 4, -1]])
-    offsets = jnp.asarray([[0, 3, 6, -1], [0, 4, -1, -1]])
+    lengths = array([[3, 2, 2], [2, 4, -1]])
+    offsets = array([[0, 3, 6, -1], [0, 4, -1, -1]])
     by_offsets = SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
 
     def attend(descriptor, layout=QKVLayout.THD_THD_THD, qkv=(query, key, value)):
@@ -226,8 +227,8 @@ def test_packed_rows_are_sequences_of_their_own_in_every_form():
 
 @pytest.mark.parametrize("right", [-1, 0, 1])
 def test_window_masks_count_from_the_end_of_sequences_with_ids(right):
-    ids_q, ids_k = jnp.asarray([[1, 1, 2]]), jnp.asarray([[1, 1, 1, 2, 2]])
-    pos_q, pos_k = jnp.asarray([[0, 1, 0]]), jnp.asarray([[0, 1, 2, 0, 1]])
+    ids_q, ids_k = array([[1, 1, 2]]), array([[1, 1, 1, 2, 2]])
+    pos_q, pos_k = array([[0, 1, 0]]), array([[0, 1, 2, 0, 1]])
     mask = make_swa_mask(pos_q, pos_k, (1, right), bool, ids_q, ids_k)[0, 0]
     for i in range(3):
         for j in range(5):
@@ -238,7 +239,7 @@ def test_window_masks_count_from_the_end_of_sequences_with_ids(right):
 
 @pytest.mark.parametrize("kind", list(SoftmaxFusionType))
 def test_softmax_hides_keys_exactly(kind):
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 4, 6), jnp.bfloat16)
+    logits = normal(jax.random.key(0), (2, 3, 4, 6), jnp.bfloat16)
     masked = kind is SoftmaxFusionType.SCALED_MASKED
     hidden = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.3, (2, 1, 4, 6)))
     if kind is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
@@ -258,7 +259,7 @@ def test_softmax_hides_keys_exactly(kind):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_bias_of_the_softmax_module_is_scaled_with_the_scores(masked):
     """softmax(scale * (x + bias)) in float64."""
-    x, bias = (np.asarray(jax.random.normal(jax.random.key(n), (2, 3, 4, 6))) for n in (0, 1))
+    x, bias = (np.asarray(normal(jax.random.key(n), (2, 3, 4, 6))) for n in (0, 1))
     hidden = np.asarray(jax.random.bernoulli(jax.random.key(2), 0.3, (2, 1, 4, 6))) & masked
     kind = SoftmaxFusionType.SCALED_MASKED if masked else SoftmaxFusionType.SCALED
     module = Softmax(scale_factor=0.25, softmax_fusion_type=kind)
@@ -343,9 +344,9 @@ def test_the_jax_and_the_torch_side_agree_in_value_and_gradients(case):
     query, key, value = drawn(8, 8) if window == (3, 1) else drawn()
     queries, keys = query.shape[1], key.shape[1]
     lengths = np.asarray([5, 7], np.int32), np.asarray([9, 6], np.int32)
-    bias = jax.random.normal(jax.random.key(3), (1, 4, queries, keys)) if bias_type != "no_bias" else None
-    offset = jnp.asarray([0.5, -1.0, 0.0, 2.0]).reshape(1, 4, 1, 1) if kind == "learnable" else None
-    dy = jax.random.normal(jax.random.key(4), query.shape)
+    bias = normal(jax.random.key(3), (1, 4, queries, keys)) if bias_type != "no_bias" else None
+    offset = array([0.5, -1.0, 0.0, 2.0]).reshape(1, 4, 1, 1) if kind == "learnable" else None
+    dy = normal(jax.random.key(4), query.shape)
 
     def ours(arrays):
         q, k, v, bias, offset = arrays
@@ -460,16 +461,16 @@ def module(**fields):
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        (lambda: call(bias=jnp.ones((1, 4, 7, 9))), "NO_BIAS and bias="),
+        (lambda: call(bias=ones((1, 4, 7, 9))), "NO_BIAS and bias="),
         (lambda: call(attn_bias_type=AttnBiasType.POST_SCALE_BIAS), "bias=None"),
         (
-            lambda: call(attn_bias_type=AttnBiasType.POST_SCALE_BIAS, bias=jnp.ones((3, 4, 7, 9))),
+            lambda: call(attn_bias_type=AttnBiasType.POST_SCALE_BIAS, bias=ones((3, 4, 7, 9))),
             "it must be",
         ),
         (lambda: call(qkv_layout=QKVLayout.THD_THD_THD), "without a SequenceDescriptor"),
         (lambda: call(qkv_layout=QKVLayout.BS3HD), "has 1"),
         (lambda: call(qkv=drawn(groups=3)), "do not divide"),
-        (lambda: call(qkv=(*drawn()[:2], jnp.ones((2, 5, 2, 8)))), "must agree"),
+        (lambda: call(qkv=(*drawn()[:2], ones((2, 5, 2, 8)))), "must agree"),
         (lambda: call(dropout_probability=1.0), "outside"),
         (lambda: call(dropout_probability=0.5), "without a seed"),
         (lambda: call(window_size=(1, -2)), "from -1 on"),
@@ -477,30 +478,30 @@ def module(**fields):
         (lambda: call(max_segments_per_seq=0), "below 1"),
         (lambda: call(softmax_type=AttnSoftmaxType.LEARNABLE_SOFTMAX), "takes one"),
         (
-            lambda: SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((2, 4), jnp.int32)),
+            lambda: SequenceDescriptor.from_segment_ids_and_pos(ones((2, 4), jnp.int32)),
             "segment_pos=None",
         ),
         (
             lambda: SequenceDescriptor.from_segment_ids_and_pos(
-                jnp.ones((2, 4), jnp.int32), jnp.ones((2, 5), jnp.int32)
+                ones((2, 4), jnp.int32), ones((2, 5), jnp.int32)
             ),
             "both must agree",
         ),
-        (lambda: SequenceDescriptor.from_seqlens((jnp.ones(2, jnp.int32),) * 3), "two for queries"),
-        (lambda: SequenceDescriptor.from_seqlens(jnp.ones(2)), "arrays of integers"),
+        (lambda: SequenceDescriptor.from_seqlens((ones(2, jnp.int32),) * 3), "two for queries"),
+        (lambda: SequenceDescriptor.from_seqlens(ones(2)), "arrays of integers"),
         (
             lambda: call(
                 attn_mask_type=AttnMaskType.PADDING_MASK,
-                sequence_descriptor=SequenceDescriptor.from_seqlens(jnp.asarray([3, -1])),
+                sequence_descriptor=SequenceDescriptor.from_seqlens(array([3, -1])),
             ),
             "seqlens hold -1, which is below 0; give 0",
         ),
         (
-            lambda: reorder_causal_load_balancing(jnp.ones((2, 18)), ReorderStrategy.DualChunkSwap, 4, 1),
+            lambda: reorder_causal_load_balancing(ones((2, 18)), ReorderStrategy.DualChunkSwap, 4, 1),
             "pad it",
         ),
         (
-            lambda: reorder_causal_load_balancing(jnp.ones((2, 18)), ReorderStrategy.DualChunkSwap, 3, 1),
+            lambda: reorder_causal_load_balancing(ones((2, 18)), ReorderStrategy.DualChunkSwap, 3, 1),
             "is odd",
         ),
         (

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jax.compiled import array
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.attention import (
     AttnBiasType,
@@ -44,16 +45,16 @@ def by_ids():
 
 
 def by_offsets():
-    lengths = jnp.asarray([[20, 40, 26], [50, 30, -1]], jnp.int32)
-    offsets = jnp.asarray([[0, 20, 60, 86], [0, 50, -1, -1]], jnp.int32)
+    lengths = array([[20, 40, 26], [50, 30, -1]], jnp.int32)
+    offsets = array([[0, 20, 60, 86], [0, 50, -1, -1]], jnp.int32)
     return SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
 
 
 def uneven():
     """Two sequences of queries a row, three of keys: nobody looks at the last ones."""
     lengths = (
-        jnp.asarray([[20, 66], [50, 30]], jnp.int32),
-        jnp.asarray([[20, 40, 26], [50, 30, 9]], jnp.int32),
+        array([[20, 66], [50, 30]], jnp.int32),
+        array([[20, 40, 26], [50, 30, 9]], jnp.int32),
     )
     starts = [[0, 20, 86], [0, 50, -1]], [[0, 20, 60, 86], [0, 50, 80, -1]]
     starts = tuple(jnp.asarray(one, jnp.int32) for one in starts)
@@ -248,7 +249,7 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
         np.asarray(dropped)[kept], np.asarray(whole)[kept] / (1 - rate), rtol=2e-4, atol=1e-6
     )
     # The same mask in plain operations.
-    factor = jnp.asarray(np.where(kept, 1 / (1 - rate), 0.0), jnp.float32)
+    factor = array(np.where(kept, 1 / (1 - rate), 0.0), jnp.float32)
 
     def plain(arrays):
         members = HEADS // GROUPS
@@ -270,8 +271,8 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tokens_of_nobody_are_cleared_and_others_stay(dtype):
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
-    seen = jnp.asarray(np.random.default_rng(2).random((2, 21)) < 0.7)
+    x = array(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
+    seen = array(np.random.default_rng(2).random((2, 21)) < 0.7)
     seen = seen.at[1].set(True)
     got = jax.jit(lambda x, seen: cleared(x + 0, seen, 3))(x.at[0, 0].set(jnp.nan), seen.at[0, 0].set(False))
     want = jnp.where(seen.at[0, 0].set(False)[:, :, None, None], x, 0)

@@ -16,6 +16,7 @@ from flax import nnx
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 import transformer_engine_jax as tex_enums
+from tests.jax.compiled import array, normal, ones, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention
 from transformer_engine.jax import cpp_extensions as tex
@@ -39,7 +40,7 @@ DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 def test_explain_names_every_operation_and_why_not_the_others(cpu_alone):
     model = te_flax.LayerNormMLP(intermediate_dim=32)
-    x = jnp.ones((4, 16))
+    x = ones((4, 16))
     with te.autocast(True, DELAYED):
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
         explanation = te.explain(model.apply, jax.tree.map(jnp.zeros_like, variables), x, deterministic=True)
@@ -59,7 +60,7 @@ def test_explain_names_every_operation_and_why_not_the_others(cpu_alone):
 
 @pytest.mark.parametrize("name", te.checkpoint_policies.__all__)
 def test_policies_keep_the_results_of_products(name):
-    x, kernel = jnp.ones((8, 16)), jnp.ones((16, 4))
+    x, kernel = ones((8, 16)), ones((16, 4))
 
     def products(policy):
         function = jax.checkpoint(lambda k: jnp.tanh(te.dense.dense(x, k)).sum(), policy=policy)
@@ -87,10 +88,10 @@ def test_an_inspected_array_is_on_the_disk(tmp_path, monkeypatch, capsys):
 
 
 def test_names_of_the_extension_compute():
-    x, gamma = jax.random.normal(jax.random.key(0), (4, 16)), jnp.ones(16)
+    x, gamma = normal(jax.random.key(0), (4, 16)), ones(16)
     y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-6, None)
     np.testing.assert_allclose(y.dequantize(), x * rstdev[:, None], rtol=1e-5)
-    y, mean, _ = tex.layernorm_fwd(x, gamma, jnp.zeros(16), False, 1e-6, None)
+    y, mean, _ = tex.layernorm_fwd(x, gamma, zeros(16), False, 1e-6, None)
     np.testing.assert_allclose(mean, x.mean(-1), atol=1e-6)
     with te.autocast(True, recipe.Float8CurrentScaling()):
         quantizer = te.quantize.QuantizerFactory.create_set().x
@@ -102,11 +103,11 @@ def test_names_of_the_extension_compute():
     np.testing.assert_allclose(z, jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], rtol=1e-4, atol=1e-6)
     assert tex.dact_lu(z, hidden, ("silu", "linear")).data.shape == hidden.shape
     np.testing.assert_allclose(
-        tex.gemm(x, jnp.ones((16, 3))), x.sum(1, keepdims=True).repeat(3, 1), rtol=1e-4, atol=1e-4
+        tex.gemm(x, ones((16, 3))), x.sum(1, keepdims=True).repeat(3, 1), rtol=1e-4, atol=1e-4
     )
-    groups = tex.grouped_gemm(x, jnp.ones((2, 16, 3)), jnp.asarray([1, 3]))
+    groups = tex.grouped_gemm(x, ones((2, 16, 3)), array([1, 3]))
     np.testing.assert_allclose(groups, x.sum(1, keepdims=True).repeat(3, 1), rtol=1e-4, atol=1e-4)
-    assert tex.grouped_quantize(x, None, jnp.asarray([1, 3])).dequantize() is x
+    assert tex.grouped_quantize(x, None, array([1, 3])).dequantize() is x
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_which_scores_a_softmax_kernel_takes(queries, keys, dtype, there):
 def test_collectives_change_no_value_and_have_a_counterpart():
     gather = tex.CollectiveOpSet.create(tex.CollectiveOp.ALL_GATHER)
     assert gather.backward is tex.CollectiveOp.REDUCE_SCATTER
-    x, kernel = jnp.ones((4, 8)), jnp.ones((8, 2))
+    x, kernel = ones((4, 8)), ones((8, 2))
     np.testing.assert_array_equal(
         te.dense.dense(x, kernel, collective_op_set=gather), te.dense.dense(x, kernel)
     )
@@ -178,7 +179,7 @@ def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
 
 
 def test_plain_versions_compute_what_the_operations_do():
-    x, gamma = jax.random.normal(jax.random.key(0), (4, 16)), jnp.ones(16)
+    x, gamma = normal(jax.random.key(0), (4, 16)), ones(16)
     hidden = x.reshape(2, 2, 2, 8)
     plain = tex_quantization._jax_quantize_dbias(x, None)
     np.testing.assert_array_equal(plain[1], tex.quantize_dbias(x, None)[1])
@@ -275,7 +276,7 @@ def test_versions_of_jax_are_compared_as_numbers():
 
 
 def test_a_module_within_nnx_trains_and_keeps_its_state():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
 
@@ -295,7 +296,7 @@ def test_a_module_within_nnx_trains_and_keeps_its_state():
 
 
 def test_an_optimizer_of_nnx_takes_the_gradients():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
@@ -309,7 +310,7 @@ def test_an_optimizer_of_nnx_takes_the_gradients():
 
 
 def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
         value_and_grad(lambda model: (model(x) ** 2).mean() + (model(5 * x) ** 2).mean(), model)
@@ -319,7 +320,7 @@ def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
 
 
 def test_a_loss_of_nnx_takes_keywords_and_answers_more_than_its_value():
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
 
     def loss(model, x, *, factor):
         y = model(x)
@@ -336,7 +337,7 @@ def test_a_loss_of_nnx_takes_keywords_and_answers_more_than_its_value():
 
 
 def test_a_keyword_of_a_loss_may_be_an_object_of_nnx_that_it_changes():
-    x, rngs = jnp.ones((8, 16)), nnx.Rngs(noise=0)
+    x, rngs = ones((8, 16)), nnx.Rngs(noise=0)
 
     def loss(model, x, *, rngs, mode):
         assert mode == "noisy"
@@ -349,7 +350,7 @@ def test_a_keyword_of_a_loss_may_be_an_object_of_nnx_that_it_changes():
 
 @pytest.mark.parametrize("module", [te_flax.LayerNorm(), te_flax.LayerNormMLP(intermediate_dim=8)])
 def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     with te.autocast(True, DELAYED):
         model = bridged(module, nnx.Rngs(0), x)
         _, gradients = value_and_grad(lambda model: jax.tree.leaves(model(x))[0].sum(), model)
@@ -367,9 +368,9 @@ SETTINGS = {
 def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equation():
     """The saved arrays pass from one compiled program to another."""
     keys = jax.random.split(jax.random.key(0), 5)
-    query, kv = jax.random.normal(keys[0], (2, 6, 2, 8)), jax.random.normal(keys[1], (2, 6, 2, 2, 8))
-    bias, sink = jax.random.normal(keys[2], (1, 2, 6, 6)), jax.random.normal(keys[3], (1, 2, 1, 1))
-    dout = jax.random.normal(keys[4], query.shape)
+    query, kv = normal(keys[0], (2, 6, 2, 8)), normal(keys[1], (2, 6, 2, 2, 8))
+    bias, sink = normal(keys[2], (1, 2, 6, 6)), normal(keys[3], (1, 2, 1, 1))
+    dout = normal(keys[4], query.shape)
 
     def equation(qkv, bias, sink):
         scores = 0.3 * jnp.einsum("bqhd,bkhd->bhqk", qkv[0], qkv[1][:, :, 0]) + bias
@@ -388,7 +389,7 @@ def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equati
 
 
 def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_the_whole():
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8))
+    query, key, value = normal(jax.random.key(0), (3, 2, 6, 2, 8))
     settings = (
         attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.NO_MASK, attention.QKVLayout.BSHD_BSHD_BSHD,
         attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.5, True,
@@ -425,6 +426,6 @@ def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_t
 
 
 def test_the_backward_half_of_attention_rejects_arrays_that_the_forward_half_did_not_save():
-    x = jnp.ones((1, 4, 1, 8))
+    x = ones((1, 4, 1, 8))
     with pytest.raises(TypeError, match="is not a result of fused_attn_fwd; pass its second result"):
-        tex.fused_attn_bwd((x, x, x), None, jnp.ones((1, 1, 4, 1)), None, x, x)
+        tex.fused_attn_bwd((x, x, x), None, ones((1, 1, 4, 1)), None, x, x)

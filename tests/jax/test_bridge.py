@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from tests.jax.compiled import array, zeros
 from tests.support.programs import search_path
 from transformer_engine.common.formats import E4M3
 from transformer_engine.jax.primitives import launching
@@ -105,7 +106,7 @@ def test_a_program_traced_on_a_cpu_runs_there_and_lowers_for_cuda():
             default=lambda x: jnp.abs(x).max().reshape(1),
         )
 
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.float32)
+    x = array(np.random.default_rng(0).standard_normal((8, 64)), jnp.float32)
     assert "triton_kernel_call_ffi" in lowered(maximum, x)
     if jax.default_backend() == "cpu":
         assert jax.jit(maximum)(x)[0] == jnp.abs(x).max()
@@ -132,7 +133,7 @@ def test_tables_of_addresses_are_rejected():
 
     launch = delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0)
     with pytest.raises(NotImplementedError, match="stack them"):
-        launching.run(launch, [jnp.zeros(12, jnp.int32)])
+        launching.run(launch, [zeros(12, jnp.int32)])
 
 
 @needs_bridge

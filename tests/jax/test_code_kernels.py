@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.jax.compiled import values_and_gradients
+from tests.jax.compiled import ones, values_and_gradients, zeros
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, FLOAT8, MXFP8
 from transformer_engine.common.quantize_spec import QuantizeSpec
@@ -107,7 +107,7 @@ def test_what_wraps_a_kernel_knows_its_results_as_the_kernel_does():
 
 
 def quantizers():
-    metas = [QuantizeMeta(scale=jnp.full(1, scale), amax_history=jnp.zeros(4)) for scale in (3.0, 5.0, 7.0)]
+    metas = [QuantizeMeta(scale=jnp.full(1, scale), amax_history=zeros(4)) for scale in (3.0, 5.0, 7.0)]
     return QuantizerFactory.create_set(
         fp8_recipe=DelayedScaling(amax_history_len=4), quantize_meta_set=QuantizeMetaSet(*metas)
     )
@@ -120,8 +120,8 @@ def mlp(x, gamma, kernels, sets):
 
 
 ARGUMENTS = (
-    lambda: jnp.ones((32, 128), jnp.bfloat16), lambda: jnp.ones(128),
-    lambda: [jnp.ones((128, 2, 256), jnp.bfloat16) * 0.1, jnp.ones((256, 128), jnp.bfloat16) * 0.1],
+    lambda: ones((32, 128), jnp.bfloat16), lambda: ones(128),
+    lambda: [ones((128, 2, 256), jnp.bfloat16) * 0.1, ones((256, 128), jnp.bfloat16) * 0.1],
     lambda: (quantizers(), quantizers()),
 )  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatc
 
 def test_both_products_of_an_mlp_advance_their_states():
     arguments = [make() for make in ARGUMENTS]
-    dy = jnp.ones((32, 128), jnp.bfloat16)
+    dy = ones((32, 128), jnp.bfloat16)
     y, _, _, kernels, sets = values_and_gradients(mlp, dy, *arguments)
     assert y.shape == dy.shape and [k.shape for k in kernels] == [(128, 2, 256), (256, 128)]
     for one in sets:
@@ -161,7 +161,7 @@ def test_what_a_kernel_does_not_quantize_has_a_reason(monkeypatch):
     seen = []
     with observing(lambda operation, request: seen.append((operation, request))):
         for spec, width in ((QuantizeSpec(MXFP8, E4M3), 256), (SPECS["block2d both"], 160)):
-            x, dy = jnp.ones((64, 2, width), jnp.bfloat16), jnp.ones((64, width), jnp.bfloat16)
+            x, dy = ones((64, 2, width), jnp.bfloat16), ones((64, width), jnp.bfloat16)
             jax.eval_shape(
                 lambda dy, x, s=spec: activation_backward_codes(dy, x, Cast(s), NAMES, PARAMS, None)[0],
                 dy,

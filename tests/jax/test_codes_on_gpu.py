@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.jax.bits import assert_same_bytes, matrix, torch_step
+from tests.jax.compiled import array, ones, zeros
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
@@ -98,7 +99,7 @@ def test_sums_of_columns_come_with_the_codes_of_a_gradient(name, dtype):
         return total.astype(jnp.float32)
 
     for ours, want in both_ways("jax_activation_codes", sums, dy, x):
-        np.testing.assert_allclose(ours, want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+        np.testing.assert_allclose(ours, want, rtol=2e-2, atol=2e-2 * float(np.abs(want).max()))
 
 
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
@@ -106,7 +107,7 @@ def test_sums_of_columns_come_with_the_codes_of_a_gradient(name, dtype):
 def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
     x = jnp.stack([jnp.asarray(matrix("normal", (144, 80), dtype, seed)) for seed in range(4)])
     x = x.at[1].set(0).at[2, 3, 4].set(jnp.nan)
-    multiplier = jnp.asarray([3.7, 1.0, 0.3, 0.0], jnp.float32)
+    multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32)
     made = []
     for backend in ("triton", "reference"):
         with use_backend(jax_grouped_quantize=backend):
@@ -130,7 +131,7 @@ def test_a_multiplier_of_0_is_read_as_1(directions):
 
 
 def test_a_state_of_0_without_a_maximum_advances_to_1():
-    state = ScaleState(jnp.zeros(4), jnp.zeros(1), jnp.zeros(1))
+    state = ScaleState(zeros(4), zeros(1), zeros(1))
     for backend in ("triton", "reference"):
         with use_backend(jax_scale_update=backend):
             ((history, scale),) = jax.jit(lambda: advance_states([state], "max", (448.0,), 0.0))()
@@ -139,7 +140,7 @@ def test_a_state_of_0_without_a_maximum_advances_to_1():
 
 def quantizers(recipe: str):
     metas = [
-        QuantizeMeta(scale=jnp.full(1, scale), amax_history=jnp.zeros(4)) if recipe == "delayed" else QuantizeMeta()
+        QuantizeMeta(scale=jnp.full(1, scale), amax_history=zeros(4)) if recipe == "delayed" else QuantizeMeta()
         for scale in (3.0, 5.0, 7.0)
     ]  # fmt: skip
     return QuantizerFactory.create_set(
@@ -158,7 +159,7 @@ def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recip
     x = jnp.asarray(matrix("normal", (32, 128), "bfloat16"))
     kernels = [jnp.asarray(matrix("normal", s, "bfloat16", 2) * 0.1) for s in ((128, 512), (256, 128))]
     kernels[0] = kernels[0].reshape(128, 2, 256)
-    biases = [jnp.ones((2, 256), jnp.bfloat16), jnp.ones(128, jnp.bfloat16)] if biased else [None, None]
+    biases = [ones((2, 256), jnp.bfloat16), ones(128, jnp.bfloat16)] if biased else [None, None]
     sets = quantizers(recipe), quantizers(recipe)
 
     def both(x, gamma, kernels, biases, sets):
@@ -169,7 +170,7 @@ def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recip
 
         return gradients(mlp, x, gamma, kernels, biases, sets)
 
-    arguments = (x, jnp.ones(128), kernels, biases, sets)
+    arguments = (x, ones(128), kernels, biases, sets)
     with use_backend(jax_norm_codes="separate", jax_activation_codes="separate"):
         want = jax.tree.leaves(jax.jit(lambda *a: both(*a))(*arguments))
     for ours, exact in zip(jax.tree.leaves(jax.jit(both)(*arguments)), want, strict=True):
@@ -185,7 +186,7 @@ def test_a_normalized_product_has_those_of_separate_steps(recipe):
 
     def both(x, kernel, quantizer_set):
         def product(x, kernel, quantizer_set):
-            gamma, beta = jnp.ones(128), jnp.zeros(128)
+            gamma, beta = ones(128), zeros(128)
             return layernorm_dense(x, kernel, gamma, beta, quantizer_set=quantizer_set)
 
         return gradients(product, x, kernel, quantizer_set)
@@ -222,7 +223,7 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
 def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
     """And those behind the last group: of the second sizes one row more than the groups' tiles have."""
     x = jnp.asarray(matrix("normal", (144, 80), dtype, 1)).at[2, 3].set(jnp.nan)
-    multiplier = jnp.asarray([3.7, 1.0, 0.3, 0.0], jnp.float32) if given else None
+    multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32) if given else None
     made = []
     for backend in ("triton", "reference"):
         with use_backend(jax_grouped_quantize_rows=backend):

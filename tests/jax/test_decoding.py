@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables
 from transformer_engine.common import recipe
 
 TOKENS, HIDDEN = 6, 16
@@ -38,10 +37,10 @@ def test_steps_give_the_rows_of_the_whole(name):
     model = layer(**FIELDS[name])
     axis = 0 if "transposed" in name else 1
     shape = (TOKENS, 2, HIDDEN) if axis == 0 else (2, TOKENS, HIDDEN)
-    x = jax.random.normal(jax.random.key(0), shape)
-    encoded = jax.random.normal(jax.random.key(1), (2, 3, HIDDEN)) if name == "decoder" else None
-    variables = variables_of(
-        model, jax.random.key(2), x, encoded, deterministic=True, decode=True, max_decode_length=TOKENS
+    x = normal(jax.random.key(0), shape)
+    encoded = normal(jax.random.key(1), (2, 3, HIDDEN)) if name == "decoder" else None
+    variables = unboxed_variables(
+        model, x, encoded, deterministic=True, decode=True, max_decode_length=TOKENS
     )
     rest, cache = flax.core.pop(variables, "cache")
     whole = jax.jit(lambda x: model.apply(rest, x, encoded, deterministic=True))(x)
@@ -70,13 +69,13 @@ def test_steps_give_the_rows_of_the_whole(name):
 @pytest.mark.sampled(2)
 def test_steps_read_a_mask_where_the_whole_does(kind, window):
     model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
-    x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))
+    x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
-    mask = mask[None, None, None] & jnp.asarray([True, False])[:, None, None, None]
-    variables = variables_of(model, jax.random.key(1), x, x, decode=True, deterministic=True)
+    mask = mask[None, None, None] & array([True, False])[:, None, None, None]
+    variables = unboxed_variables(model, x, x, decode=True, deterministic=True)
     params, cache = {"params": variables["params"]}, variables["cache"]
-    whole, _ = model.apply(params, x, x, mask, deterministic=True)
-    unmasked, _ = model.apply(params, x, x, deterministic=True)
+    apply = jax.jit(lambda x, *masks: model.apply(params, x, x, *masks, deterministic=True)[0])
+    whole, unmasked = apply(x, mask), apply(x)
     reads = kind == "padding_causal" or window == (3, 0)
     assert bool(jnp.abs(whole - unmasked).max() > 1e-3) is reads
     rows = []
@@ -92,9 +91,9 @@ def test_steps_read_a_mask_where_the_whole_does(kind, window):
 @pytest.mark.slow
 def test_a_quantized_layer_decodes_near_the_whole():
     model = layer(enable_relative_embedding=False)
-    x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))
+    x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
-        variables = nn.meta.unbox(model.init(jax.random.key(1), x, deterministic=True, decode=True))
+        variables = unboxed_variables(model, x, deterministic=True, decode=True)
         whole = model.apply({"params": variables["params"]}, x, deterministic=True)
         first, _ = model.apply(variables, x[:, :1], deterministic=True, decode=True, mutable=["cache"])
     np.testing.assert_array_equal(first, whole[:, :1])
@@ -102,8 +101,8 @@ def test_a_quantized_layer_decodes_near_the_whole():
 
 def test_what_does_not_fit_the_cache_is_rejected_with_the_remedy():
     model = te_flax.MultiHeadAttention(4, 4)
-    x = jnp.ones((2, 2, HIDDEN))
-    variables = model.init(jax.random.key(0), x, x, decode=True, deterministic=True)
+    x = ones((2, 2, HIDDEN))
+    variables = drawn_variables(model, x, x, decode=True, deterministic=True)
     with pytest.raises(ValueError, match="a step has one token"):
         model.apply(variables, x, x, decode=True, deterministic=True, mutable=["cache"])
     full = {**variables, "cache": variables["cache"] | {"cache_index": jnp.asarray(2)}}

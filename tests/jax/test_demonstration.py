@@ -17,6 +17,7 @@ pytest.importorskip("typer", reason="the command-line tool is another extra")
 
 from typer.testing import CliRunner
 
+from tests.support.programs import search_path
 from transformer_engine import cli
 from transformer_engine.cli.demo import flax_checkpoint, flax_run
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
@@ -177,9 +178,10 @@ def test_it_trains_where_torch_is_not_installed(text: str, tmp_path: Path):
     command = ["te", "train", *OPTIONS, "--data", text, "--recipe", "none", "--out", str(tmp_path)]
     program = (
         f"import sys; sys.modules['torch'] = None; sys.argv = {command!r}\n"
+        "from tests.jax.compiled import compile_quickly; compile_quickly(True)\n"
         "from transformer_engine.cli import main; main()"
     )
-    quickly = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling takes most of the time
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=quickly)
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr + done.stdout
     assert f"in jax on {'cpu' if jax.default_backend() == 'cpu' else 'cuda'}" in done.stdout

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients, variables_of
+from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
@@ -40,15 +40,15 @@ def relative_error(got, want) -> float:
 
 def inputs(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (2, 32, 64)).astype(dtype)
-    kernel = jax.random.normal(keys[1], (64, 48))
-    return x, kernel, jax.random.normal(keys[2], (2, 32, 48)).astype(dtype)
+    x = normal(keys[0], (2, 32, 64)).astype(dtype)
+    kernel = normal(keys[1], (64, 48))
+    return x, kernel, normal(keys[2], (2, 32, 48)).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_without_a_recipe_dense_is_the_plain_product(dtype):
     x, kernel, dy = inputs(dtype)
-    bias = jax.random.normal(jax.random.key(3), (48,))
+    bias = normal(jax.random.key(3), (48,))
 
     def ours(x, kernel, bias):
         return dense(x, kernel, bias, contracting_dims=((2,), (0,)))
@@ -116,11 +116,11 @@ def test_operation_by_operation_gives_what_one_program_gives():
 
 @pytest.mark.parametrize("dims", [((0, 2), (0, 1)), ((-1, 0), (1, 0)), ((1,), (2,))])
 def test_any_axes_are_contracted(dims):
-    x = jax.random.normal(jax.random.key(0), (4, 6, 8))
+    x = normal(jax.random.key(0), (4, 6, 8))
     shapes = {((0, 2), (0, 1)): (4, 8, 5, 3), ((-1, 0), (1, 0)): (4, 8, 5), ((1,), (2,)): (3, 5, 6)}
-    kernel = jax.random.normal(jax.random.key(1), shapes[dims])
+    kernel = normal(jax.random.key(1), shapes[dims])
     shape = jax.eval_shape(lambda: jnp.tensordot(x, kernel, dims)).shape
-    dy = jax.random.normal(jax.random.key(2), shape)
+    dy = normal(jax.random.key(2), shape)
     got = values_and_gradients(lambda x, k: dense(x, k, contracting_dims=dims), dy, x, kernel)
     want = values_and_gradients(lambda x, k: jnp.tensordot(x, k, dims), dy, x, kernel)
     for one, other in zip(got, want, strict=True):
@@ -129,7 +129,7 @@ def test_any_axes_are_contracted(dims):
 
 def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
     """A number of float64 is another draw from the same key, and none that a kernel reads."""
-    x = jax.random.normal(jax.random.key(0), (32, 64))
+    x = normal(jax.random.key(0), (32, 64))
     key = jax.random.key_data(jax.random.key(1))
     quantizer = QuantizerFactory.create(
         scaling_mode=ScalingMode.NVFP4_1D_SCALING,
@@ -144,10 +144,10 @@ def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
 
 
 def test_stochastic_rounding_draws_from_its_own_stream():
-    x = jax.random.normal(jax.random.key(0), (32, 64))
+    x = normal(jax.random.key(0), (32, 64))
     with te.autocast(True, recipe.NVFP4BlockScaling()):
         model = te_flax.DenseGeneral(features=32)
-        variables = variables_of(model, {"params": jax.random.key(0), "sr_rng": jax.random.key(1)}, x)
+        variables = unboxed_variables(model, x)
 
         @jax.jit
         def gradient(key):
@@ -166,19 +166,19 @@ def test_stochastic_rounding_draws_from_its_own_stream():
 
 @pytest.mark.parametrize(("axis", "features"), [(-1, 5), ((-2, -1), (3, 4)), ((0, 2), (3, 4))])
 def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
-    x = jax.random.normal(jax.random.key(0), (6, 7, 8))
+    x = normal(jax.random.key(0), (6, 7, 8))
     ours = te_flax.DenseGeneral(features=features, axis=axis)
     plain = nn.DenseGeneral(features=features, axis=axis)
-    variables = variables_of(ours, jax.random.key(1), x)
+    variables = unboxed_variables(ours, x)
     shapes = jax.tree.map(jnp.shape, variables)
     assert shapes == jax.tree.map(jnp.shape, jax.eval_shape(plain.init, jax.random.key(1), x))
-    bias = jax.random.normal(jax.random.key(2), variables["params"]["bias"].shape)
+    bias = normal(jax.random.key(2), variables["params"]["bias"].shape)
     variables["params"]["bias"] = bias
     np.testing.assert_allclose(ours.apply(variables, x), plain.apply(variables, x), rtol=1e-4, atol=1e-5)
 
 
 def test_the_kernel_begins_as_flax_would_draw_it():
-    x = jnp.ones((2, 16))
+    x = ones((2, 16))
     kernel = nn.meta.unbox(te_flax.DenseGeneral(features=8).init(jax.random.key(0), x))["params"]["kernel"]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     plain = nn.Dense(8, kernel_init=init).init(jax.random.key(0), x)["params"]["kernel"]
@@ -187,14 +187,14 @@ def test_the_kernel_begins_as_flax_would_draw_it():
 
 def test_parameters_carry_their_axis_names():
     model = te_flax.DenseGeneral(features=8, kernel_axes=("embed", "mlp"), bias_axes=("mlp",))
-    params = model.init(jax.random.key(0), jnp.ones((2, 16)))["params"]
+    params = model.init(jax.random.key(0), ones((2, 16)))["params"]
     assert params["kernel"].names == ("embed", "mlp")
     assert params["bias"].names == ("mlp",)
 
 
 @pytest.mark.parametrize(("alpha", "features"), [(None, (6,)), (8.0, (3, 6))])
 def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
-    x = jax.random.normal(jax.random.key(0), (4, 16))
+    x = normal(jax.random.key(0), (4, 16))
     model = te_flax.DenseGeneral(
         features=features,
         enable_low_rank_adaptation=True,
@@ -206,7 +206,7 @@ def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
     assert params["lora_a_kernel"].shape == (16, *features[:-1], 2)
     assert params["lora_b_kernel"].shape == (*features[:-1], 2, features[-1])
     assert not np.asarray(params["lora_b_kernel"]).any()
-    b = jax.random.normal(jax.random.key(2), params["lora_b_kernel"].shape)
+    b = normal(jax.random.key(2), params["lora_b_kernel"].shape)
     low_rank = _apply_low_rank_adaptation(x, -1, features, params["lora_a_kernel"], b, alpha)
     want = jnp.einsum(
         "bk,k...r,...rn->b...n" if len(features) == 1 else "bk,kfr,frn->bfn", x, params["lora_a_kernel"], b
@@ -238,29 +238,29 @@ def test_a_forced_backend_that_rejects_raises_its_reason():
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones((4, 5))), ValueError, r"contract \(3,\) of x"),
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones(4)), ValueError, r"it must be \(5,\)"),
+        (lambda: dense(ones((2, 3)), ones((4, 5))), ValueError, r"contract \(3,\) of x"),
+        (lambda: dense(ones((2, 3)), ones((3, 5)), ones(4)), ValueError, r"it must be \(5,\)"),
         (
-            lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), contracting_dims=((1,), (2,))),
+            lambda: dense(ones((2, 3)), ones((3, 5)), contracting_dims=((1,), (2,))),
             ValueError,
             "no axis 2",
         ),
         (
-            lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), contracting_dims=((1, 0), (0,))),
+            lambda: dense(ones((2, 3)), ones((3, 5)), contracting_dims=((1, 0), (0,))),
             ValueError,
             "as many axes",
         ),
-        (lambda: dense(jnp.ones((2, 3), jnp.float8_e4m3fn), jnp.ones((3, 5))), TypeError, "cast it"),
-        (lambda: dense(jnp.ones((2, 3), jnp.int32), jnp.ones((3, 5))), TypeError, "cast it"),
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), kernel_axes=("a",)), ValueError, "1 axes of 2"),
+        (lambda: dense(ones((2, 3), jnp.float8_e4m3fn), ones((3, 5))), TypeError, "cast it"),
+        (lambda: dense(ones((2, 3), jnp.int32), ones((3, 5))), TypeError, "cast it"),
+        (lambda: dense(ones((2, 3)), ones((3, 5)), kernel_axes=("a",)), ValueError, "1 axes of 2"),
         (
-            lambda: te_flax.DenseGeneral(4, axis=3).init(jax.random.key(0), jnp.ones((2, 3))),
+            lambda: te_flax.DenseGeneral(4, axis=3).init(jax.random.key(0), ones((2, 3))),
             ValueError,
             "axis=3",
         ),
-        (lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), jnp.ones((2, 3))), ValueError, "features=0"),
+        (lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), ones((2, 3))), ValueError, "features=0"),
         (
-            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(jax.random.key(0), jnp.ones((2, 3))),
+            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(jax.random.key(0), ones((2, 3))),
             ValueError,
             "axes of kernel",
         ),
@@ -276,16 +276,14 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
     ("x_shape", "kernel_shape"), [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str
 )
 def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel_shape, quantized):
-    x, kernel = (
-        jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate((x_shape, kernel_shape))
-    )
+    x, kernel = (normal(jax.random.key(n), shape) for n, shape in enumerate((x_shape, kernel_shape)))
     quantizers = QuantizerSet(None, None, None)
     if quantized:
         options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_dtype": jnp.float8_e4m3fn}
         quantizers = QuantizerSet(*(QuantizerFactory.create(**options) for _ in range(3)))
     dims = ((x.ndim - 1,), (0,))
     want = jnp.tensordot(x, kernel, 1)
-    dy = jnp.ones(want.shape)
+    dy = ones(want.shape)
     got = values_and_gradients(
         lambda x, kernel: dense(x, kernel, contracting_dims=dims, quantizer_set=quantizers), dy, x, kernel
     )
@@ -309,7 +307,7 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel
 def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(transformed):
     """Each of the three products equals the float64 product of the dequantized tensors, by quantizer with use_rht."""
     x, kernel, dy = (
-        jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(32, 64), (64, 48), (32, 48)])
+        normal(jax.random.key(n), shape) for n, shape in enumerate([(32, 64), (64, 48), (32, 48)])
     )
     quantizers = QuantizerSet(
         *(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jax.compiled import array
 from transformer_engine.jax.primitives import exact
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
@@ -55,6 +56,19 @@ def test_scales_are_computed_as_ieee_says(ours, ieee, compiled, pairs):
     same(function(jnp.asarray(first), jnp.asarray(second)), want)
 
 
+@pytest.mark.parametrize("units", [-7, -2, 0, 2, 7])
+def test_a_quotient_does_not_depend_on_the_rounding_of_float_division(units):
+    rng = np.random.default_rng(1)
+    n, d = rng.integers(2**23, 2**24, (2, 100_000), np.uint32)
+    n[:1000] = d[:1000] + np.arange(1000)  # quotients next to 1, and 1 itself
+    d[1000:1100], n[1000:1100] = 2**23 + np.arange(100), 2**24 - 1  # and next to 2
+    n = np.where(n < d, n << 1, n)
+    estimate = (n.astype(np.float32) / d.astype(np.float32)).view(np.int32) + units
+    got = jax.jit(exact._quotient)(n, d, estimate.view(np.float32))
+    quotient, rest = np.divmod(n.astype(np.uint64) << 25, d)
+    np.testing.assert_array_equal(got, quotient | (rest != 0))
+
+
 def test_a_subnormal_scale_multiplies_as_it_should():
     scale = np.asarray([2.0**-130, 1.1 * 2.0**-127, 2.0**-101, 3.0], np.float32)
     values = np.asarray([448.0, 57344.0, -30.0, 7.0], np.float32)
@@ -63,7 +77,7 @@ def test_a_subnormal_scale_multiplies_as_it_should():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_magnitudes_order_as_their_bits(dtype):
-    x = jnp.asarray([0.0, -0.0, 1.5, -2.0, np.inf, np.nan, 2.0**-14], dtype)
+    x = array([0.0, -0.0, 1.5, -2.0, np.inf, np.nan, 2.0**-14], dtype)
     bits = np.asarray(exact.magnitude_bits(x))
     expected = np.abs(np.asarray(x, np.float32)).view(np.int32)
     np.testing.assert_array_equal(bits[:5], expected[:5])

@@ -9,6 +9,7 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import drawn_variables, ones
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_experts import RECIPES, experts_case, tokens_in_whole_blocks
 from tests.jax.test_sharding import PROGRAM, printed_by
@@ -83,9 +84,9 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
         num_experts=2, num_experts_per_tok=1, intermediate_size=16, use_ffn_bias=True,
         apply_topk_weights_early=early, activation_type="relu",
     )  # fmt: skip
-    x = jnp.ones((1, 24, 16))
+    x = ones((1, 24, 16))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = jax.jit(model.init)(jax.random.key(0), x)
+        variables = drawn_variables(model, x)
         params = variables["params"]
         params = params | {"wi_0": jnp.full((2, 16, 16), -1.0), "wi_0_bias": jnp.full((2, 16), 4.0)}
         params = params | {"wi_1_bias": jnp.full((2, 16), 4.0)}
@@ -110,4 +111,4 @@ def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match="data_parallelism_axes='zz' is not an axis of the mesh"),
     ):
-        jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4, 16)))
+        jax.eval_shape(model.init, jax.random.key(0), ones((1, 4, 16)))

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients
+from tests.jax.compiled import array, drawn_variables, normal, values_and_gradients, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense, grouped_dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -38,9 +38,9 @@ RECIPES = {
 def inputs():
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = np.repeat(np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16])  # of the elements of a group
-    x = jax.random.normal(keys[0], (M, K)) * sizes[:, None]
-    kernel = jax.random.normal(keys[1], (3, K, N)) * jnp.asarray([1.0, 2.0, 5.0])[:, None, None]
-    return x, kernel, jax.random.normal(keys[2], (M, N)), jax.random.normal(keys[3], (3, N))
+    x = normal(keys[0], (M, K)) * sizes[:, None]
+    kernel = normal(keys[1], (3, K, N)) * array([1.0, 2.0, 5.0])[:, None, None]
+    return x, kernel, normal(keys[2], (M, N)), normal(keys[3], (3, N))
 
 
 def plain(x, kernel, bias):
@@ -49,7 +49,7 @@ def plain(x, kernel, bias):
     for group, size in enumerate(SIZES):
         rows.append(x[begin : begin + size] @ kernel[group] + bias[group])
         begin += size
-    return jnp.concatenate([*rows, jnp.zeros((M - begin, N))])
+    return jnp.concatenate([*rows, zeros((M - begin, N))])
 
 
 def relative_error(got, want) -> float:
@@ -77,7 +77,7 @@ def test_a_grouped_product_is_a_product_for_every_group(name):
 
 def test_gradients_of_biases_in_halves_are_added_up_in_float32():
     """In bfloat16 a sum of 4096 numbers from 1 to 2 would stand still at 512."""
-    rows, sizes = 8192, jnp.asarray([4096, 0, 4000])
+    rows, sizes = 8192, array([4096, 0, 4000])
     dy = (1.0 + jax.random.uniform(jax.random.key(0), (rows, N))).astype(jnp.bfloat16)
     x, kernel = jnp.ones((rows, 16), jnp.bfloat16), jnp.ones((3, 16, N), jnp.bfloat16)
     y, dbias = values_and_gradients(
@@ -165,7 +165,7 @@ def test_codes_of_groups_come_back_within_the_format(mode):
 def test_the_module_of_grouped_products_keeps_a_state_a_group():
     x, kernel, _, _ = inputs()
     module = te_flax.make_grouped_dense_cls(RECIPES["delayed"][0])
-    variables = module.init(jax.random.key(0), x, kernel, jnp.asarray(SIZES))
+    variables = drawn_variables(module, x, kernel, jnp.asarray(SIZES))
     state = variables["_overwrite_with_gradient"]
     assert state["kernel_scale"].shape == (3,)
     assert state["grad_amax_history"].shape == (3, 4)
@@ -177,9 +177,7 @@ def test_the_module_of_grouped_products_keeps_a_state_a_group():
         def __call__(self, x):
             return te_flax.make_grouped_dense_cls(None)(x, kernel, jnp.asarray(SIZES))
 
-    np.testing.assert_allclose(
-        Experts().apply({}, x), plain(x, kernel, jnp.zeros((3, N))), rtol=1e-4, atol=1e-3
-    )
+    np.testing.assert_allclose(Experts().apply({}, x), plain(x, kernel, zeros((3, N))), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_the_module_of_grouped_products_keeps_a_state_a_group():
         ({"kernel": jnp.ones((3, 8, N))}, ValueError, "both must be equal"),
         ({"bias": jnp.ones(3)}, ValueError, r"it must be \(3, 48\)"),
         ({"contracting_dims": ((0,), (1,))}, ValueError, "contracting_dims"),
-        ({"group_offset": jnp.zeros(1)}, NotImplementedError, "kernels of all groups"),
+        ({"group_offset": zeros(1)}, NotImplementedError, "kernels of all groups"),
         ({"x": jnp.ones((2, 3, 4))}, ValueError, r"give \[M, K\]"),
         ({"x": jnp.ones((M, K), jnp.int32)}, TypeError, "cast it"),
     ],

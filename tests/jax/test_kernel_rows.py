@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.jax.compiled import values_and_gradients
+from tests.jax.compiled import normal, ones, values_and_gradients
 from transformer_engine.common import env
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.layernorm import layernorm
@@ -27,7 +27,7 @@ def _kernels_without_a_gpu(monkeypatch):
 
 
 def x_of(*shape, dtype=jnp.bfloat16, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return normal(jax.random.key(seed), shape).astype(dtype)
 
 
 GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, -1.0))
@@ -38,9 +38,9 @@ CASES = {
     "swiglu": (lambda x: activation(x, ("silu", "linear")), (4, 2, 64), 2),
     "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), (4, 2, 64), 2),
     "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), (2, 3, 8, 16), 2),
-    "rope": (lambda x: rope.rotate(x, jnp.ones((6, 8)), True, False), (2, 6, 3, 16), 2),
+    "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), (2, 6, 3, 16), 2),
     "rope-packed": (
-        lambda x: jnp.stack(rope.rotate_packed(x, jnp.ones((6, 8)), 3, True, False)), (2, 6, 3, 48), 2
+        lambda x: jnp.stack(rope.rotate_packed(x, ones((6, 8)), 3, True, False)), (2, 6, 3, 48), 2
     ),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch
 from jax.sharding import AxisType, PartitionSpec
 
 from tests.jax.bits import assert_same_bytes, matrix, to_torch
+from tests.jax.compiled import normal, ones
 from tests.jax.test_quantize_bits import CHOSEN, SPECS, fits, random_numbers, theirs_forced, torch_spec
 from tests.support.tolerances import ROUNDED
 from transformer_engine.common.dispatch import use_backend
@@ -144,7 +145,7 @@ def test_dequantized_values_are_those_of_the_torch_reference(name):
 
 
 def x_of(*shape, dtype=jnp.bfloat16, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def joined(x, gamma, beta, kind):
@@ -185,8 +186,8 @@ CASES = {
     "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), [x_of, (2, 3, 8, 16)], []),
     "softmax-rows": (lambda x: softmax.masked_softmax(x, mask_of(2, 1, 8, 16), None), [x_of, (2, 3, 8, 16)], []),
     "softmax-heads": (lambda x: softmax.masked_softmax(x, mask_of(1, 3, 1, 16), None), [x_of, (2, 3, 8, 16)], []),
-    "rope": (lambda x: rope.rotate(x, jnp.ones((6, 8)), True, False), [x_of, (2, 6, 3, 16)], []),
-    "rope-halves": (lambda x: rope.rotate(x, jnp.ones((6, 8)), False, True), [x_of, (6, 2, 3, 16)], []),
+    "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), [x_of, (2, 6, 3, 16)], []),
+    "rope-halves": (lambda x: rope.rotate(x, ones((6, 8)), False, True), [x_of, (6, 2, 3, 16)], []),
     "rope-packed": (lambda x: packed_rotation(x, 3, True, False), [x_of, (2, 6, 3, 48)], []),
     "rope-packed-halves": (lambda x: packed_rotation(x, 5, False, True), [x_of, (6, 2, 3, 80)], []),
     "rope-packed-one-head": (lambda x: packed_rotation(x, 1, True, False), [x_of, (2, 6, 3, 16)], []),

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from jax.sharding import AxisType, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import unboxed_variables
 from tests.jax.test_bad_calls import attend, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax import permutation, quantize, sharding
@@ -130,7 +130,7 @@ def test_states_of_one_of_several_and_of_layers_that_a_scan_stacks_are_taken(sca
 def test_a_history_of_another_length_than_the_recipe_s_goes_on_at_its_own():
     x, layer = jnp.full((8, 16), 3.0), te_flax.DenseGeneral(features=4)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=3)):
-        variables = nn.meta.unbox(layer.init(jax.random.key(0), x))
+        variables = unboxed_variables(layer, x)
     loss = jax.grad(lambda variables: layer.apply(variables, x).sum())
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=8)):
         following = loss(variables)["fp8_metas"]

@@ -19,10 +19,11 @@ import pytest
 from flax import linen as nn
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal
 from tests.jax.plain_layers import PLAIN, Buckets
 from tests.jax.test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, data
 
-normal, uniform = nn.initializers.normal, nn.initializers.uniform
+gaussian, uniform = nn.initializers.normal, nn.initializers.uniform
 CLAMPED = ("clamped_silu", "clamped_linear")
 ADAPTED = {"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 5}
 # Of each field what differs from its default, with what it needs to be seen.
@@ -40,12 +41,12 @@ OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
         {"intermediate_dropout_dims": (0, 2), "intermediate_dropout": 0.5},
     ),
     "dropout_rng_name": ({"dropout_rng_name": "noise"},),
-    "mha_kernel_init": ({"mha_kernel_init": uniform(0.3)}, {"mha_kernel_init": normal(0.3)}),
-    "mlp_kernel_init": ({"mlp_kernel_init": uniform(0.3)}, {"mlp_kernel_init": normal(0.3)}),
+    "mha_kernel_init": ({"mha_kernel_init": uniform(0.3)}, {"mha_kernel_init": gaussian(0.3)}),
+    "mlp_kernel_init": ({"mlp_kernel_init": uniform(0.3)}, {"mlp_kernel_init": gaussian(0.3)}),
     "mlp_activations": ({"mlp_activations": ("silu", "linear")}, {"mlp_activations": ("relu", jnp.cos)}),
     "mlp_activation_params": ({"mlp_activation_params": {"limit": 0.7, "alpha": 1.5}, "mlp_activations": CLAMPED},),
     "use_bias": ({"use_bias": True},),
-    "bias_init": ({"bias_init": normal(0.2), "use_bias": True},),
+    "bias_init": ({"bias_init": gaussian(0.2), "use_bias": True},),
     "apply_residual_connection_post_layernorm": ({"apply_residual_connection_post_layernorm": True},),
     "output_layernorm": ({"output_layernorm": True},),
     "float32_attention_logits": ({"float32_attention_logits": True},),
@@ -73,7 +74,7 @@ OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 LOW_RANK = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4}
 MADE_BY: dict[str, tuple[dict[str, Any], ...]] = {
-    "kernel_init": ({"kernel_init": normal(0.2)}, {"kernel_init": uniform(0.3)}),
+    "kernel_init": ({"kernel_init": gaussian(0.2)}, {"kernel_init": uniform(0.3)}),
     "enable_low_rank_adaptation": (LOW_RANK,),
     "low_rank_adaptation_dim": (LOW_RANK | {"low_rank_adaptation_dim": 3},),
     "low_rank_adaptation_alpha": (LOW_RANK | {"low_rank_adaptation_alpha": 3.0},),
@@ -84,12 +85,12 @@ SCALED_BY: dict[str, tuple[dict[str, Any], ...]] = {
     "epsilon": ({"epsilon": 0.2},),
     "layernorm_type": ({"layernorm_type": "rmsnorm"},),
     "zero_centered_gamma": ({"zero_centered_gamma": True},),
-    "scale_init": ({"scale_init": normal(1.0)}, {"scale_init": uniform(1.0)}),
+    "scale_init": ({"scale_init": gaussian(1.0)}, {"scale_init": uniform(1.0)}),
     "scale_axes": ({"scale_axes": ("a",)}, {"scale_axes": (None,)}),
 }
 NORMED_BY = MADE_BY | SCALED_BY | {
     "enable_layernorm": ({"enable_layernorm": False},),
-    "ln_bias_init": ({"ln_bias_init": normal(0.5)}, {"ln_bias_init": uniform(0.5)}),
+    "ln_bias_init": ({"ln_bias_init": gaussian(0.5)}, {"ln_bias_init": uniform(0.5)}),
     "ln_bias_axes": ({"ln_bias_axes": ("a",)}, {"ln_bias_axes": (None,)}),
     "return_layernorm_output": ({"return_layernorm_output": True},),
     "layernorm_input_axes": ({"layernorm_input_axes": (None,) * 3},),
@@ -101,7 +102,7 @@ KERNEL_AXES = {
 BIASED_BY = {
     "use_bias": ({"use_bias": True},),
     "bias_init": (
-        {"use_bias": True, "bias_init": normal(0.3)},
+        {"use_bias": True, "bias_init": gaussian(0.3)},
         {"use_bias": True, "bias_init": uniform(0.3)},
     ),
 }
@@ -115,7 +116,7 @@ DROPPED_BY = {
 BIASED_BY_EXPERT = {
     "use_ffn_bias": ({"use_ffn_bias": True},),
     "bias_init": (
-        {"use_ffn_bias": True, "bias_init": normal(0.3)},
+        {"use_ffn_bias": True, "bias_init": gaussian(0.3)},
         {"use_ffn_bias": True, "bias_init": uniform(0.3)},
     ),
 }
@@ -124,11 +125,11 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
     te_flax.TransformerLayer: OF_A_LAYER,
     te_flax.DenseGeneral: MADE_BY | KERNEL_AXES | {
         "use_bias": ({"use_bias": False},),
-        "bias_init": ({"bias_init": normal(0.3)}, {"bias_init": uniform(0.3)}),
+        "bias_init": ({"bias_init": gaussian(0.3)}, {"bias_init": uniform(0.3)}),
         "input_axes": ({"input_axes": (None,) * 3},),
     },
     te_flax.LayerNorm: SCALED_BY | {
-        "bias_init": ({"bias_init": normal(0.5)}, {"bias_init": uniform(0.5)}),
+        "bias_init": ({"bias_init": gaussian(0.5)}, {"bias_init": uniform(0.5)}),
         "bias_axes": ({"bias_axes": ("a",)}, {"bias_axes": (None,)}),
     },
     te_flax.LayerNormDenseGeneral: NORMED_BY | KERNEL_AXES | BIASED_BY | {
@@ -171,7 +172,7 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
         "input_layernorm": ({"input_layernorm": False},),
         "layernorm_epsilon": ({"layernorm_epsilon": 0.3},),
         "return_layernorm_output": ({"return_layernorm_output": True},),
-        "kernel_init": ({"kernel_init": normal(0.3)}, {"kernel_init": uniform(0.3)}),
+        "kernel_init": ({"kernel_init": gaussian(0.3)}, {"kernel_init": uniform(0.3)}),
         "attn_mask_type": ({"attn_mask_type": "padding"}, {"attn_mask_type": "no_mask"}),
         "fuse_qkv_params": ({"fuse_qkv_params": False},),
         "low_rank_adaptation_scope": (
@@ -190,7 +191,7 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
         "use_expert_routing_bias": ({"use_expert_routing_bias": True, "score_function": "sigmoid"},),
         "aux_loss_coeff": ({"aux_loss_coeff": 0.5},),
         "apply_topk_weights_early": ({"apply_topk_weights_early": True},),
-        "kernel_init": ({"kernel_init": normal(0.3)}, {"kernel_init": uniform(0.3)}),
+        "kernel_init": ({"kernel_init": gaussian(0.3)}, {"kernel_init": uniform(0.3)}),
         "input_axes": ({"input_axes": (None,) * 3},),
         "gate_kernel_axes": ({"gate_kernel_axes": ("a", "b")},),
         "wi_kernel_axes": ({"wi_kernel_axes": ("a", None, "b")}, {"wi_kernel_axes": (None,) * 3}),
@@ -302,7 +303,7 @@ def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[An
     turn = (lambda y: None if y is None else jnp.swapaxes(y, 0, 1)) if transposed else (lambda y: y)
     x, encoded = turn(x), turn(encoded)
     biased = fields.get("attn_bias_type") is not None
-    bias = jax.random.normal(jax.random.key(7), (1, HEADS, TOKENS, TOKENS)) if biased else None
+    bias = normal(jax.random.key(7), (1, HEADS, TOKENS, TOKENS)) if biased else None
     if cls is te_flax.TransformerLayer:
         return (x, encoded, mask, cross), {"deterministic": False}
     if cls is te_flax.MultiHeadAttention:
@@ -311,7 +312,7 @@ def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[An
         keys = jax.random.split(jax.random.key(8), 3)
         heads = (HEADS, *[fields.get("num_gqa_groups", HEADS)] * 2)
         shapes = ((BATCH, TOKENS, count, HIDDEN // HEADS) for count in heads)
-        qkv = (turn(jax.random.normal(key, shape)) for key, shape in zip(keys, shapes, strict=True))
+        qkv = (turn(normal(key, shape)) for key, shape in zip(keys, shapes, strict=True))
         return (*qkv, mask, bias), {"deterministic": False}
     return (x,), {"deterministic": False} if cls is te_flax.LayerNormMLP else {}
 
@@ -352,9 +353,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     leaves, tree = jax.tree.flatten(params)
     moved = zip(leaves, jax.random.split(jax.random.key(2), len(leaves) + 1), strict=False)
     # Away from zero: second factors of low rank and sinks begin there.
-    params = jax.tree.unflatten(
-        tree, [leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in moved]
-    )
+    params = jax.tree.unflatten(tree, [leaf + 0.02 * normal(key, leaf.shape) for leaf, key in moved])
     places = tuple(differentiable(arguments))
 
     def values_of(one, params, given):
@@ -375,7 +374,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     (_, wanted), want = loss_of(plain)(params, *arguments)
     for place, (one, other) in enumerate(zip(made, wanted, strict=True)):
         near(one, other, 0.0, f"result {place}")
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(want))
     for (path, got), expected in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True
     ):
@@ -384,7 +383,8 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
 
 def near(got: Any, want: Any, least: float, name: str) -> None:
     # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
-    scale = max(float(jnp.abs(want).max()), least)
+    scale = max(float(np.abs(want).max()), least)
+    got, want = np.asarray(got), np.asarray(want)
     np.testing.assert_allclose(got / scale, want / scale, atol=2e-4, rtol=0, err_msg=name)
 
 

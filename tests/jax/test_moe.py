@@ -9,7 +9,14 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients, variables_of
+from tests.jax.compiled import (
+    array,
+    normal,
+    ones,
+    unboxed_variables,
+    values_and_gradients,
+    zeros,
+)
 from transformer_engine.common import recipe
 from transformer_engine.jax import ep, permutation, router
 from transformer_engine.jax.cpp_extensions.topk import topk
@@ -19,7 +26,7 @@ T, E, H, F = 24, 8, 16, 12
 
 
 def logits(seed=0):
-    return jax.random.normal(jax.random.key(seed), (T, E))
+    return normal(jax.random.key(seed), (T, E))
 
 
 def plain_weights(values, k, function="softmax", pre=False, groups=None, bias=None, scale=1.0):
@@ -101,25 +108,33 @@ def test_the_balancing_loss_is_its_equation():
 
 @pytest.mark.parametrize("align", [None, 8])
 def test_tokens_are_sorted_by_expert_and_come_back(align):
-    x = jax.random.normal(jax.random.key(2), (T, H))
-    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
-    rows, weights, row_id_map, pads, sizes = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
+    x = np.asarray(normal(jax.random.key(2), (T, H)))
+    probs, chosen = map(np.asarray, router.fused_topk_with_score_function(logits(), 2))
+
+    @jax.jit
+    def there_and_back(x, chosen, probs):
+        dispatched = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
+        rows, _, row_id_map, pads, _ = dispatched
+        combined = (permutation.token_combine(rows, row_id_map, merged, pads) for merged in (None, probs))
+        return dispatched, *combined
+
+    made, doubled, merged = jax.tree.map(np.asarray, there_and_back(x, chosen, probs))
+    rows, weights, row_id_map, _, sizes = made
     begin = 0
-    for e, size in enumerate(np.asarray(sizes)):
-        tokens = np.flatnonzero(np.asarray(chosen)[:, e])
+    for e, size in enumerate(sizes):
+        tokens = np.flatnonzero(chosen[:, e])
         assert size == (len(tokens) if align is None else -(-len(tokens) // align) * align)
         np.testing.assert_array_equal(rows[begin : begin + len(tokens)], x[tokens])
         np.testing.assert_array_equal(weights[begin : begin + len(tokens)], probs[tokens, e])
-        assert not np.asarray(rows[begin + len(tokens) : begin + size]).any()
+        assert not rows[begin + len(tokens) : begin + size].any()
         begin += size
     assert row_id_map.shape == (T, 2 * E + 1)
-    np.testing.assert_allclose(permutation.token_combine(rows, row_id_map, None, pads), 2 * x, rtol=1e-6)
-    merged = permutation.token_combine(rows, row_id_map, probs, pads)
+    np.testing.assert_allclose(doubled, 2 * x, rtol=1e-6)
     np.testing.assert_allclose(merged, x * probs.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_go_the_way_of_the_tokens():
-    x, dy = jax.random.normal(jax.random.key(2), (2, T, H))
+    x, dy = normal(jax.random.key(2), (2, T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
 
     def there_and_back(x, probs):
@@ -133,7 +148,7 @@ def test_gradients_go_the_way_of_the_tokens():
 
 
 def test_rows_behind_the_buffer_are_dropped():
-    x = jnp.ones((T, H))
+    x = ones((T, H))
     _, chosen = router.fused_topk_with_score_function(logits(), 2)
     rows, _, row_id_map, _, _ = permutation.token_dispatch(x, chosen, 10)
     assert rows.shape == (10, H)
@@ -144,7 +159,7 @@ def test_rows_behind_the_buffer_are_dropped():
 @pytest.mark.parametrize("align", [0, 4])
 @pytest.mark.parametrize("roll", [None, 3])
 def test_the_plain_permutation_sorts_and_restores(align, roll):
-    x = jax.random.normal(jax.random.key(2), (T, H))
+    x = normal(jax.random.key(2), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
     rows, state, sizes = permutation.pure_jax_token_dispatch(x, picked, E, 2, align, roll)
@@ -158,7 +173,7 @@ def test_the_plain_permutation_sorts_and_restores(align, roll):
 
 def test_chunks_are_put_in_another_order():
     x = jnp.arange(7.0)[:, None]
-    rows, goes_to = permutation.sort_chunks_by_index(x, jnp.asarray([2, 1, 3]), jnp.asarray([2, 0, 1]))
+    rows, goes_to = permutation.sort_chunks_by_index(x, array([2, 1, 3]), array([2, 0, 1]))
     np.testing.assert_array_equal(rows[:, 0], [3, 4, 5, 0, 1, 2, 6])
     np.testing.assert_array_equal(rows[goes_to], x)
 
@@ -191,7 +206,7 @@ def test_ragged_offsets_move_every_row_there_and_back():
 def parameters():
     keys = jax.random.split(jax.random.key(5), 8)
     shapes = {"gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
-    return {n: 0.3 * jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+    return {n: 0.3 * normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
 
 
 def plain_moe(p, x, k=2):
@@ -203,7 +218,7 @@ def plain_moe(p, x, k=2):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_mixture_is_every_expert_weighted(early):
-    x, dy = 2 * jax.random.normal(jax.random.key(2), (2, 2, T // 2, H))
+    x, dy = 2 * normal(jax.random.key(2), (2, 2, T // 2, H))
     params = parameters()
 
     def ours(params, x):
@@ -219,13 +234,13 @@ def test_a_mixture_is_every_expert_weighted(early):
 
 
 def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
-    x = jax.random.normal(jax.random.key(0), (2, T // 2, H))
+    x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(
         num_experts=E, intermediate_size=F, use_ffn_bias=True, use_expert_routing_bias=True,
         score_function="sigmoid", aux_loss_coeff=0.01,
     )  # fmt: skip
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = variables_of(model, jax.random.key(1), x)
+        variables = unboxed_variables(model, x)
         y, loss, received = jax.jit(model.apply)(variables, x)
     assert jax.tree.map(jnp.shape, variables["params"]) == {
         "gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H), "wi_0_bias": (E, F),
@@ -238,16 +253,16 @@ def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
 
 
 def test_arrays_of_numpy_are_taken_operation_by_operation():
-    x = np.asarray(jax.random.normal(jax.random.key(0), (2, T // 2, H)))
+    x = np.asarray(normal(jax.random.key(0), (2, T // 2, H)))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
-    variables = jax.tree.map(np.asarray, variables_of(model, jax.random.key(1), x))
+    variables = jax.tree.map(np.asarray, unboxed_variables(model, x))
     want, _, _ = jax.jit(model.apply)(variables, x)
     y, _, _ = model.apply(variables, x)
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
 
 
 def test_top_elements_of_rows():
-    x = jax.random.normal(jax.random.key(0), (3, 20))
+    x = normal(jax.random.key(0), (3, 20))
     values, places = topk(x, 5)
     np.testing.assert_array_equal(np.take_along_axis(np.asarray(x), np.asarray(places), 1), values)
     np.testing.assert_array_equal(np.sort(values), np.sort(x)[:, -5:])
@@ -261,12 +276,12 @@ def test_top_elements_of_rows():
         (lambda: router.fused_topk_with_score_function(logits(), 9), ValueError, "at most 8"),
         (lambda: router.fused_topk_with_score_function(logits(), 0), ValueError, "topk=0"),
         (
-            lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=jnp.zeros(E)),
+            lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=zeros(E)),
             ValueError,
             "only 'sigmoid' uses it",
         ),
         (
-            lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=jnp.ones(())),
+            lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=ones(())),
             TypeError,
             "scaling_factor",
         ),
@@ -281,12 +296,12 @@ def test_top_elements_of_rows():
             "must divide the experts",
         ),
         (
-            lambda: permutation.token_dispatch(jnp.ones((T, H)), jnp.ones((T, E)), 0),
+            lambda: permutation.token_dispatch(ones((T, H)), ones((T, E)), 0),
             ValueError,
             "num_out_tokens=0",
         ),
         (
-            lambda: permutation.token_dispatch(jnp.ones((3, H)), jnp.ones((T, E)), 4),
+            lambda: permutation.token_dispatch(ones((3, H)), ones((T, E)), 4),
             ValueError,
             r"give \[T, H\]",
         ),
@@ -303,13 +318,13 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
 
 def test_a_bootstrap_holds_later_calls_to_its_sizes():
     cfg = ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
-    picked = jnp.zeros((T + 1, 2), jnp.int32)
+    picked = zeros((T + 1, 2), jnp.int32)
     with pytest.raises(RuntimeError, match="call ep_finalize first"):
         ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
     with pytest.raises(ValueError, match=f"at most {T}; call ep_finalize, then ep_bootstrap for"):
-        ep.ep_dispatch(cfg, picked, jnp.ones((T + 1, H)), jnp.ones((T + 1, 2)), 2 * T)
+        ep.ep_dispatch(cfg, picked, ones((T + 1, H)), ones((T + 1, 2)), 2 * T)
     ep.ep_finalize()
-    x = jax.random.normal(jax.random.key(0), (T, H))
+    x = normal(jax.random.key(0), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
     with pytest.raises(TypeError, match=r"tokens is \[1.0\]; it must hold float32"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine_jax as extension
+from tests.jax.compiled import array, normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep, quantize, softmax, version_utils
 from transformer_engine.jax import cpp_extensions as tex
@@ -28,8 +29,8 @@ def bootstrapped():
 
 def routed():
     """Tokens [T, H], two different experts for each, and weights [T, 2]."""
-    tokens = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
-    chosen = jnp.asarray([[0, 1], [1, 3], [0, 3], [3, 1], [1, 0], [3, 0]], jnp.int32)
+    tokens = normal(jax.random.key(0), (TOKENS, WIDTH))
+    chosen = array([[0, 1], [1, 3], [0, 3], [3, 1], [1, 0], [3, 0]], jnp.int32)
     return tokens, chosen, jax.random.uniform(jax.random.key(1), (TOKENS, 2))
 
 
@@ -102,7 +103,7 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
 
 
 def drawn(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(jax.random.key(seed), shape)
 
 
 def quantizer_of(mode, **options):
@@ -164,7 +165,7 @@ def test_no_scaling_has_no_dtype_of_scales():
 
 
 def test_base_classes_cover_all_tensors():
-    x, sizes = drawn(8, 16), jnp.asarray([3, 5], jnp.int32)
+    x, sizes = drawn(8, 16), array([3, 5], jnp.int32)
     mode = ScalingMode.CURRENT_TENSOR_SCALING
     both = quantizer_of(mode).quantize(x)
     grouped = quantizer_of(mode, n_groups=2).quantize(x, group_sizes=sizes)
@@ -327,7 +328,7 @@ def test_sums_of_groups_of_a_gradient():
 
 
 def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
-    x, kernel, sizes = drawn(8, 16), drawn(2, 16, 4, seed=1), jnp.asarray([3, 5], jnp.int32)
+    x, kernel, sizes = drawn(8, 16), drawn(2, 16, 4, seed=1), array([3, 5], jnp.int32)
     one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=2)
     made = one.quantize(x, group_sizes=sizes)
     want = tex.grouped_gemm(made.rowwise_tensor.dequantize(), kernel, sizes)
@@ -340,7 +341,7 @@ def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
 
 
 def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
-    x, kernel, sizes = drawn(8, 16), drawn(2, 4, 16, seed=1), jnp.asarray([3, 5], jnp.int32)
+    x, kernel, sizes = drawn(8, 16), drawn(2, 4, 16, seed=1), array([3, 5], jnp.int32)
     bias = drawn(2, 4, seed=2)
     got = tex.grouped_gemm(x, kernel, sizes, ((1,), (2,)), bias, jax.lax.Precision.DEFAULT, jnp.bfloat16)
     want = tex.grouped_gemm(x, jnp.swapaxes(kernel, 1, 2), sizes, bias=bias).astype(jnp.bfloat16)
@@ -357,7 +358,7 @@ def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
 
 @pytest.mark.parametrize("dims", [((0,), (0,)), ((-2,), (-2,))])
 def test_grouped_product_contracts_the_rows_of_each_group(dims):
-    x, dy, sizes = drawn(8, 16), drawn(8, 4, seed=1), jnp.asarray([3, 0, 4], jnp.int32)
+    x, dy, sizes = drawn(8, 16), drawn(8, 4, seed=1), array([3, 0, 4], jnp.int32)
     parts = (slice(0, 3), slice(3, 3), slice(3, 7))
     want = np.stack([np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts])
     np.testing.assert_allclose(tex.grouped_gemm(x, dy, sizes, dims), want, rtol=1e-5, atol=1e-5)

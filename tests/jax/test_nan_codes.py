@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.jax.bits import NUMPY_DTYPES, jax_bytes, to_torch, torch_bytes
+from tests.jax.compiled import ones
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import E2M1, E4M3, E5M2, FLOAT8, NVFP4
 from transformer_engine.jax.primitives import quantize as ours
@@ -32,7 +33,7 @@ def test_nan_of_either_sign_is_one_code_in_both_frameworks(dtype, element):
     x = with_nans(dtype)
     nan = np.isnan(x.astype(np.float32))
     spec = {"format": FLOAT8, "element": element, "rowwise": True, "columnwise": True}
-    made = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), multiplier=jnp.ones(1, jnp.float32))
+    made = ours.quantize(jnp.asarray(x), ours.QuantizeSpec(**spec), multiplier=ones(1, jnp.float32))
     with use_backend(quantize="reference"):
         expected = theirs.quantize(to_torch(x), theirs.QuantizeSpec(**spec), multiplier=torch.ones(1))
     assert nan.sum() >= 4

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients, variables_of
+from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import products
 from transformer_engine.jax.activation import activation
@@ -70,10 +70,10 @@ def plain_norm(x, gamma, beta, kind, zero_centered=False, epsilon=1e-6):
 )
 def test_norms_and_their_gradients(kind, zero_centered, dtype):
     keys = jax.random.split(jax.random.key(0), 4)
-    x = (3 + jax.random.normal(keys[0], (2, 5, 24))).astype(dtype)
-    gamma = jax.random.normal(keys[1], (24,))
-    beta = jax.random.normal(keys[2], (24,)) if kind == "layernorm" else None
-    dy = jax.random.normal(keys[3], x.shape).astype(dtype)
+    x = (3 + normal(keys[0], (2, 5, 24))).astype(dtype)
+    gamma = normal(keys[1], (24,))
+    beta = normal(keys[2], (24,)) if kind == "layernorm" else None
+    dy = normal(keys[3], x.shape).astype(dtype)
     ours = values_and_gradients(lambda *a: layernorm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta)
     plain = values_and_gradients(lambda *a: plain_norm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta)
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
@@ -83,7 +83,7 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_the_gradient_that_goes_round_a_norm_is_rounded_once_with_the_norms_own(kind):
     keys = jax.random.split(jax.random.key(0), 3)
-    x, dy, add = (jax.random.normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
+    x, dy, add = (normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
     gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
 
     @jax.jit
@@ -112,7 +112,7 @@ def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products
         hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         enable_relative_embedding=False, layernorm_type="rmsnorm", dtype=jnp.bfloat16, **fields,
     )  # fmt: skip
-    x = jnp.ones((2, 16, 64), jnp.bfloat16)
+    x = ones((2, 16, 64), jnp.bfloat16)
     with te.autocast(settings is not None, settings):
         variables = nn.meta.unbox(
             jax.eval_shape(lambda: layer.init(jax.random.key(0), x, deterministic=True))
@@ -137,24 +137,24 @@ def test_what_no_norm_takes_along_goes_round_as_it_is(fields):
         hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         enable_relative_embedding=False, **fields,
     )  # fmt: skip
-    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
-    variables = variables_of(layer, jax.random.key(3), x, deterministic=True)
-    y, pullback = jax.vjp(lambda x: layer.apply(variables, x, deterministic=True), x)
-    along = jax.random.normal(jax.random.key(1), x.shape)
+    x = normal(jax.random.key(0), (2, 8, 32))
+    variables = unboxed_variables(layer, x, deterministic=True)
+    apply = jax.jit(lambda x: layer.apply(variables, x, deterministic=True))
+    along, dy = (np.asarray(normal(jax.random.key(seed), x.shape)) for seed in (1, 2))
     step = 1e-2
-    ahead, behind = (layer.apply(variables, x + sign * step * along, deterministic=True) for sign in (1, -1))
-    dy = jax.random.normal(jax.random.key(2), y.shape)
+    ahead, behind = (np.asarray(apply(x + sign * step * along)) for sign in (1, -1))
     want = ((ahead - behind) * dy).sum() / (2 * step)
-    np.testing.assert_allclose((pullback(dy)[0] * along).sum(), want, rtol=2e-2)
+    _, dx = values_and_gradients(apply, dy, x)
+    np.testing.assert_allclose((np.asarray(dx) * along).sum(), want, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "RMS-Norm", "rms_norm", "LayerNorm"])
 def test_norm_names_are_taken_in_any_case(name):
     x = jnp.arange(8.0).reshape(2, 4)
-    beta = None if name.lower().startswith("rms") else jnp.zeros(4)
+    beta = None if name.lower().startswith("rms") else zeros(4)
     kind = "rmsnorm" if beta is None else "layernorm"
     np.testing.assert_allclose(
-        layernorm(x, jnp.ones(4), beta, name), plain_norm(x, jnp.ones(4), beta, kind), rtol=1e-5, atol=1e-6
+        layernorm(x, ones(4), beta, name), plain_norm(x, ones(4), beta, kind), rtol=1e-5, atol=1e-6
     )
 
 
@@ -162,8 +162,8 @@ def test_norm_names_are_taken_in_any_case(name):
 @pytest.mark.parametrize("name", [n for n in CURVES if n != "linear"])
 def test_activations_and_their_gradients(name, gated):
     names = (name, "linear") if gated else (name,)
-    x = jax.random.normal(jax.random.key(0), (3, len(names), 16))
-    dy = jax.random.normal(jax.random.key(1), (3, 16))
+    x = normal(jax.random.key(0), (3, len(names), 16))
+    dy = normal(jax.random.key(1), (3, 16))
 
     def plain(x):
         y = CURVES[name](x[..., 0, :])
@@ -174,7 +174,7 @@ def test_activations_and_their_gradients(name, gated):
 
 
 def test_the_clamped_activation_follows_its_parameters():
-    x = 8 * jax.random.normal(jax.random.key(0), (3, 2, 16))
+    x = 8 * normal(jax.random.key(0), (3, 2, 16))
     params = {"limit": 5.0, "alpha": 1.5, "glu_linear_offset": 0.5}
     gate, linear = jnp.minimum(x[:, 0], 5.0), jnp.clip(x[:, 1], -5.0, 5.0)
     want = gate * jax.nn.sigmoid(1.5 * gate) * (linear + 0.5)
@@ -184,12 +184,12 @@ def test_the_clamped_activation_follows_its_parameters():
 
 
 def test_a_quantizer_rounds_a_norm_to_its_codes_and_advances():
-    x = jax.random.normal(jax.random.key(0), (8, 32))
+    x = normal(jax.random.key(0), (8, 32))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         quantizer = QuantizerFactory.create_set().x
-    plain = layernorm(x, jnp.ones(32), None, "rmsnorm")
+    plain = layernorm(x, ones(32), None, "rmsnorm")
     y, _, following = values_and_gradients(
-        lambda x, q: layernorm(x, jnp.ones(32), None, "rmsnorm", quantizer=q), jnp.ones_like(x), x, quantizer
+        lambda x, q: layernorm(x, ones(32), None, "rmsnorm", quantizer=q), jnp.ones_like(x), x, quantizer
     )
     rounded = jax.jit(lambda values: quantizer.encode(values)[0].dequantize())(plain)
     np.testing.assert_array_equal(y, rounded)
@@ -201,9 +201,9 @@ def test_a_quantizer_rounds_a_norm_to_its_codes_and_advances():
 def test_a_norm_and_a_product(kind, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 5)
-    x, kernel = jax.random.normal(keys[0], (2, 32, 64)), jax.random.normal(keys[1], (64, 32))
-    gamma, bias = 1 + 0.1 * jax.random.normal(keys[2], (64,)), jax.random.normal(keys[3], (32,))
-    beta = jnp.zeros(64) if kind == "layernorm" else None
+    x, kernel = normal(keys[0], (2, 32, 64)), normal(keys[1], (64, 32))
+    gamma, bias = 1 + 0.1 * normal(keys[2], (64,)), normal(keys[3], (32,))
+    beta = zeros(64) if kind == "layernorm" else None
     with te.autocast(settings is not None, settings):
         quantizers = QuantizerFactory.create_set()
 
@@ -213,7 +213,7 @@ def test_a_norm_and_a_product(kind, name):
     def plain(x, kernel, gamma, bias):
         return plain_norm(x, gamma, beta, kind) @ kernel + bias
 
-    dy = jax.random.normal(keys[4], (2, 32, 32))
+    dy = normal(keys[4], (2, 32, 32))
     found, want = (values_and_gradients(f, dy, x, kernel, gamma, bias) for f in (ours, plain))
     assert_close(found, want, tolerance)
 
@@ -237,13 +237,9 @@ def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
 def test_an_mlp_behind_a_norm(names, biased, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 6)
-    x, gamma, beta = jax.random.normal(keys[0], (2, 32, 64)), jnp.ones(64), jnp.zeros(64)
-    kernels = jax.random.normal(keys[1], (64, len(names), 32)) / 8, jax.random.normal(keys[2], (32, 64)) / 6
-    biases = (
-        (jax.random.normal(keys[3], (len(names), 32)), jax.random.normal(keys[4], (64,)))
-        if biased
-        else (None, None)
-    )
+    x, gamma, beta = normal(keys[0], (2, 32, 64)), ones(64), zeros(64)
+    kernels = normal(keys[1], (64, len(names), 32)) / 8, normal(keys[2], (32, 64)) / 6
+    biases = (normal(keys[3], (len(names), 32)), normal(keys[4], (64,))) if biased else (None, None)
     with te.autocast(settings is not None, settings):
         sets = QuantizerFactory.create_set(n_quantizer_sets=2)
 
@@ -256,7 +252,7 @@ def test_an_mlp_behind_a_norm(names, biased, name):
         return plain_mlp(x, gamma, beta, kernels, biases, "layernorm", names)
 
     arguments = (x, gamma, beta, kernels, biases)
-    dy = jax.random.normal(keys[5], x.shape)
+    dy = normal(keys[5], x.shape)
     found, want = (values_and_gradients(f, dy, *arguments) for f in (ours, plain))
     assert_close(found, want, tolerance)
 
@@ -265,8 +261,7 @@ def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
     """Under NVFP4, whose codes no activation makes, a float32 bias was given sums rounded to x's bfloat16."""
     keys = jax.random.split(jax.random.key(0))
     dy, x = (
-        jax.random.normal(key, shape, jnp.bfloat16)
-        for key, shape in zip(keys, ((64, 32), (64, 1, 32)), strict=True)
+        normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((64, 32), (64, 1, 32)), strict=True)
     )
     quantizer = QuantizerFactory.create(scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn)
     names, params = ("gelu",), ActivationParams()
@@ -291,7 +286,7 @@ MLP_FIELDS = [
 @pytest.mark.parametrize("fields", MLP_FIELDS, ids=lambda fields: "-".join(fields) or "defaults")
 @pytest.mark.sampled(3)
 def test_the_mlp_module_is_the_plain_one(fields):
-    x = jax.random.normal(jax.random.key(0), (3, 5, 16))
+    x = normal(jax.random.key(0), (3, 5, 16))
     model = te_flax.LayerNormMLP(intermediate_dim=24, **fields)
     variables = variables_of(model, {"params": jax.random.key(1), "dropout": jax.random.key(2)}, x)
     params = variables["params"]
@@ -310,7 +305,7 @@ def test_the_mlp_module_is_the_plain_one(fields):
         0.0 if "zero_centered_gamma" in fields else 1.0
     )
     key = jax.random.key(7)
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(key, p.shape), params)
+    params = jax.tree.map(lambda p: p + 0.1 * normal(key, p.shape), params)
 
     def ours(params, x):
         return model.apply({"params": params}, x, rngs={"dropout": jax.random.key(5)})
@@ -344,7 +339,8 @@ def test_the_mlp_module_is_the_plain_one(fields):
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(params, x)
 
     assert_close(objective(ours), objective(plain), 1e-4)
-    assert model.apply({"params": params}, x, deterministic=True)[0].shape == x.shape
+    y, _ = jax.eval_shape(lambda x: model.apply({"params": params}, x, deterministic=True), x)
+    assert y.shape == x.shape
 
 
 class Dropped(nn.Module):
@@ -356,7 +352,7 @@ class Dropped(nn.Module):
 
 
 def test_the_kernel_of_an_mlp_is_drawn_activation_by_activation():
-    x = jnp.ones((2, 8))
+    x = ones((2, 8))
 
     def draw(key, shape, dtype):
         return jax.random.normal(key, shape, dtype)
@@ -379,7 +375,7 @@ def test_the_kernel_of_an_mlp_is_drawn_activation_by_activation():
 
 @pytest.mark.parametrize("returned", [False, True])
 def test_the_norm_and_dense_module(returned):
-    x = jax.random.normal(jax.random.key(0), (3, 16))
+    x = normal(jax.random.key(0), (3, 16))
     model = te_flax.LayerNormDenseGeneral(
         features=(2, 8), use_bias=True, return_layernorm_output=returned, depth_scaling=2.0
     )
@@ -396,7 +392,7 @@ def test_the_norm_and_dense_module(returned):
 
 
 def test_checkpoint_names_reach_all_tensors_of_an_mlp():
-    x = jnp.ones((32, 64))
+    x = ones((32, 64))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
         model = te_flax.LayerNormMLP(intermediate_dim=32, quantization_checkpoint_name="codes")
         params = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -408,7 +404,7 @@ def test_checkpoint_names_reach_all_tensors_of_an_mlp():
 def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         model = te_flax.LayerNormMLP(intermediate_dim=32)
-        variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 16)))
+        variables = jax.eval_shape(model.init, jax.random.key(0), ones((4, 16)))
     names = {
         f"{t}_{i}_{leaf}"
         for t in ("x", "kernel", "grad")
@@ -421,21 +417,21 @@ def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(3), None, "rmsnorm"), r"it must be \(4,\)"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "layernorm"), "needs beta"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), jnp.ones(4), "rmsnorm"), "beta=None"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", True), "set it to False"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "batchnorm"), "choose 'layernorm'"),
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", epsilon=-1.0), "below 0"),
-        (lambda: activation(jnp.ones((2, 1, 4)), ("swish",)), "choose one of"),
-        (lambda: activation(jnp.ones((2, 1, 4)), ("gelu", "linear")), "takes"),
-        (lambda: activation(jnp.ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
+        (lambda: layernorm(ones((2, 4)), ones(3), None, "rmsnorm"), r"it must be \(4,\)"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "layernorm"), "needs beta"),
+        (lambda: layernorm(ones((2, 4)), ones(4), ones(4), "rmsnorm"), "beta=None"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "rmsnorm", True), "set it to False"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "batchnorm"), "choose 'layernorm'"),
+        (lambda: layernorm(ones((2, 4)), ones(4), None, "rmsnorm", epsilon=-1.0), "below 0"),
+        (lambda: activation(ones((2, 1, 4)), ("swish",)), "choose one of"),
+        (lambda: activation(ones((2, 1, 4)), ("gelu", "linear")), "takes"),
+        (lambda: activation(ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
         (
-            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), jnp.ones((2, 4))),
+            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), ones((2, 4))),
             "is not an activation",
         ),
-        (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), jnp.ones((2, 4))), "give -1"),
-        (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), jnp.ones((2, 4))), "intermediate_dim=0"),
+        (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), ones((2, 4))), "give -1"),
+        (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), ones((2, 4))), "intermediate_dim=0"),
     ],
 )
 def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
@@ -453,7 +449,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
 )  # fmt: skip
 @pytest.mark.sampled(1)
 def test_columns_of_a_large_gradient_made_late_leave_every_bit(module, name, monkeypatch):
-    x = jax.random.normal(jax.random.key(0), (2, 32, 32), jnp.bfloat16)
+    x = normal(jax.random.key(0), (2, 32, 32), jnp.bfloat16)
 
     def gradients(variables, x):
         def loss(variables, x):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
+from tests.jax.compiled import normal, ones, zeros
 from transformer_engine.jax.primitives.attention import alignment, cudnn_packed
 
 library = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -32,7 +33,7 @@ def dense(q, k, v, causal):
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
     sees = (of[:, :, None] == of[:, None]) & (of[:, :, None] >= 0)
-    sees = sees & jnp.tril(jnp.ones((TOKENS, TOKENS), bool)) if causal else sees
+    sees = sees & jnp.tril(ones((TOKENS, TOKENS), bool)) if causal else sees
     scores = jnp.where(sees[:, None], jnp.einsum("bshd,bthd->bhst", q, k) * SCALE, -1e9)
     out = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), v)
     return jnp.where((of >= 0)[:, :, None, None], out, 0)
@@ -44,7 +45,7 @@ def noisy(x, dtype):
 
 def forward(q, k, v, *rest, mask_type, is_training, **options):
     out = noisy(dense(q, k, v, "CAUSAL" in mask_type.name), q.dtype)
-    levels = jnp.zeros((BATCH * LENGTHS.shape[1], HEADS, TOKENS), jnp.float32)
+    levels = zeros((BATCH * LENGTHS.shape[1], HEADS, TOKENS), jnp.float32)
     return [out, *([levels] if is_training else [])]
 
 
@@ -80,7 +81,7 @@ def test_packed_rows_and_their_gradients_are_zero_where_nobody_is(causal):
     assert cudnn_packed.part_failure() is None
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dout = (
-        jax.random.normal(key, (BATCH, TOKENS, heads, DIM), jnp.bfloat16)
+        normal(key, (BATCH, TOKENS, heads, DIM), jnp.bfloat16)
         for key, heads in zip(keys, (HEADS, GROUPS, GROUPS, HEADS), strict=True)
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.jax.compiled import array, normal, ones, zeros
 from tests.support.programs import search_path
 from tests.support.tolerances import LAYERS_OVER_DEVICES
 from transformer_engine.common import formats
@@ -231,11 +232,11 @@ SPECS = {
 def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     spec, scaled, kernels = SPECS[name]
-    x = jnp.ones((128, 256), jnp.bfloat16)
-    random = (jnp.zeros(x.shape), jnp.zeros(x.shape[::-1])) if spec.stochastic else None
+    x = ones((128, 256), jnp.bfloat16)
+    random = (zeros(x.shape), zeros(x.shape[::-1])) if spec.stochastic else None
 
     def made(x):
-        return quantize(x, spec, multiplier=jnp.ones(1) if scaled else None, random=random)
+        return quantize(x, spec, multiplier=ones(1) if scaled else None, random=random)
 
     assert lowered(made, x) == kernels
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
@@ -251,7 +252,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
 def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
     """In as many kernels; the second has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    (spec, *_), x = SPECS[name], jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    (spec, *_), x = SPECS[name], normal(jax.random.key(0), shape, jnp.bfloat16)
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
     random = [jax.random.uniform(jax.random.key(1), one) for one in ((rows, columns), (columns, rows))]
 
@@ -268,8 +269,8 @@ def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, ax
 
 def operand(form, rows, depth):
     scales = {"float8": (1,), "block1d": (rows, depth // 128), "block2d": (-(-rows // 128), depth // 128)}
-    codes = jnp.ones((rows, depth), jnp.float8_e4m3fn)
-    return Operand(codes, jnp.ones(scales[form.name]), None, form, jnp.dtype(jnp.bfloat16))
+    codes = ones((rows, depth), jnp.float8_e4m3fn)
+    return Operand(codes, ones(scales[form.name]), None, form, jnp.dtype(jnp.bfloat16))
 
 
 @needs_bridge
@@ -297,7 +298,7 @@ def test_products_of_codes_with_several_axes_are_one_product_of_matrices_on_cuda
 
     for function, codes, result in (
         (product, a.codes, "tensor<64x160xbf16>"),
-        (jax.vmap(product), jnp.ones((3, *a.codes.shape), a.codes.dtype), "tensor<3x64x160xbf16>"),
+        (jax.vmap(product), ones((3, *a.codes.shape), a.codes.dtype), "tensor<3x64x160xbf16>"),
     ):
         text = jax.jit(function).trace(codes).lower(lowering_platforms=("cuda",)).as_text()
         (dot,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
@@ -313,7 +314,7 @@ def test_contracted_axes_that_differ_have_a_reason():
     with pytest.raises(ValueError, match="contract 256 and 2 x 128 elements"):
         gemm(a, b, jnp.dtype(jnp.bfloat16))
     with pytest.raises(ValueError, match="axis=3 leaves no rows or no columns"):
-        quantize(jnp.ones((2, 3, 4)), SPECS["delayed"][0], axis=3)
+        quantize(ones((2, 3, 4)), SPECS["delayed"][0], axis=3)
 
 
 @needs_bridge
@@ -360,21 +361,21 @@ def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not
 def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     a, b, sizes = (
-        jnp.ones((64, 32), jnp.bfloat16),
-        jnp.ones((3, 32, 48), jnp.bfloat16),
-        jnp.ones(3, jnp.int32),
+        ones((64, 32), jnp.bfloat16),
+        ones((3, 32, 48), jnp.bfloat16),
+        ones(3, jnp.int32),
     )
     assert (
         lowered(lambda a, b: grouped_gemm(a, b, sizes, jnp.bfloat16), a, b) == 2
     )  # the layout of groups first
-    dy = jnp.ones((64, 48), jnp.bfloat16)
+    dy = ones((64, 48), jnp.bfloat16)
     assert lowered(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
 
 
 @needs_bridge
 def test_codes_in_groups_are_kernels_on_cuda_and_no_loop(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    x, kernel, sizes = jnp.ones((64, 32)), jnp.ones((3, 32, 48)), jnp.ones(3, jnp.int32)
+    x, kernel, sizes = ones((64, 32)), ones((3, 32, 48)), ones(3, jnp.int32)
     quantizers = QuantizerFactory.create_set(
         n_groups=3, fp8_recipe=Float8CurrentScaling(),
         quantize_meta_set=QuantizeMetaSet(QuantizeMeta(), QuantizeMeta(), QuantizeMeta()),
@@ -408,12 +409,12 @@ def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.
 @pytest.mark.sampled(2)
 def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, groups, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    q, k = jnp.ones((2, 64, 4, 32), jnp.bfloat16), jnp.ones((2, 64, groups, 32), jnp.bfloat16)
-    offset = jnp.zeros((1, 4, 1, 1))
+    q, k = ones((2, 64, 4, 32), jnp.bfloat16), ones((2, 64, groups, 32), jnp.bfloat16)
+    offset = zeros((1, 4, 1, 1))
     if kind == "lengths":
-        step = attention(AttnMaskType.PADDING_CAUSAL_MASK, Descriptor.from_seqlens(jnp.asarray([40, 64])))
+        step = attention(AttnMaskType.PADDING_CAUSAL_MASK, Descriptor.from_seqlens(array([40, 64])))
     else:
-        ids = jnp.repeat(jnp.asarray([[1, 2], [1, 0]]), 32, axis=1)
+        ids = jnp.repeat(array([[1, 2], [1, 0]]), 32, axis=1)
         descriptor = Descriptor.from_segment_ids_and_pos(ids, jnp.tile(jnp.arange(32), (2, 2)))
         step = attention(AttnMaskType.PADDING_CAUSAL_MASK, descriptor, QKVLayout.THD_THD_THD, 0.1)
     # The forward, then the rows' sums, the gradients of queries, and of keys and values.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax as te
+from tests.jax.compiled import array
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
@@ -30,7 +31,7 @@ on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="XLA's own products run on a G
 
 
 def normal(seed, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return array(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def operand(form, element, seed, rows, depth):

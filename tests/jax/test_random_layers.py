@@ -16,6 +16,7 @@ import pytest
 from flax import linen as nn
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal
 from tests.jax.plain_layers import PLAIN, Buckets
 from tests.jax.test_module_fields import EXCLUDED, OF_A_LAYER, SIZES, keys
 from tests.jax.test_transformer import DECODER, HEADS, data
@@ -62,10 +63,10 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     plain = PLAIN[te_flax.TransformerLayer](**(fields | own_biases))
     shapes = jax.eval_shape(lambda: model.init(keys(1), x, encoded, mask, cross_mask))
     params = jax.tree.map(
-        lambda leaf: 0.15 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
+        lambda leaf: 0.15 * normal(jax.random.key(leaf.size), leaf.shape),
         nn.meta.unbox(shapes)["params"],
     )
-    dy = jax.random.normal(jax.random.key(3), x.shape)
+    dy = normal(jax.random.key(3), x.shape)
 
     def loss(layer, params, x, encoded):
         y = layer.apply({"params": params}, x, encoded, mask, cross_mask, deterministic=False, rngs=keys(4))
@@ -80,11 +81,11 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
         ]
 
     ((_, got), found), ((_, want), wanted) = both(params, x, encoded)
-    np.testing.assert_allclose(got, want, atol=1e-4 * float(jnp.abs(want).max()), rtol=0)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
+    np.testing.assert_allclose(got, want, atol=1e-4 * float(np.abs(want).max()), rtol=0)
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
     for (path, gradient), expected in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
     ):
         # A bias of keys moves all scores of a query alike: its gradient is zero except for rounding.
-        scale = max(float(jnp.abs(expected).max()), 1e-2 * largest)
+        scale = max(float(np.abs(expected).max()), 1e-2 * largest)
         np.testing.assert_allclose(gradient / scale, expected / scale, atol=2e-4, rtol=0, err_msg=str(path))

@@ -13,6 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import normal, ones, unboxed_variables
 from transformer_engine.common import recipe
 
 biased = {"use_bias": True, "bias_init": nn.initializers.normal(0.3)}
@@ -32,7 +33,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled(3)
 def test_layers_broadcast_by_name_alone(name, of):
-    x, settings = jax.random.normal(jax.random.key(0), (2, 16, 32)), RECIPES[of]
+    x, settings = normal(jax.random.key(0), (2, 16, 32)), RECIPES[of]
 
     def step(promotion):
         def loss(variables, x):
@@ -40,8 +41,8 @@ def test_layers_broadcast_by_name_alone(name, of):
 
         quantized = nullcontext() if settings is None else te.autocast(True, settings)
         with jax.numpy_rank_promotion(promotion), quantized:
-            variables = nn.meta.unbox(LAYERS[name].init(jax.random.key(1), x))
-            return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
+            variables = unboxed_variables(LAYERS[name], x)
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, x)
 
     jax.tree.map(np.testing.assert_array_equal, step("allow"), step("raise"))
 
@@ -83,7 +84,7 @@ UNDER = [
 @pytest.mark.sampled(3)
 def test_modules_and_their_gradients_are_traced_under_options(name, of, option, request):
     """An option rejects a call while a program is traced."""
-    x, settings, module = jnp.ones((2, 16, 64)), OF_MODULES[of], MODULES[name]
+    x, settings, module = ones((2, 16, 64)), OF_MODULES[of], MODULES[name]
     given = {"deterministic": True} if name in ("mlp", "layer") else {}
     keys = {"sr_rng": jax.random.key(3)}
 

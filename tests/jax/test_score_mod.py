@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients, variables_of
+from tests.jax.compiled import array, drawn_variables, normal, ones, values_and_gradients
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -23,7 +23,7 @@ from transformer_engine.jax.attention import (
 
 
 def data():
-    q, k, v, dy = jax.random.normal(jax.random.key(0), (4, 2, 6, 4, 8))
+    q, k, v, dy = normal(jax.random.key(0), (4, 2, 6, 4, 8))
     return q, k[:, :, :2], v[:, :, :2], dy
 
 
@@ -97,8 +97,8 @@ def test_modules_hand_it_on():
         hidden_size=16, mlp_hidden_size=16, num_attention_heads=4, self_attn_mask_type="no_mask",
         enable_relative_embedding=False, score_mod=capped,
     )  # fmt: skip
-    x = jnp.ones((2, 6, 16))
-    variables_of(layer, jax.random.key(0), x, deterministic=True, score_mod_tensors=tensors())
+    x = ones((2, 6, 16))
+    drawn_variables(layer, x, deterministic=True, score_mod_tensors=tensors())
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_modules_hand_it_on():
             "graph.matmul",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": jnp.ones(())}, TypeError,
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": ones(())}, TypeError,
             "is not a mapping",
         ),
         (
-            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": {"slope": jnp.ones((4,))}},
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": {"slope": ones((4,))}},
             ValueError, r"score_mod_tensors\['slope'\] is \[4\]; give one element, or 4 dimensions",
         ),
     ],
@@ -240,7 +240,7 @@ def test_given_gradients_of_scores_replace_those_of_jax(function, gradient):
 
 def test_the_older_call_of_packed_rows_is_the_newer_one():
     q, k, v, _ = data()
-    lengths, offsets = jnp.asarray([[2, 3], [4, -1]]), jnp.asarray([[0, 2, 5], [0, 4, -1]])
+    lengths, offsets = array([[2, 3], [4, -1]]), array([[0, 2, 5], [0, 4, -1]])
     kinds = (AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD)
     rest = (*kinds, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, 2)
     old = fused_attn_thd((q, k, v), None, lengths, lengths, offsets, offsets, None, *rest)

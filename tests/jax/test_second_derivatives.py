@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jax.compiled import array, normal
 from transformer_engine.common import recipe
 from transformer_engine.jax import quantize
 from transformer_engine.jax.activation import activation
@@ -26,7 +27,7 @@ HIDDEN = 32
 
 
 def arrays(*shapes):
-    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    return [normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
 
 
 def sets(chosen, count=1, **options):
@@ -50,7 +51,7 @@ def functions(chosen):
             x, gamma, beta, (kernel[:, None], second), (None, None), "layernorm", quantizer_sets=two
         ),
         "grouped_dense": lambda x: grouped_dense(
-            x, jnp.stack([kernel, second]), jnp.asarray([32, 32]), quantizer_set=grouped
+            x, jnp.stack([kernel, second]), array([32, 32]), quantizer_set=grouped
         ),
     }
 
@@ -171,7 +172,7 @@ def test_codes_of_rows_in_groups_are_not_differentiated():
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn,
         q_layout=quantize.QuantizeLayout.ROWWISE, n_groups=2,
     )  # fmt: skip
-    for shape, sizes in ((x.shape, jnp.asarray([30, 34])), ((2, 32, HIDDEN), None)):
+    for shape, sizes in ((x.shape, array([30, 34])), ((2, 32, HIDDEN), None)):
         with pytest.raises(NotImplementedError, match="codes have no derivative"):
             jax.grad(lambda x, sizes=sizes: quantizer.quantize(x, group_sizes=sizes).dequantize().sum())(
                 x.reshape(shape)

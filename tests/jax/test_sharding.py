@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -21,6 +20,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import ones
 from tests.support.programs import search_path
 from transformer_engine.jax import sharding
 
@@ -141,7 +141,7 @@ def test_attention_of_a_sequence_over_devices(compositions, name):
 def test_every_composition_on_eight_devices():
     found = printed_by(PROGRAM.with_name("host_compositions.py"), "--all")
     numbers = [value for value in found.values() if isinstance(value, float)]
-    assert len(numbers) == 5 + 22 + 2 and all(number < 5e-5 for number in numbers)
+    assert len(numbers) == 6 + 22 + 2 and all(number < 5e-5 for number in numbers)
 
 
 def test_the_partitioner_cuts_a_kernel_along_its_rows(compositions):
@@ -180,7 +180,7 @@ def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_rem
         pytest.warns(DeprecationWarning),
         pytest.raises(ValueError, match=r"autocast\(mesh_resource=MeshResource"),
     ):
-        te_flax.DenseGeneral(4, **axes).init(jax.random.key(0), jnp.ones((4, 8)))
+        te_flax.DenseGeneral(4, **axes).init(jax.random.key(0), ones((4, 8)))
 
 
 def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
@@ -219,7 +219,7 @@ def test_an_axis_that_the_mesh_has_not_is_rejected_where_the_resource_and_the_me
 
 
 def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mesh):
-    x, refusal = jnp.ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+    x, refusal = ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
     with pytest.raises(ValueError, match=refusal):
         sharding.get_mesh_axis_size("zz", mesh)
     assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
@@ -231,7 +231,7 @@ def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mes
         ),
         lambda: te_flax._MoEBlock(
             num_experts=2, num_experts_per_tok=1, intermediate_size=4, ep_axis="zz"
-        ).init(jax.random.key(0), jnp.ones((1, 2, 4))),
+        ).init(jax.random.key(0), ones((1, 2, 4))),
     )
     for way in ("with mesh", "set_mesh"):
         with mesh if way == "with mesh" else jax.set_mesh(mesh):
@@ -249,7 +249,7 @@ def test_the_axis_of_a_field_that_a_resource_has_not_is_rejected():
 
 
 def test_a_name_without_a_rule_of_flax_is_left_whole_with_one_warning(mesh):
-    x = jnp.ones((2, 3))
+    x = ones((2, 3))
     rules = (("rows of this test", "dp"), ("columns of this test", None))
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -288,7 +288,7 @@ def test_the_guard_is_restored_and_takes_a_resource_alone():
 
 
 def test_constraints_do_nothing_without_a_mesh_or_names():
-    x = jnp.ones((2, 3))
+    x = ones((2, 3))
     assert sharding.with_sharding_constraint(x, PartitionSpec("dp")) is x
     assert sharding.with_sharding_constraint_by_logical_axes(x, None) is x
     assert sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", None)) is x
@@ -297,7 +297,7 @@ def test_constraints_do_nothing_without_a_mesh_or_names():
 
 
 def test_names_of_ours_without_flax_rules_are_deprecated(mesh):
-    x = jnp.ones((2, 3))
+    x = ones((2, 3))
     with jax.set_mesh(mesh), sharding.global_shard_guard(te.MeshResource(dp_resource="dp")):
         with pytest.warns(DeprecationWarning, match="extend_logical_axis_rules"):
             y = sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", None))
@@ -312,7 +312,7 @@ def test_manual_axes_are_dropped_from_a_constraint(mesh):
 
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(body, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"))
-        np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones((2, 3))), 2 * np.ones((2, 3)))
+        np.testing.assert_array_equal(jax.jit(mapped)(ones((2, 3))), 2 * np.ones((2, 3)))
 
 
 def test_sizes_are_those_of_the_axes_that_a_resource_names():

@@ -17,6 +17,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.bits import assert_same_bytes, torch_step
+from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
@@ -42,7 +43,7 @@ RECIPE = recipe.DelayedScaling(amax_history_len=4, fp8_format=recipe.Format.HYBR
 
 def delayed_set(length: int = 4) -> QuantizerSet:
     def quantizer(dtype):
-        return DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), amax_history=jnp.zeros(length, jnp.float32))
+        return DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), amax_history=zeros(length, jnp.float32))
 
     return QuantizerSet(
         quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e5m2)
@@ -73,13 +74,13 @@ def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length
     ("amax", "want"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
 )
 def test_a_scale_keeps_its_old_value_where_an_amax_gives_none(amax, want):
-    scale = compute_scale_from_amax(jnp.asarray([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
+    scale = compute_scale_from_amax(array([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
     assert scale.shape == (1,)
     assert np.asarray(scale)[0] == np.float32(want)
 
 
 def test_the_cotangent_of_a_state_is_its_next_state():
-    x, kernel = jax.random.normal(jax.random.key(0), (2, 32, 16))
+    x, kernel = normal(jax.random.key(0), (2, 32, 16))
     kernel = kernel.T
 
     def loss(x, kernel, quantizers):
@@ -116,7 +117,7 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
         reference.weight.copy_(torch.from_numpy(weight))
     with te.autocast(True, settings):
         model = te_flax.DenseGeneral(features=16, use_bias=False)
-        state = flax.core.pop(model.init(jax.random.key(0), jnp.asarray(inputs[0])), "params")[0]
+        state = flax.core.pop(drawn_variables(model, jnp.asarray(inputs[0])), "params")[0]
         params = {"kernel": jnp.asarray(weight.T)}
 
         @jax.jit
@@ -142,8 +143,8 @@ def test_a_step_is_traced_once():
     traces = []
     with te.autocast(True, RECIPE):
         model = te_flax.DenseGeneral(features=8)
-        x = jnp.ones((4, 16))
-        state, params = flax.core.pop(model.init(jax.random.key(0), x), "params")
+        x = ones((4, 16))
+        state, params = flax.core.pop(drawn_variables(model, x), "params")
 
         @jax.jit
         def step(params, state, x):
@@ -214,7 +215,7 @@ def _stacked(layers: dict) -> dict:
 @pytest.mark.slow
 def test_scanned_and_recomputed_layers_keep_the_same_state():
     with te.autocast(True, RECIPE):
-        x = jax.random.normal(jax.random.key(1), (16, 32))
+        x = normal(jax.random.key(1), (16, 32))
         plain = nn.meta.unbox(jax.jit(Stack(False, False).init)(jax.random.key(0), x))
         state, params = flax.core.pop(plain, "params")
         losses, after = _train(False, False, params, state, x)
@@ -230,9 +231,9 @@ def test_scanned_and_recomputed_layers_keep_the_same_state():
 
 
 def test_a_kernel_used_twice_gets_the_scale_of_its_larger_amax():
-    first = jax.random.normal(jax.random.key(0), (8, 16))
-    second = 5.0 * jax.random.normal(jax.random.key(1), (8, 16))
-    kernel = jax.random.normal(jax.random.key(2), (16, 4))
+    first = normal(jax.random.key(0), (8, 16))
+    second = 5.0 * normal(jax.random.key(1), (8, 16))
+    kernel = normal(jax.random.key(2), (16, 4))
 
     def loss(quantizers):
         one, other, _ = fan_out(quantizers, 3)
@@ -284,10 +285,10 @@ def test_states_of_devices_that_read_nothing_do_not_count(read):
 
 
 def test_a_module_called_twice_merges_its_states_by_itself():
-    x = jax.random.normal(jax.random.key(0), (16, 32))
+    x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         model = Twice()
-        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+        state, params = flax.core.pop(unboxed_variables(model, x), "params")
 
         def loss(state, x):
             return (model.apply({"params": params, **state}, x) ** 2).sum()
@@ -338,11 +339,11 @@ class Block(nn.Module):
 @pytest.mark.sampled(1)
 def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift, within_block):
     """The scales are those of the larger amax of both calls, in the forward and in the backward pass."""
-    x = jax.random.normal(jax.random.key(0), (16, 32))
-    weights = np.asarray(jax.random.normal(jax.random.key(2), (16, 32)))
+    x = normal(jax.random.key(0), (16, 32))
+    weights = np.asarray(normal(jax.random.key(2), (16, 32)))
     with te.autocast(True, RECIPE):
         model = Shared(lift, within_block)
-        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+        state, params = flax.core.pop(unboxed_variables(model, x), "params")
 
         def loss(state, x):
             return (weights * model.apply({"params": params, **state}, x)).sum()
@@ -377,7 +378,7 @@ class Branch(nn.Module):
 def branch(x):
     """(loss(state, x, both) of a Branch, its state); called within autocast."""
     model = Branch()
-    state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+    state, params = flax.core.pop(unboxed_variables(model, x), "params")
 
     def loss(state, x, both=True):
         return (model.apply({"params": params, **state}, x, both) ** 2).sum()
@@ -386,14 +387,15 @@ def branch(x):
 
 
 def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
-    x = jax.random.normal(jax.random.key(0), (16, 32))
+    x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         loss, new = branch(x)
-        following = jax.grad(loss)(new, x, False)
+        following = jax.jit(jax.grad(loss), static_argnums=2)(new, x, False)
         layer = following["fp8_metas"]["sometimes"]
         assert layer["x_scale"] == 0.0  # JAX's gradient of what was not read
         as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
-        got, want = (jax.value_and_grad(loss)(state, x) for state in (following, as_new))
+        step = jax.jit(jax.value_and_grad(loss))
+        got, want = (step(state, x) for state in (following, as_new))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert np.isfinite(got[0])
     assert got[1]["fp8_metas"]["sometimes"]["x_scale"] > 0
@@ -401,10 +403,10 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
 
 def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
     left_out = DelayedScaleQuantizer(
-        q_dtype=jnp.dtype(jnp.float8_e4m3fn), scale=jnp.zeros(1), amax_history=jnp.zeros(4)
+        q_dtype=jnp.dtype(jnp.float8_e4m3fn), scale=zeros(1), amax_history=zeros(4)
     )
-    new = dataclasses.replace(left_out, scale=jnp.ones(1))
-    for x in (jnp.zeros((16, 16)), jnp.ones((16, 16))):
+    new = dataclasses.replace(left_out, scale=ones(1))
+    for x in (zeros((16, 16)), ones((16, 16))):
 
         def step(quantizer, x=x):
             tensor, amax = quantizer.encode(x)
@@ -415,9 +417,9 @@ def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
 
 def test_groups_whose_state_was_not_read_begin_as_new_ones():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
-    x, kernel = jax.random.normal(jax.random.key(0), (8, 16)), jnp.ones((2, 16, 4))
-    arguments = x, kernel, jnp.asarray([3, 5])
-    new = grouped.init(jax.random.key(1), *arguments)
+    x, kernel = normal(jax.random.key(0), (8, 16)), ones((2, 16, 4))
+    arguments = x, kernel, array([3, 5])
+    new = drawn_variables(grouped, *arguments)
     got = grouped.apply(jax.tree.map(jnp.zeros_like, new), *arguments)
     np.testing.assert_array_equal(got, grouped.apply(new, *arguments))
 
@@ -425,7 +427,7 @@ def test_groups_whose_state_was_not_read_begin_as_new_ones():
 @pytest.mark.parametrize("uses", ["one after another", "scan", "vmap"])
 @pytest.mark.sampled(1)
 def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(uses):
-    x = jax.random.normal(jax.random.key(0), (16, 32))
+    x = normal(jax.random.key(0), (16, 32))
     batches = jnp.stack([x, 5.0 * x])
     with te.autocast(True, RECIPE):
         loss, state = branch(x)
@@ -464,7 +466,7 @@ def test_a_state_that_no_branch_used_stays_as_it_is():
         one, _ = fan_out(quantizers, 2)
 
         def product(q):
-            return dense(jnp.ones((8, 16)), jnp.ones((16, 4)), quantizer_set=q).sum()
+            return dense(ones((8, 16)), ones((16, 4)), quantizer_set=q).sum()
 
         return jax.lax.cond(taken, product, lambda q: 0.0, one)
 
@@ -475,7 +477,7 @@ def test_a_state_that_no_branch_used_stays_as_it_is():
 
 def test_a_public_quantizer_advances_itself():
     quantizer = delayed_set().x
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(jax.random.key(0), (8, 16))
     quantizer.quantize(x)
     amax = np.abs(np.asarray(x)).max()
     np.testing.assert_array_equal(np.asarray(quantizer.amax_history), [0, 0, 0, amax])
@@ -557,14 +559,14 @@ def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
     refused = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
     layer = nn.Dense(4, dot_general=refused())
     with pytest.raises(ValueError, match="backward_override='dequantized'"):
-        layer.init(jax.random.key(0), jnp.ones((8, 16)))
+        layer.init(jax.random.key(0), ones((8, 16)))
 
 
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
     def made(settings):
         with te.autocast(True, settings):
             init = te_flax.DenseGeneral(features=8).init
-            return jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 4)))
+            return jax.eval_shape(init, jax.random.key(0), ones((2, 4)))
 
     state = made(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} == {
@@ -577,9 +579,9 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
 
 
 def test_a_model_without_its_state_is_rejected_with_the_remedy():
-    x = jnp.ones((8, 16))
+    x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
-    variables = model.init(jax.random.key(0), x)
+    variables = drawn_variables(model, x)
     with (
         te.autocast(True, RECIPE),
         pytest.raises(ValueError, match=r'"fp8_metas" has no x_scale .* call init'),
@@ -600,13 +602,13 @@ def test_a_model_without_its_state_is_rejected_with_the_remedy():
 )  # fmt: skip
 def test_a_state_that_is_no_float32_or_of_other_extents_is_rejected(change, error, said):
     """A tree that is cast as a whole was computed with, and only its gradient failed, within a concatenation."""
-    x = jnp.ones((8, 16))
+    x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     with te.autocast(True, RECIPE):
-        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(0), x)), "params")
+        state, params = flax.core.pop(unboxed_variables(model, x), "params")
         with pytest.raises(error, match=said):
             model.apply({"params": params, **jax.tree.map(change, state)}, x)
-        lengthened = {**state["fp8_metas"], "x_amax_history": jnp.zeros((4, 1))}
+        lengthened = {**state["fp8_metas"], "x_amax_history": zeros((4, 1))}
         with pytest.raises(ValueError, match=r"x_amax_history of .* has shape \[4, 1\], not \[length\]"):
             model.apply({"params": params, "fp8_metas": lengthened}, x)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,6 +11,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import drawn_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 
@@ -29,10 +29,10 @@ class Net(nn.Module):
 
 
 def test_a_train_state_overwrites_the_quantizers_state():
-    x = jax.random.normal(jax.random.key(0), (64, 16))
+    x = normal(jax.random.key(0), (64, 16))
     target = x[:, :8]
     model = Net()
-    variables = model.init(jax.random.key(1), x)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
     assert set(variables) == {"params", "_overwrite_with_gradient"}
     state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
 
@@ -67,8 +67,8 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
 
     module = te_flax.wrap_function_in_te_state_module(two_products, RECIPE, "pair")
     assert module.__name__ == "TEWrapper_pair"
-    x, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((6, 2))
-    variables = module().init(jax.random.key(0), x, a, b)
+    x, a, b = ones((4, 8)), ones((8, 6)), ones((6, 2))
+    variables = drawn_variables(module(), x, a, b)
     names = {
         f"{t}_{p}_{leaf}" for t in ("x", "kernel", "grad") for p in "ab" for leaf in ("scale", "amax_history")
     }
@@ -83,7 +83,7 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
         (lambda: te_flax.wrap_function_in_te_state_module(lambda g: g, "delayed"), "instance of a recipe"),
         (
             lambda: te_flax.make_dot_general_cls(RECIPE)().init(
-                jax.random.key(0), jnp.ones((2, 3, 4)), jnp.ones((2, 4, 5)), (((2,), (1,)), ((0,), (0,)))
+                jax.random.key(0), ones((2, 3, 4)), ones((2, 4, 5)), (((2,), (1,)), ((0,), (0,)))
             ),
             "the product has none",
         ),

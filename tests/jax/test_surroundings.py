@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import array, normal, ones, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import checks, sharding
 from transformer_engine.jax.dense import grouped_dense
@@ -20,11 +21,11 @@ from transformer_engine.jax.primitives.attention import masks
 
 
 def test_products_of_groups_and_their_gradients_where_jit_is_switched_off():
-    x = jax.random.normal(jax.random.key(0), (6, 4))
-    kernel = jax.random.normal(jax.random.key(1), (2, 4, 3))
+    x = normal(jax.random.key(0), (6, 4))
+    kernel = normal(jax.random.key(1), (2, 4, 3))
 
     def loss(x, kernel):
-        return (grouped_dense(x, kernel, jnp.array([2, 4])) ** 2).sum()
+        return (grouped_dense(x, kernel, array([2, 4])) ** 2).sum()
 
     compiled = jax.grad(loss, argnums=(0, 1))(x, kernel)
     with jax.disable_jit():
@@ -35,7 +36,7 @@ def test_products_of_groups_and_their_gradients_where_jit_is_switched_off():
 
 @pytest.mark.parametrize("trace", [jax.jit, lambda f: lambda: jax.eval_shape(f)], ids=["jit", "eval_shape"])
 def test_an_array_that_a_trace_closes_over_is_laid_as_one_that_it_is_given(trace):
-    x, mesh = jnp.ones((4, 8)), Mesh(np.asarray(jax.devices()[:1]), ("dp",))
+    x, mesh = ones((4, 8)), Mesh(np.asarray(jax.devices()[:1]), ("dp",))
     with jax.set_mesh(mesh):
         laid = trace(lambda: sharding.with_sharding_constraint(x, PartitionSpec("dp")))()
     assert laid.shape == x.shape and laid.dtype == x.dtype
@@ -45,7 +46,7 @@ def test_init_of_a_sequence_parallel_layer_closes_over_its_inputs():
     layer = te_flax.TransformerLayer(
         hidden_size=16, mlp_hidden_size=16, num_attention_heads=2, enable_sequence_parallel=True
     )
-    x, mesh = jnp.ones((2, 4, 16)), Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
+    x, mesh = ones((2, 4, 16)), Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp")
     alone = jax.eval_shape(lambda key: layer.init(key, x, deterministic=True), jax.random.key(0))
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=resource):
@@ -79,8 +80,8 @@ def test_explicit_axes_that_cut_an_input_are_warned_of(kind):
     ],
 )
 def test_a_mask_that_the_type_does_not_read_is_warned_of_once(kind, other):
-    q, k, v = jnp.ones((3, 1, 4, 2, 8))
-    hidden = jnp.zeros((1, 1, 4, 4), bool)
+    q, k, v = ones((3, 1, 4, 2, 8))
+    hidden = zeros((1, 1, 4, 4), bool)
     masks._warn_of_mask.cache_clear()
     with pytest.warns(UserWarning, match=f"'{kind}', which does not read it.*give '{other}'"):
         te_flax.DotProductAttention(8, 2, attn_mask_type=kind).apply({}, q, k, v, hidden, deterministic=True)
@@ -95,11 +96,11 @@ def test_a_mask_that_the_type_does_not_read_is_warned_of_once(kind, other):
 )
 def test_inputs_without_elements_to_sum_over_are_rejected(layer):
     with pytest.raises(ValueError, match=r"would have shape \(0.*give inputs whose last axis"):
-        layer.init(jax.random.key(0), jnp.ones((4, 0)))
+        layer.init(jax.random.key(0), ones((4, 0)))
 
 
 def test_rows_that_do_not_fill_a_transforms_group_name_the_recipes_switch():
-    layer, x = te_flax.DenseGeneral(features=32), jnp.ones((2, 32))
+    layer, x = te_flax.DenseGeneral(features=32), ones((2, 32))
     rngs = {"params": jax.random.key(0), "sr_rng": jax.random.key(1)}
     with (
         te.autocast(enabled=True, recipe=recipe.NVFP4BlockScaling()),

@@ -10,6 +10,7 @@ from jax import export
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import drawn_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.jax.layernorm import layernorm
@@ -27,7 +28,7 @@ MODULES = {
 def exported(name, x, platforms):
     """(the function of parameters and x, its parameters, the same as exported for any batch)."""
     module, arguments = MODULES[name]
-    variables = module.init(jax.random.key(0), *arguments(x))
+    variables = drawn_variables(module, *arguments(x))
     function = jax.jit(lambda variables, x: module.apply(variables, *arguments(x))[0])
     (batch,) = export.symbolic_shape("batch")
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
@@ -39,7 +40,7 @@ def exported(name, x, platforms):
 @pytest.mark.sampled(1)
 def test_a_batch_that_is_a_symbol_is_computed_as_one_of_its_own(name):
     """Extents were compared with the limits of kernels, "inconclusive", and an expert's rows had to be an int."""
-    x = jax.random.normal(jax.random.key(1), (3, 8, WIDTH))
+    x = normal(jax.random.key(1), (3, 8, WIDTH))
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
         function, variables, program = exported(name, x, None)
         for batch in (1, 3):
@@ -50,7 +51,7 @@ def test_a_batch_that_is_a_symbol_is_computed_as_one_of_its_own(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_kernels_are_not_launched_for_a_batch_that_is_a_symbol(name, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    x = jnp.ones((2, 8, WIDTH), jnp.bfloat16)
+    x = ones((2, 8, WIDTH), jnp.bfloat16)
     _, _, program = exported(name, x, ("cuda",))
     assert "triton_kernel_call_ffi" not in program.mlir_module()
 
@@ -58,9 +59,9 @@ def test_kernels_are_not_launched_for_a_batch_that_is_a_symbol(name, monkeypatch
 @pytest.mark.parametrize("kernels", ["0", "1"])
 def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_allows(kernels, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", kernels)
-    module, x = te_flax.DenseGeneral(features=64), jnp.ones((64, 64), jnp.bfloat16)
+    module, x = te_flax.DenseGeneral(features=64), ones((64, 64), jnp.bfloat16)
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
-        variables = module.init(jax.random.key(0), x)
+        variables = drawn_variables(module, x)
         run = jax.jit(module.apply)
         needed = "triton_kernel_call_ffi" if kernels == "1" else "LayoutConstraint"
         with pytest.raises(ValueError, match=needed):
@@ -74,7 +75,7 @@ def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_al
 
 
 def test_a_kernel_forced_on_a_symbol_is_rejected():
-    gamma = jnp.ones(WIDTH)
+    gamma = ones(WIDTH)
     (batch,) = export.symbolic_shape("batch")
     program = jax.jit(lambda x: layernorm(x, gamma, None, "rmsnorm"))
     with (

@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax import export
 
 import transformer_engine.jax.flax as te
+from tests.jax.compiled import drawn_variables, normal
 
 HEADS = {"head_dim": 8, "num_attention_heads": 4, "transpose_batch_sequence": False, "attention_dropout": 0.0}
 LAYER = {
@@ -33,8 +34,8 @@ def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
     """(the outputs and gradients of the exported program for 3 rows of 16 tokens, those of the module itself)"""
     make, tails = MODULES[name]
     module = make()
-    arrays = [jax.random.normal(jax.random.key(place), (3, 16, *tail)) for place, tail in enumerate(tails)]
-    variables = module.init(jax.random.key(9), *arrays, deterministic=True)
+    arrays = [normal(jax.random.key(place), (3, 16, *tail)) for place, tail in enumerate(tails)]
+    variables = drawn_variables(module, *arrays, deterministic=True)
 
     def run(*arrays: jax.Array) -> Any:
         def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
@@ -50,7 +51,7 @@ def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
 
 def near(got: jax.Array, want: jax.Array) -> None:
     """Sums of float32 in the order that XLA takes for other shapes."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(np.abs(want).max()))
 
 
 @pytest.mark.sampled(3)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import normal, unboxed_variables, variables_of
 from transformer_engine.common import recipe
 
 RECIPE = recipe.DelayedScaling(amax_history_len=4)
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def batch(step: int):
-    return jax.random.normal(jax.random.key(step), (16, 8))
+    return normal(jax.random.key(step), (16, 8))
 
 
 def begin():
@@ -76,7 +76,7 @@ def test_a_train_state_overwrites_the_state_by_its_gradient():
             return nn.Dense(4, dot_general=te_flax.make_dot_general_cls(RECIPE)())(x)
 
     x = batch(0)
-    variables = variables_of(Dense(), jax.random.key(0), x)
+    variables = unboxed_variables(Dense(), x)
     train_state = TrainState.create(apply_fn=Dense().apply, params=dict(variables), tx=OPTIMIZER)
 
     @jax.jit

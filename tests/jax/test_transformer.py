@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import variables_of
+from tests.jax.compiled import array, normal, ones, unboxed_variables
 from transformer_engine.common import recipe
 from transformer_engine.jax.flax.transformer import (
     LoRAScope,
@@ -36,7 +36,7 @@ def turned(x, windows, method):
     """RoPE by complex numbers."""
     half = x.shape[-1] // 2
     scales = windows[0] * (windows[1] / windows[0]) ** (np.arange(half) / half)
-    phase = jnp.asarray(np.exp(1j * np.arange(x.shape[1])[:, None] / scales))[None, :, None]
+    phase = array(np.exp(1j * np.arange(x.shape[1])[:, None] / scales))[None, :, None]
     if method == "alternate":
         z = (x[..., :half] + 1j * x[..., half:]) * phase
         return jnp.concatenate((z.real, z.imag), -1)
@@ -222,8 +222,8 @@ LAYERS = [
 
 def data(fields):
     keys = jax.random.split(jax.random.key(0), 2)
-    x = jax.random.normal(keys[0], (BATCH, TOKENS, HIDDEN))
-    encoded = jax.random.normal(keys[1], (BATCH, TOKENS + 2, HIDDEN)) if "layer_type" in fields else None
+    x = normal(keys[0], (BATCH, TOKENS, HIDDEN))
+    encoded = normal(keys[1], (BATCH, TOKENS + 2, HIDDEN)) if "layer_type" in fields else None
     mask = np.zeros((BATCH, 1, TOKENS, TOKENS), bool)
     mask[0, ..., 6:] = True
     cross = np.zeros((BATCH, 1, TOKENS, TOKENS + 2), bool)
@@ -238,14 +238,12 @@ def layer(fields):
 
 
 def parameters(model, x, encoded, mask, cross):
-    variables = variables_of(model, jax.random.key(1), x, encoded, mask, cross, deterministic=True)
+    variables = unboxed_variables(model, x, encoded, mask, cross, deterministic=True)
     state, params = flax.core.pop(variables, "params")
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     # Away from zero: biases, second factors of low rank and sinks begin there.
-    leaves = [
-        leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)
-    ]
+    leaves = [leaf + 0.02 * normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves), state
 
 
@@ -256,7 +254,7 @@ def test_a_layer_is_the_plain_one(fields):
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
     model = layer(fields)
     params, _ = parameters(model, swap(x), encoded, mask, cross)
-    dy = jax.random.normal(jax.random.key(3), x.shape)
+    dy = normal(jax.random.key(3), x.shape)
 
     def ours(params, x):
         return (
@@ -269,13 +267,15 @@ def test_a_layer_is_the_plain_one(fields):
     value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(params, x)
     want, want_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(params, x)
     np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-4)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want_grads))
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(want_grads))
     for (path, got), expected in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
     ):
         # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
-        scale = max(float(jnp.abs(expected).max()), 1e-2 * largest)
-        np.testing.assert_allclose(got / scale, expected / scale, atol=2e-4, err_msg=str(path))
+        scale = max(float(np.abs(expected).max()), 1e-2 * largest)
+        np.testing.assert_allclose(
+            np.asarray(got) / scale, np.asarray(expected) / scale, atol=2e-4, err_msg=str(path)
+        )
 
 
 FSDP, TP, JOINED, WHOLE = "nvte_w_fsdp", "nvte_w_tp", "nvte_w_joined", "nvte_w_no_shard"
@@ -407,7 +407,7 @@ def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
 )
 def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
     """With the keys that jax.random.split makes of the parameter's own; the query's divided by sqrt(head_dim)."""
-    x, draw = jnp.ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
+    x, draw = ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
     fields = {"num_gqa_groups": groups, "input_layernorm": False, "kernel_init": draw}
     model = te_flax.MultiHeadAttention(8, HEADS, **fields)
     variables = jax.jit(lambda key: model.init(key, x, x, deterministic=True))(jax.random.key(0))
@@ -477,7 +477,7 @@ def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
 def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settings, dtype, tolerance):
     x, encoded, mask, cross = data(fields)
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
-    model, dy = layer(fields), jax.random.normal(jax.random.key(3), x.shape)
+    model, dy = layer(fields), normal(jax.random.key(3), x.shape)
     low = jax.tree.map(lambda y: y.astype(dtype), (swap(x), encoded))
     with te.autocast(settings is not None, settings):
         params, state = parameters(model, swap(x), encoded, mask, cross)
@@ -514,7 +514,7 @@ def test_dropout_repeats_with_its_key():
         hidden_size=HIDDEN, mlp_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.5,
         hidden_dropout_dims=(1,), attention_dropout=0.3, intermediate_dropout=0.2, drop_path=0.2,
     )  # fmt: skip
-    params = variables_of(model, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    params = unboxed_variables(model, x)
     draw = jax.jit(lambda key: model.apply(params, x, rngs={"dropout": key}))
 
     def run(seed):
@@ -526,7 +526,7 @@ def test_dropout_repeats_with_its_key():
 
 @pytest.mark.parametrize("method", ["consecutive", "alternate"])
 def test_rotary_embedding_turns_pairs(method):
-    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    x = normal(jax.random.key(0), (2, 5, 3, 8))
     got = rotary_pos_emb(x, (1, 100), False, method)
     np.testing.assert_allclose(got, turned(x, (1, 100), method), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(
@@ -553,21 +553,24 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
 
 def test_a_layer_takes_the_width_of_its_inputs():
     """hidden_size gives the width of heads alone: 16 / 4 heads here, whatever the inputs' width is."""
-    x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
+    x = normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
     model = te_flax.TransformerLayer(
         hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
     )
-    y, variables = model.init_with_output(jax.random.key(1), x, deterministic=True)
-    p = nn.meta.unbox(variables["params"])
-    assert p["attention"]["qkv"]["kernel"].shape == (HIDDEN, 3, 16)
-    q, k, v = jnp.moveaxis(product(norm(x, p["attention"]["qkv"], "layernorm"), p["attention"]["qkv"]), -2, 0)
-    q, k, v = (z.reshape(BATCH, TOKENS, HEADS, 4) for z in (q, k, v))
-    bias = relative(p["relpos_bias"]["rel_embedding"], True)
-    scores = jnp.where(np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf)
-    attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(BATCH, TOKENS, 16)
-    x = x + product(attended, p["attention"]["out"])
-    want = x + plain_mlp(p["mlp"], x, {})[0]
-    np.testing.assert_allclose(y, want, atol=1e-5, rtol=1e-5)
+    params = unboxed_variables(model, x, deterministic=True)["params"]
+    assert params["attention"]["qkv"]["kernel"].shape == (HIDDEN, 3, 16)
+
+    def plain(p, x):
+        rows = product(norm(x, p["attention"]["qkv"], "layernorm"), p["attention"]["qkv"])
+        q, k, v = (z.reshape(BATCH, TOKENS, HEADS, 4) for z in jnp.moveaxis(rows, -2, 0))
+        bias = relative(p["relpos_bias"]["rel_embedding"], True)
+        scores = jnp.where(np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf)
+        attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(BATCH, TOKENS, 16)
+        x = x + product(attended, p["attention"]["out"])
+        return x + plain_mlp(p["mlp"], x, {})[0]
+
+    y = jax.jit(lambda params, x: model.apply({"params": params}, x, deterministic=True))(params, x)
+    np.testing.assert_allclose(y, jax.jit(plain)(params, x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -585,7 +588,7 @@ def test_a_layer_takes_the_width_of_its_inputs():
     ],
 )
 def test_a_bad_layer_is_rejected_with_value_limit_and_remedy(fields, encoded, sentence):
-    x = jnp.ones((1, 4, HIDDEN))
+    x = ones((1, 4, HIDDEN))
     model = te_flax.TransformerLayer(**({"hidden_size": HIDDEN, "num_attention_heads": HEADS} | fields))
     with pytest.raises((ValueError, TypeError), match=sentence):
         model.init(jax.random.key(0), x, x if encoded else None, deterministic=True)
@@ -599,7 +602,7 @@ def test_relative_biases_ask_for_two_buckets():
 @pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
 def test_unquantized_projections_of_the_same_values_stay_products_of_their_own(fused, apart):
     """XLA for a GPU joins products that share an operand, unless a barrier stands between it and all but one."""
-    x = jnp.ones((1, 8, 32), jnp.bfloat16)
+    x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
         head_dim=8, num_attention_heads=4, num_gqa_groups=2, fuse_qkv_params=fused, dtype=jnp.bfloat16
     )

@@ -4,7 +4,7 @@ XLA flushes subnormal float32 numbers to zero on a CPU, and divides with an erro
 the codes depends on the scales, so their arithmetic is done here. Operands are >= 0, infinite or NaN; arrays of scales
 are small.
 
-n and d below are mantissas in [2^23, 2^24): a value is n * 2^(e - 23).
+n and d below are mantissas in [2^23, 2^24).
 """
 
 from __future__ import annotations
@@ -51,23 +51,19 @@ def largest_over(amax: Array, axes: tuple[str, ...]) -> Array:
     return float_of(lax.pmax(bits_of(amax), axes)) if axes else amax
 
 
+@jax.jit  # the trace of about 100 operations is cached for each shape
 def divide(numerator: Array | float, denominator: Array) -> Array:
     """Return numerator / denominator in float32, correctly rounded."""
     a, b = bits_of(jnp.asarray(numerator, jnp.float32)), bits_of(denominator)
-    n, n_exponent = _normalized(a)
-    d, d_exponent = _normalized(b)
-    # 27 bits of the quotient: one in front of the point, then long division with digits of 8, 8, 8 and 2 bits.
-    quotient = (n >= d).astype(jnp.uint32)
-    rest = n - d * quotient
-    for width in (8, 8, 8, 2):
-        shifted = rest << width
-        digit = shifted // d
-        rest = shifted - digit * d
-        quotient = (quotient << width) | digit
-    result = _rounded(quotient, n_exponent - d_exponent, rest != 0)
+    n, n_field = _normalized(a)
+    d, d_field = _normalized(b)
+    below_one = (n < d).astype(jnp.int32)
+    n = n << below_one.astype(jnp.uint32)
+    q = _quotient(n, d, n.astype(jnp.float32) / d.astype(jnp.float32))
+    result = _rounded(q, n_field - d_field + 127 - below_one)
     result = jnp.where((a == 0) | (b == INFINITY), 0, result)
     result = jnp.where((b == 0) | (a == INFINITY), INFINITY, result)
-    undefined = (a > INFINITY) | (b > INFINITY) | ((a == 0) & (b == 0)) | ((a == INFINITY) & (b == INFINITY))
+    undefined = (jnp.maximum(a, b) > INFINITY) | (jnp.minimum(a, b) == INFINITY) | ((a | b) == 0)
     return float_of(jnp.where(undefined, NAN, result))
 
 
@@ -76,22 +72,28 @@ def reciprocal(values: Array) -> Array:
     return divide(1.0, values)
 
 
+@jax.jit
 def multiply(first: Array, second: Array | float) -> Array:
     """Return first * second in float32, correctly rounded."""
     a, b = bits_of(first), bits_of(jnp.asarray(second, jnp.float32))
-    n, n_exponent = _normalized(a)
-    d, d_exponent = _normalized(b)
+    n, n_field = _normalized(a)
+    d, d_field = _normalized(b)
     # 48 bits of the product from halves of 12 bits: high * 2^24 + low.
     n_high, n_low, d_high, d_low = n >> 12, n & 0xFFF, d >> 12, d & 0xFFF
     cross = n_high * d_low + n_low * d_high
     low = n_low * d_low + ((cross & 0xFFF) << 12)
     high = n_high * d_high + (cross >> 12) + (low >> 24)
-    low = low & 0xFFFFFF
-    result = _rounded((high << 3) | (low >> 21), n_exponent + d_exponent + 1, (low & 0x1FFFFF) != 0)
+    two_or_more = high >> 23
+    # Bits 47 to 22 of the product, or 46 to 21 of a product below two.
+    last = 21 + two_or_more
+    q = (high << (24 - last)) | ((low & 0xFFFFFF) >> last)
+    q = q | ((low & ((jnp.uint32(1) << last) - 1)) != 0).astype(jnp.uint32)
+    result = _rounded(q, n_field + d_field - 127 + two_or_more.astype(jnp.int32))
     result = jnp.where((a == 0) | (b == 0), 0, result)
-    result = jnp.where((a == INFINITY) | (b == INFINITY), INFINITY, result)
-    infinite_nothing = ((a == 0) & (b == INFINITY)) | ((a == INFINITY) & (b == 0))
-    return float_of(jnp.where((a > INFINITY) | (b > INFINITY) | infinite_nothing, NAN, result))
+    largest = jnp.maximum(a, b)
+    result = jnp.where(largest == INFINITY, INFINITY, result)
+    undefined = (largest > INFINITY) | ((largest == INFINITY) & (jnp.minimum(a, b) == 0))
+    return float_of(jnp.where(undefined, NAN, result))
 
 
 # Compiled as one program also in eager mode, where it would take seconds operation by operation.
@@ -105,32 +107,43 @@ def scaled(values: Array, scale: Array) -> Array:
 
 
 def _normalized(bits: Array) -> tuple[Array, Array]:
-    """Return mantissa (uint32 in [2^23, 2^24)) and exponent (int32) of positive finite float32 bits."""
-    field = bits >> 23
-    mantissa = bits & _MANTISSA
-    missing = jnp.maximum(lax.clz(mantissa) - 8, 0)
-    n = jnp.where(field == 0, mantissa << missing, mantissa | _LEADING)
-    exponent = jnp.where(field == 0, -126 - missing, field - 127)
-    # Zero has no leading bit; any mantissa will do, since its result is replaced.
-    return jnp.where(n == 0, _LEADING, n).astype(jnp.uint32), exponent
+    """Return the mantissa n, uint32, and the exponent field, int32, of positive finite float32 bits.
+
+    The value is n * 2^(field - 127 - 23). The field of a subnormal value is 0 or less, as if more exponents existed.
+    Zero has no leading bit. Its mantissa is that of one, because its result is replaced.
+    """
+    missing = jnp.maximum(lax.clz(bits) - 8, 0)
+    n = ((bits << missing) & _MANTISSA) | _LEADING
+    return n.astype(jnp.uint32), jnp.maximum(bits >> 23, 1) - missing
 
 
-def _rounded(q: Array, exponent: Array, inexact: Array) -> Array:
-    """Return the float32 bits of q * 2^(exponent - 26), ties to even; q uint32 in [2^25, 2^27).
+def _quotient(n: Array, d: Array, estimate: Array) -> Array:
+    """Return n / d in [1, 2) as uint32, times 2^25; the last bit is also set if nonzero bits follow it.
 
     Args:
-        inexact: Whether nonzero bits follow the last bit of q.
+        n: uint32 in [2^23, 2^25).
+        d: Mantissa.
+        estimate: n / d in float32, off by less than 8 units in the last place. XLA is off by 2 units on a GPU.
     """
-    small = q < (1 << 26)
-    q = jnp.where(small, q << 1, q)
-    field = exponent + 127 - small.astype(jnp.int32)
-    shift = jnp.clip(3 + 1 - field, 3, 28).astype(jnp.uint32)
-    q = q | inexact.astype(jnp.uint32)
-    kept = q >> shift
-    half = jnp.uint32(1) << (shift - 1)
-    below = q & ((jnp.uint32(1) << shift) - 1)
-    up = (below > half) | ((below == half) & ((kept & 1) == 1))
-    kept = (kept + up.astype(jnp.uint32)).astype(jnp.int32)
+    # Units of 2^-23. The quotient is at most 32 units too small, so that its remainder has at most 29 bits.
+    quotient = (estimate * 2.0**23).astype(jnp.uint32) - 16
+    rest = (n << 23) - quotient * d
+    missing = lax.div(rest, d)
+    quotient, rest = quotient + missing, (rest - missing * d) << 1
+    half = (rest >= d).astype(jnp.uint32)
+    return (quotient << 2) | (half << 1) | (rest != half * d).astype(jnp.uint32)
+
+
+def _rounded(q: Array, field: Array) -> Array:
+    """Return the float32 bits of q * 2^(field - 127 - 25), ties to even, subnormal or infinite ones included.
+
+    Args:
+        q: uint32 in [2^25, 2^26); its last bit is also set if nonzero bits follow it.
+        field: Exponent field of the result, which may be outside of those of float32.
+    """
+    shift = jnp.minimum(jnp.maximum(3 - field, 2), 27).astype(jnp.uint32)
+    below_half = ((jnp.uint32(1) << shift) >> 1) - 1
+    kept = (q + below_half + ((q >> shift) & 1)) >> shift
     # A mantissa that rounds up to the next power of two carries into the exponent, which is right as it stands.
-    bits = jnp.where(field >= 1, ((field - 1) << 23) + kept, kept)
-    return jnp.where((field >= 255) | (bits >= INFINITY), INFINITY, bits)
+    bits = (jnp.maximum(field - 1, 0).astype(jnp.uint32) << 23) + kept
+    return jnp.minimum(bits, INFINITY).astype(jnp.int32)
