@@ -105,17 +105,20 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], files: 
     form, *rest = arguments
     paths = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     try:
+        if form == "-m":
+            sys.argv, sys.path[:] = rest, [folder, *paths]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+            return
+        # The module stays in sys.modules to the end of the process. Deleting a process group with the variables of a
+        # program, as `runpy.run_path` does, can wait forever for one of its threads, which waits for the interpreter.
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
         if form == "-c":
             program, *sys.argv[1:] = rest
             sys.argv[0], sys.path[:] = "-c", ["", *paths]
-            main = types.ModuleType("__main__")
-            sys.modules["__main__"] = main
             exec(compile(program, "<string>", "exec"), vars(main))
-        elif form == "-m":
-            sys.argv, sys.path[:] = rest, [folder, *paths]
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
+            main.__file__ = form
             sys.argv, sys.path[:] = arguments, [str(Path(form).resolve().parent), *paths]
-            runpy.run_path(form, run_name="__main__")
+            exec(compile(Path(form).read_bytes(), form, "exec"), vars(main))
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends its processes without these
