@@ -1,4 +1,4 @@
-"""The programs of the page "Several devices" run on two processes and print what the page says; slowly, by torchrun."""
+"""Programs of the page "Several devices" print the output shown there, on two processes; slow tests use torchrun."""
 
 from __future__ import annotations
 

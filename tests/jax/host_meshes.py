@@ -148,7 +148,7 @@ def in_blocks(settings: Any) -> Case:
 
 
 def cases() -> dict[str, Case]:
-    """Return each case by name; its arrays are computed here, after `start_on_host_devices`."""
+    """Return the cases and their names. Their arrays are computed here, after `start_on_host_devices`."""
     return {
         "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
         # Each device holds 32, 16 or 128 of the 64 contracted elements, and shares a block with other devices.

@@ -84,28 +84,26 @@ def communicate(name: str) -> Any:
     return collective
 
 
-def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
-    """Return scales of blocks in cuBLASLt's layout; a copy has a symbol of its own."""
-    made = block_scale_memory(operand, shape)
-    if made is not operand.scale:
-        memory[made.data_ptr()] = hash(("layout", read(operand.scale.data_ptr())))
+def named(operation: str, made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return the result of an operation of torch; if it is a copy, the copy gets a symbol of operation and source."""
+    if made.data_ptr() != source.data_ptr():
+        memory[made.data_ptr()] = hash((operation, read(source.data_ptr())))
     return made
+
+
+def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
+    """Return scales of blocks in cuBLASLt's layout."""
+    return named("layout", block_scale_memory(operand, shape), operand.scale)
 
 
 def sent_shard(part: torch.Tensor, group: Any) -> Any:
-    """Start to gather codes or scales; those that are not contiguous are copied, with a symbol of the copy."""
-    made = part.contiguous()
-    if made is not part:
-        memory[made.data_ptr()] = hash(("contiguous", read(part.data_ptr())))
-    return send_shard(made, group)
+    """Start to gather codes or scales, which are copied if they are not contiguous."""
+    return send_shard(named("contiguous", part.contiguous(), part), group)
 
 
 def joined_shards(received: operands._Received, ranks: int, axis: int) -> torch.Tensor:
-    """Return gathered codes or scales; those that are joined along the last axis are a copy with a symbol."""
-    made = wait_for_shards(received, ranks, axis)
-    if made.data_ptr() != received.bytes.data_ptr():
-        memory[made.data_ptr()] = hash(("joined", read(received.bytes.data_ptr())))
-    return made
+    """Return gathered codes or scales, which are copied if they are joined along the last axis."""
+    return named("joined", wait_for_shards(received, ranks, axis), received.bytes)
 
 
 class Kernel:

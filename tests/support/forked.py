@@ -83,7 +83,7 @@ class Program:
 def output(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
 ) -> str:
-    """Return what a program prints; fail with the end of its standard error if its exit status is not 0."""
+    """Return the output of a program; fail with the end of its standard error if its exit status is not 0."""
     program = Program(arguments, folder, environment)
     status = program.finish(patience)
     assert status == 0, f"exit status {status}: {program.errors[-3000:]}"

@@ -7,7 +7,7 @@ Every rank has two buffers that the other ranks can read and write. Consecutive 
 | 1 | copy this rank's rows to its buffer | multiply the rows of each other rank, into that rank's buffer |
 | 2 | barrier | multiply this rank's rows |
 | 3 | on a second stream, copy the rows of other ranks | barrier |
-| 4 | meanwhile multiply this rank's rows, then those of each rank that arrived | add the rows in this rank's buffer |
+| 4 | beside the copies, multiply this rank's rows and then each other rank's | add the rows in this rank's buffer |
 
 Gathers use copy engines, and products store their results directly in the memory of peers, whereas the kernels of a
 process group occupy multiprocessors. `wait` runs the barrier of a reduce-scatter, so that a rank that is ahead does
@@ -33,10 +33,8 @@ from .symmetric_memory import Peers
 
 _ALIGNMENT = 256  # of the parts of a message, in bytes
 _MAX_CACHED_LAYOUTS = 64  # of messages, per buffer
-_BARRIER_MS = (
-    600_000  # after which a barrier fails because a rank does not take part, as long as NCCL waits by default
-)
-
+# After this time a barrier fails because a rank does not take part. NCCL waits as long by default.
+_BARRIER_MS = 600_000
 
 Layout = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the parts of a message
 
@@ -187,7 +185,7 @@ def is_captured(current: Any) -> bool:
 class GatheredRows:
     """Rows of all ranks, which arrive rank by rank.
 
-    Deleting an incomplete object makes the current stream wait for its copies.
+    If the object is deleted before `wait`, the current stream waits for its copies.
 
     Args:
         buffers: The buffers.
@@ -196,6 +194,8 @@ class GatheredRows:
         rebuild: Returns the matrix of such tensors.
     """
 
+    _complete = True  # until copies begin
+
     def __init__(
         self,
         buffers: PeerBuffers,
@@ -203,7 +203,6 @@ class GatheredRows:
         layout: Layout,
         rebuild: Callable[[Sequence[Tensor]], Any],
     ):
-        self._complete = False
         self._buffers, current = buffers, buffers.current_stream()
         self._buffer = buffers.next_buffer(current)
         self.rank, self.ranks, self._rebuild = buffers.rank, buffers.ranks, rebuild
@@ -218,6 +217,7 @@ class GatheredRows:
         rows = [stacked.unbind() for stacked in self._stacked]
         self._rows = list(zip(*rows, strict=True))
         self._arrivals: dict[int, Any] = {}
+        self._complete = False
         with buffers.copying(current):
             for rank in (*self.order()[1:], self.rank):
                 sources = message.own if rank == self.rank else message.of_rank[rank]

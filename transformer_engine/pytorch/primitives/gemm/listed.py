@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...runtime.symbols import Form, Instructions, NotListed, Symbol
 from ..operand import Operand, OwnedOperand
 from . import composed, cublaslt_fused, request
-from .block_scales import BLOCK, LINE, block_scale_memory
+from .block_scales import block_scale_memory
 from .composed import GELU, GELU_GRADIENT
 from .cublaslt_plan import CublasPlan
 from .request import Epilogue
@@ -105,20 +105,16 @@ def _scales(*operands: Operand) -> tuple[Any, ...]:
 
 def _block_scales(operand: Operand) -> Any:
     """Return scales of blocks in cuBLASLt's layout; append a copy if they have another one, as after a gather."""
-    scale: Any = operand.scale
-    rows = operand.rows
-    if operand.format == BLOCK_2D:
-        form = Form.contiguous((scale.shape[0], round_up(operand.depth // BLOCK, LINE)), scale.dtype)
-    else:
-        form = Form((rows, scale.shape[1]), (1, rows), scale.dtype)
-    if tuple(scale.shape) == form.shape and scale.stride() == form.strides:
-        return scale
-    if operand.format == BLOCK_1D and scale.shape[0] != rows:
-        raise NotListed("there are not as many scales of 1x128 blocks as rows")
-    settings, shape = operand._replace(codes=None, scale=None, amax=None), (rows, operand.depth)  # pyright: ignore
     codes: Any = operand.codes
     instructions: Instructions = codes.instructions
-    (copied,) = instructions.apply(
-        lambda given: (block_scale_memory(settings._replace(scale=given), shape),), [scale], [form]
-    )
+    scale: Any = instructions.symbol(operand.scale)
+    settings, shape = operand._replace(codes=None, scale=None, amax=None), (operand.rows, operand.depth)  # pyright: ignore
+
+    def in_library_layout(given: Tensor) -> tuple[Tensor]:
+        return (block_scale_memory(settings._replace(scale=given), shape),)
+
+    (expected,) = in_library_layout(scale.meta)
+    if expected is scale.meta:
+        return scale
+    (copied,) = instructions.apply(in_library_layout, [scale], [Form.of(expected)])
     return copied
