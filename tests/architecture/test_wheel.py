@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from packaging.version import Version
 
 from tests.architecture.source import ROOT
 from transformer_engine import __version__
+
+PATHS = (
+    "/issues",
+    "/blob/main/CHANGELOG.md",
+    "/tree/main/docs",
+)  # as hosts such as GitHub and Gitea name them
 
 
 def packages() -> list[Path]:
@@ -38,14 +45,20 @@ def test_the_build_names_every_package():
     assert "exclude =" not in project.partition("[tool.hatch")[2].partition("[tool.ruff]")[0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed")
-def test_the_wheel_holds_the_marks(tmp_path: Path):
+@pytest.mark.parametrize("repository", ["", "https://example.org/team/engine/"])
+def test_the_wheel_holds_the_marks_and_the_urls_of_its_publisher(repository: str, tmp_path: Path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"transformer_engine-{__version__}-py3-none-any.whl"
-    names = zipfile.ZipFile(wheel).namelist()
-    assert all(f"{path.name}/py.typed" in names for path in packages())
+    environment = os.environ | {"REPOSITORY_URL": repository}
+    subprocess.run(build, cwd=ROOT, env=environment, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name == f"transformer_engine-{__version__}-py3-none-any.whl"
+    wheel = zipfile.ZipFile(path)
+    assert {f"{package.name}/py.typed" for package in packages()} <= set(wheel.namelist())
+    (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    urls = message_from_bytes(wheel.read(metadata)).get_all("Project-URL", [])
+    assert [url.partition(", ")[2] for url in urls] == (
+        [f"https://example.org/team/engine{path}" for path in ("", *PATHS)] if repository else []
+    )
 
 
 def test_the_version_comes_after_the_originals_release_and_before_its_next():
