@@ -20,7 +20,7 @@ else:
 @pytest.fixture(scope="module")
 def as_users_compile():
     """XLA with its optimizations, for modules that compare bits: fusions are what breaks them."""
-    compile_quickly(False)
+    compile_quickly(jax.config.jax_disable_jit)  # operation by operation nothing is fused
     yield
     compile_quickly(True)
 
