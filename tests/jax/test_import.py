@@ -87,7 +87,9 @@ def test_recipes_are_attributes_of_either_side(name):
 
 
 def test_the_pytorch_side_imports_no_jax():
-    program = "import transformer_engine\ntransformer_engine.pytorch\nimport sys; print(' '.join(sys.modules))"
+    program = (
+        "import transformer_engine\ntransformer_engine.pytorch\nimport sys; print(' '.join(sys.modules))"
+    )
     found = set(forked.output(["-c", program], ROOT, os.environ).split())
     assert "transformer_engine.pytorch" in found and not found & {"jax", "flax"}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.jax.bits import assert_same_bytes, matrix, to_torch
 from tests.jax.stored_bits import BOTH, FILE, SPECS, fits, of_torch, program, random_numbers, torch_digests
-from tests.support.programs import search_path
+from tests.support import forked
+from tests.support.programs import ROOT, search_path
 from transformer_engine.common.formats import E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives import quantize as ours
@@ -80,12 +79,10 @@ def test_the_stored_digests_are_those_of_the_torch_reference():
 )
 def test_without_torch_the_bits_are_those_of_the_stored_digests(options, least):
     code = "import sys; sys.modules['torch'] = None; from tests.jax import stored_bits; stored_bits.main()"
-    environment = os.environ | {"PYTHONPATH": search_path(), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    facts = json.loads(
+        forked.output(["-c", code, *options], ROOT, environment, framework="jax").splitlines()[-1]
     )
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["different"] == [] and facts["cases"] >= least
 
 
