@@ -353,7 +353,10 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     leaves, tree = jax.tree.flatten(params)
     moved = zip(leaves, jax.random.split(jax.random.key(2), len(leaves) + 1), strict=False)
     # Away from zero: second factors of low rank and sinks begin there.
-    params = jax.tree.unflatten(tree, [leaf + 0.02 * normal(key, leaf.shape) for leaf, key in moved])
+    params = jax.tree.unflatten(
+        tree,
+        [np.asarray(leaf) + np.float32(0.02) * np.asarray(normal(key, leaf.shape)) for leaf, key in moved],
+    )
     places = tuple(differentiable(arguments))
 
     def values_of(one, params, given):

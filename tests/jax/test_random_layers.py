@@ -63,7 +63,7 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     plain = PLAIN[te_flax.TransformerLayer](**(fields | own_biases))
     shapes = jax.eval_shape(lambda: model.init(keys(1), x, encoded, mask, cross_mask))
     params = jax.tree.map(
-        lambda leaf: 0.15 * normal(jax.random.key(leaf.size), leaf.shape),
+        lambda leaf: np.float32(0.15) * np.asarray(normal(jax.random.key(leaf.size), leaf.shape)),
         nn.meta.unbox(shapes)["params"],
     )
     dy = normal(jax.random.key(3), x.shape)
@@ -88,4 +88,5 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     ):
         # A bias of keys moves all scores of a query alike: its gradient is zero except for rounding.
         scale = max(float(np.abs(expected).max()), 1e-2 * largest)
-        np.testing.assert_allclose(gradient / scale, expected / scale, atol=2e-4, rtol=0, err_msg=str(path))
+        got, want = np.asarray(gradient) / scale, np.asarray(expected) / scale
+        np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=str(path))
