@@ -243,8 +243,15 @@ def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, An
     return modules
 
 
+# Always the modules of a layer. test_random_layers.py and test_transformer.py always compare layers.
+QUICK = (te_flax.DenseGeneral, te_flax.LayerNorm, te_flax.LayerNormMLP)
 CASES = [
-    pytest.param(cls, fields, id=f"{cls.__name__}-{place}", marks=[pytest.mark.slow] if place > 0 else [])
+    pytest.param(
+        cls,
+        fields,
+        id=f"{cls.__name__}-{place}",
+        marks=[] if cls in QUICK and place == 0 else [pytest.mark.slow],
+    )
     for cls, of_module in FIELDS.items()
     for place, fields in enumerate(covering(of_module))
 ]
@@ -392,6 +399,5 @@ def near(got: Any, want: Any, least: float, name: str) -> None:
 
 
 @pytest.mark.parametrize(("cls", "fields"), CASES)
-@pytest.mark.sampled(3)
 def test_a_module_of_many_fields_is_the_plain_one(cls, fields):
     agree(cls, fields)

@@ -149,7 +149,7 @@ def test_predicates_of_a_layout(layout, expected):
 def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
     x = drawn(128, 128)
     for q_dtype in mode.get_compatible_q_dtypes():
-        made = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(x)
+        made = jax.eval_shape(QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x)
         for tensor in (made.rowwise_tensor, made.colwise_tensor):
             assert tensor.data.dtype == q_dtype and tensor.scale_inv.dtype == mode.get_scale_dtype()
         for usage in TensorUsage:

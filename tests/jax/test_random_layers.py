@@ -49,10 +49,10 @@ def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
         assert sum(bool(fields.get(name)) for fields in decoders) >= 5, name
 
 
+# Always a decoder, which has the parts of an encoder; test_transformer.py always compares encoders.
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 8 else []) for seed in range(COUNT)]
+    "seed", [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(COUNT)]
 )
-@pytest.mark.sampled(2)
 def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     fields = drawn(seed)
     x, encoded, mask, cross_mask = data(fields)
