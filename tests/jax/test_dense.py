@@ -271,6 +271,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
         call()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
     ("x_shape", "kernel_shape"), [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str
