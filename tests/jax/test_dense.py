@@ -273,11 +273,9 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize(
-    ("x_shape", "kernel_shape"), [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str
-)
-def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel_shape, quantized):
-    x, kernel = (normal(jax.random.key(n), shape) for n, shape in enumerate((x_shape, kernel_shape)))
+@pytest.mark.parametrize("shapes", [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str)
+def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantized):
+    x, kernel = (normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
     quantizers = QuantizerSet(None, None, None)
     if quantized:
         options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_dtype": jnp.float8_e4m3fn}

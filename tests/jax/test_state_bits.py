@@ -114,7 +114,7 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
 
 
 class Stack(nn.Module):
-    """Three dense layers: written out or scanned, with or without recomputation."""
+    """Two dense layers: written out or scanned, with or without recomputation."""
 
     scanned: bool
     remat: bool
@@ -130,13 +130,13 @@ class Stack(nn.Module):
         if self.scanned:
             layers = nn.scan(
                 block,
-                length=3,
+                length=2,
                 variable_axes={"params": 0, "fp8_metas": 0},
                 split_rngs={"params": True},
                 metadata_params={nn.PARTITION_NAME: None},
             )
             return layers(name="layers")(x, None)[0]
-        for i in range(3):
+        for i in range(2):
             x, _ = block(name=f"layer{i}")(x, None)
         return x
 
@@ -164,7 +164,7 @@ def _train(scanned: bool, remat: bool, params, state, x) -> tuple[list[float], d
 
 
 def _stacked(layers: dict) -> dict:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(3)))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(2)))
 
 
 @pytest.mark.parametrize(
