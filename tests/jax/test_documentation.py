@@ -28,7 +28,7 @@ def keys_and_values(names: dict[str, Any]) -> jax.Array:
     return names["params"]["blocks"]["TransformerLayer_0"]["attention"]["kv"]["kernel"]
 
 
-# The next test traces the example, and test_state_bits.py trains scanned layers with recomputation.
+# The next test traces the example, and test_state.py trains scanned layers with recomputation.
 @pytest.mark.slow
 def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
     names: dict[str, Any] = {}

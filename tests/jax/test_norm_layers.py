@@ -161,6 +161,7 @@ def test_norm_names_are_taken_in_any_case(name):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", [n for n in CURVES if n != "linear"])
+@pytest.mark.sampled
 def test_activations_and_their_gradients(name, gated):
     names = (name, "linear") if gated else (name,)
     x = normal(jax.random.key(0), (3, len(names), 16))

@@ -16,7 +16,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
-from tests.jax.test_state_bits import RECIPE, delayed_set
+from tests.jax.test_state_bits import RECIPE, check_same_state, delayed_set
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.quantize import (
@@ -61,6 +61,10 @@ def test_a_step_is_traced_once():
         for _ in range(4):
             _, state = step(params, state, x)
     assert len(traces) == 1
+
+
+def test_layers_that_are_scanned_and_recomputed_keep_the_same_state():
+    check_same_state((True, True))
 
 
 def test_a_kernel_used_twice_gets_the_scale_of_its_larger_amax():
