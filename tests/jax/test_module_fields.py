@@ -243,7 +243,7 @@ def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, An
     return modules
 
 
-# Always the modules of a layer. test_random_layers.py and test_transformer.py always compare layers.
+# Modules that every run compares. test_random_layers.py and test_transformer.py compare layers in every run.
 QUICK = (te_flax.DenseGeneral, te_flax.LayerNorm, te_flax.LayerNormMLP)
 CASES = [
     pytest.param(

@@ -49,7 +49,7 @@ def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
         assert sum(bool(fields.get(name)) for fields in decoders) >= 5, name
 
 
-# Always a decoder, which has the parts of an encoder; test_transformer.py always compares encoders.
+# Every run compares a decoder, which has the parts of an encoder; test_transformer.py compares encoders.
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(COUNT)]
 )

@@ -372,8 +372,16 @@ def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
         assert boxed[path].value.dtype == jnp.float32, path
 
 
-# The fields of a window and of a sink of 0 have no parameters.
-@pytest.mark.parametrize("fields", [layer for layer in LAYERS if layer.id != "encoder-window-sink"])
+# A window and a sink of 0 add no parameters to a layer.
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+        if case.id == "encoder-window-sink"
+        else case
+        for case in LAYERS
+    ],
+)
 def test_the_parameters_of_a_layer_begin_as_they_should(fields):
     _, init = boxed_and_initial(fields)
     drawn = flax.traverse_util.flatten_dict(nn.meta.unbox(jax.jit(init)(jax.random.key(1))))
