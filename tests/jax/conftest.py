@@ -15,12 +15,14 @@ else:
     from tests.jax.compiled import compile_quickly
 
     compile_quickly(True)
+    # Removing JAX's frames from a traceback takes 10 ms per raised error.
+    jax.config.update("jax_traceback_filtering", "off")
 
 
 @pytest.fixture(scope="module")
 def as_users_compile():
-    """XLA with its optimizations, for modules that compare bits: fusions are what breaks them."""
-    compile_quickly(False)
+    """Compile with XLA's optimizations, for modules that compare bits, which fusions can change."""
+    compile_quickly(jax.config.jax_disable_jit)  # a program with one operation has nothing to fuse
     yield
     compile_quickly(True)
 
@@ -37,14 +39,14 @@ def _whole_products(request):
 
 @pytest.fixture
 def cpu_alone():
-    """For what holds on a machine without a GPU: no fused attention, no other device to name."""
+    """Skip the test on a machine with a GPU, where other attention is selected and other devices are named."""
     if jax.default_backend() != "cpu":
         pytest.skip("there is a GPU, and with it another choice")
 
 
 @pytest.fixture(autouse=True)
 def _no_array_outlives_a_test():
-    """Deleting every live array is what users' test suites do: an array kept in a module or a cache would be gone."""
+    """Delete every live array, as users' test suites do, so that no module or cache can keep an array."""
     yield
     for array in jax.live_arrays():
         array.delete()

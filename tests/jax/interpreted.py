@@ -92,6 +92,7 @@ def _numbers(handle):
 
 
 def pytest_configure() -> None:
+    jax.config.update("jax_disable_jit", True)
     interpreter.repair()
     triton_interpreter.InterpreterBuilder.create_dot = _dot
     np.seterr(all="ignore")  # kernels divide by the maximum of nothing
@@ -110,7 +111,5 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _operation_by_operation(monkeypatch):
+def _with_kernels(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    with jax.disable_jit():
-        yield

@@ -109,6 +109,7 @@ def test_masks_and_windows(mask, window):
 
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.sampled
 def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, dtype):
     qkv = tuple(x.astype(dtype) for x in drawn(32, 32, dim=32, value_dim=32))
     lengths = array([20, 32])
@@ -132,6 +133,7 @@ def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off_by_one", "learnable"])
 @pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias", "post_scale_bias"])
+@pytest.mark.sampled
 def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     qkv = drawn(value_dim=6)
     bias = None if bias_type == "no_bias" else normal(jax.random.key(3), (1, 4, 7, 9))

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import array
 from transformer_engine.common import dispatch, recipe
 from transformer_engine.jax import attention, cpp_extensions, quantize, sharding
 from transformer_engine.jax.flax.module import Softmax
@@ -52,7 +53,7 @@ def held() -> quantize.QuantizerSet:
 
 
 def _delayed(dtype):
-    state = {"scale": jnp.full(1, 3.0), "amax_history": jnp.arange(4.0)}
+    state = {"scale": array([3.0], jnp.float32), "amax_history": array(range(4), jnp.float32)}
     return quantize.DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), **state)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from tests.jax.compiled import array, zeros
+from tests.support import forked
 from tests.support.programs import search_path
 from transformer_engine.common.formats import E4M3
 from transformer_engine.jax.primitives import launching
@@ -37,10 +36,8 @@ def lowered(function, *arguments) -> str:
 
 def report(*options: str) -> dict:
     environment = os.environ | {"PYTHONPATH": search_path()}
-    command = [sys.executable, "-c", WITHOUT_TORCH, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = forked.output(["-c", WITHOUT_TORCH, *options], ROOT, environment, framework="jax")
+    return json.loads(printed.splitlines()[-1])
 
 
 def check(facts: dict) -> None:

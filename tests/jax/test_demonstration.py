@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ pytest.importorskip("typer", reason="the command-line tool is another extra")
 
 from typer.testing import CliRunner
 
-from tests.support.programs import search_path
+from tests.support import forked
+from tests.support.programs import ROOT, search_path
 from transformer_engine import cli
-from transformer_engine.cli.demo import flax_checkpoint, flax_run
+from transformer_engine.cli.demo import flax_checkpoint, flax_run, trainer
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.records import Progress, read_metrics
 from transformer_engine.cli.demo.trainer import Trainer
 
 SIZES = {"steps": 8, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1, "framework": "jax"}
+BATCHES = 4  # of an evaluation
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(300))
 
 
@@ -45,6 +47,11 @@ def corpus(text: str) -> Corpus:
     return load_corpus(text, 32)
 
 
+@pytest.fixture(autouse=True)
+def _short_evaluations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainer, "EVALUATION_BATCHES", BATCHES)
+
+
 class Killed(BaseException):
     """What ends a program between two checkpoints."""
 
@@ -62,9 +69,9 @@ def killed_after(step: int):
 
 
 def continued(config: RunConfig, corpus: Corpus, folder: Path) -> Trainer:
-    trainer = Trainer(config, corpus, folder)
-    trainer.load(flax_checkpoint.load(trainer.checkpoint_path))
-    return trainer
+    resumed = Trainer(config, corpus, folder)
+    resumed.load(flax_checkpoint.load(resumed.checkpoint_path))
+    return resumed
 
 
 def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_path: Path):
@@ -87,9 +94,9 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_pa
 
 @pytest.mark.slow
 def test_a_recipe_of_blocks_trains_near_high_precision(corpus: Corpus, tmp_path: Path):
-    trainer = Trainer(tiny("mxfp8", steps=3), corpus, tmp_path)
-    trainer.train()
-    validation = trainer.history[-1].validation or {}
+    run = Trainer(tiny("mxfp8", steps=3), corpus, tmp_path)
+    run.train()
+    validation = run.history[-1].validation or {}
     assert 0 < abs(validation["mxfp8"] / validation[HIGH_PRECISION] - 1) < 0.01
 
 
@@ -110,8 +117,8 @@ def test_both_frameworks_train_on_the_same_batches_with_models_of_the_same_size(
     corpus: Corpus, tmp_path: Path
 ):
     pytest.importorskip("torch")
-    ours = Trainer(tiny("none"), corpus, tmp_path)
-    theirs = Trainer(tiny("none", framework="torch"), corpus, tmp_path)
+    ours = Trainer(tiny(), corpus, tmp_path)
+    theirs = Trainer(tiny(framework="torch"), corpus, tmp_path)
     assert ours.runs[HIGH_PRECISION].parameters == theirs.runs[HIGH_PRECISION].parameters
     # The batch of a step depends on the text and on these settings alone.
     for setting in ("seed", "batch", "sequence"):
@@ -125,18 +132,57 @@ def te(*arguments: str):
 OPTIONS = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 
 
-def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(text: str, tmp_path: Path):
-    command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
-    result = te(*command, *OPTIONS, "--data", text)
-    assert result.exit_code == 0, result.output
+# Trains, and continues as if the program had been killed while it replaced a checkpoint.
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+sys.modules["torch"] = None
+from tests.jax.compiled import compile_quickly
+from transformer_engine.cli import main
+from transformer_engine.cli.demo import trainer
+
+def te_train(*arguments):
+    sys.argv = ["te", "train", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+
+folder, batches, *options = sys.argv[1:]
+compile_quickly(True)
+trainer.EVALUATION_BATCHES = int(batches)
+te_train("--recipe", "none", "--out", folder, *options)
+checkpoint = Path(folder, "none-jax", "checkpoint")
+checkpoint.rename(checkpoint.with_name("checkpoint.old"))
+te_train("--resume", "--name", "none-jax", "--out", folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained_without_torch(text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder and the output of `te train` in a process without torch."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    command = ["-c", WITHOUT_TORCH, str(folder), str(BATCHES), *OPTIONS, "--data", text]
+    environment = os.environ | {"PYTHONPATH": search_path(), "COLUMNS": "200"}
+    return folder, forked.output(command, ROOT, environment, framework="jax")
+
+
+def test_it_trains_where_torch_is_not_installed(trained_without_torch: tuple[Path, str]):
+    _, output = trained_without_torch
+    assert "in jax on cpu" in output
+
+
+def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
+    trained_without_torch: tuple[Path, str], tmp_path: Path
+):
+    written, output = trained_without_torch
     folder = tmp_path / "none-jax"
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     assert {path.name for path in folder.iterdir()} == {"loss.png", "metrics.jsonl", "checkpoint"}
     for expected in ("in jax on cpu", "validation loss", "ratio", "tokens/s", "sample of the float32 model"):
-        assert expected in result.output
-    (folder / "checkpoint").rename(folder / "checkpoint.old")  # a program killed between the two renames
-    again = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
-    assert again.exit_code == 0, again.output
+        assert expected in output
     assert [record.step for record in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
     other = te(*command, "--resume", "--hidden", "64")
     assert other.exit_code == 2
     assert "hidden=64 contradicts the checkpoint's hidden=32" in other.output
@@ -172,16 +218,3 @@ def test_a_missing_library_is_named_with_its_extra(
     result = te("train", "--framework", "jax", "--data", text, "--out", str(tmp_path))
     assert result.exit_code == 1
     assert '--framework jax needs optax; install with pip install ".[cli-jax]" in a checkout' in result.output
-
-
-def test_it_trains_where_torch_is_not_installed(text: str, tmp_path: Path):
-    command = ["te", "train", *OPTIONS, "--data", text, "--recipe", "none", "--out", str(tmp_path)]
-    program = (
-        f"import sys; sys.modules['torch'] = None; sys.argv = {command!r}\n"
-        "from tests.jax.compiled import compile_quickly; compile_quickly(True)\n"
-        "from transformer_engine.cli import main; main()"
-    )
-    environment = os.environ | {"PYTHONPATH": search_path()}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert f"in jax on {'cpu' if jax.default_backend() == 'cpu' else 'cuda'}" in done.stdout

@@ -271,12 +271,11 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
         call()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize(
-    ("x_shape", "kernel_shape"), [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str
-)
-def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel_shape, quantized):
-    x, kernel = (normal(jax.random.key(n), shape) for n, shape in enumerate((x_shape, kernel_shape)))
+@pytest.mark.parametrize("shapes", [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str)
+def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantized):
+    x, kernel = (normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
     quantizers = QuantizerSet(None, None, None)
     if quantized:
         options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_dtype": jnp.float8_e4m3fn}
@@ -307,7 +306,7 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel
 def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(transformed):
     """Each of the three products equals the float64 product of the dequantized tensors, by quantizer with use_rht."""
     x, kernel, dy = (
-        normal(jax.random.key(n), shape) for n, shape in enumerate([(32, 64), (64, 48), (32, 48)])
+        normal(jax.random.key(n), shape) for n, shape in enumerate([(32, 48), (48, 48), (32, 48)])
     )
     quantizers = QuantizerSet(
         *(

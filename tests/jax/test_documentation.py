@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+from tests.support import forked
 from tests.support.pages import examples
-from tests.support.programs import search_path
-
-HERE = Path(__file__).resolve().parent
+from tests.support.programs import ROOT, search_path
 
 
 @pytest.mark.slow
@@ -25,12 +24,30 @@ def test_an_encoder_learns_to_name_images():
     assert set(names["state"]["fp8_metas"]) == {"DenseGeneral_0", "TransformerLayer_0"}
 
 
+def keys_and_values(names: dict[str, Any]) -> jax.Array:
+    return names["params"]["blocks"]["TransformerLayer_0"]["attention"]["kv"]["kernel"]
+
+
+# The next test traces the example, and test_state.py trains scanned layers with recomputation.
+@pytest.mark.slow
 def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
     names: dict[str, Any] = {}
     exec(examples("jax_examples.md")[1], names)
     assert names["losses"][-1] < 0.1 * names["losses"][0]
-    qkv = names["params"]["blocks"]["TransformerLayer_0"]["attention"]["kv"]["kernel"]
-    assert qkv.shape == (2, 64, 2, 32)
+    assert keys_and_values(names).shape == (2, 64, 2, 32)
+
+
+def test_a_step_of_the_scanned_decoder_traces_and_leaves_a_state_of_the_same_kind():
+    program = examples("jax_examples.md")[1]
+    for printed, traced in (("jax.jit", "traced"), ("range(60)", "range(2)"), ("float(loss)", "state")):
+        assert printed in program
+        program = program.replace(printed, traced)
+    names: dict[str, Any] = {"traced": lambda function: functools.partial(jax.eval_shape, function)}
+    exec(program, names)
+    assert keys_and_values(names).shape == (2, 64, 2, 32)
+    assert (names["loss"].shape, names["loss"].dtype) == ((), "float32")
+    first, second = names["losses"]
+    assert jax.tree.map(str, first) == jax.tree.map(str, second)
 
 
 @pytest.mark.slow
@@ -59,24 +76,25 @@ def test_a_run_that_stops_goes_on_with_the_same_losses():
 
 
 def test_the_quickstart_runs_as_printed_without_torch_and_triton():
-    program = (
-        "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n" + examples("quickstart.md")[1]
+    start = (
+        "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n"
+        "from tests.jax.compiled import compile_quickly; compile_quickly(True)\n"
     )
     checks = (
         "\nassert losses[-1] < 0.9 * losses[0], losses"
         "\nassert jax.tree.structure(state) == jax.tree.structure({'fp8_metas': variables['fp8_metas']})"
         "\nassert float(state['fp8_metas']['x_scale'][0]) != 1.0"
     )
-    done = subprocess.run([sys.executable, "-c", program + checks], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    if jax.default_backend() == "cpu":  # the page shows the output of a CPU
-        assert done.stdout in (HERE.parents[1] / "docs" / "quickstart.md").read_text()
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    printed = forked.output(
+        ["-c", start + examples("quickstart.md")[1] + checks], ROOT, environment, framework="jax"
+    )
+    assert printed in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def test_a_program_with_the_older_name_of_autocast_runs():
     """`fp8_autocast(fp8_recipe=)`, all other collections differentiated together, operation by operation."""
     import flax
-    import jax
     import jax.numpy as jnp
 
     import transformer_engine.jax as te
@@ -133,7 +151,6 @@ def test_the_other_examples_of_the_page_run_as_printed_one_after_the_other():
 
 def test_the_train_step_of_the_page_trains():
     import flax
-    import jax
     import jax.numpy as jnp
     import optax
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import forked
+from tests.support.programs import ROOT
 from transformer_engine.common import frameworks, recipe
 
 BLOCK = "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
@@ -28,18 +31,52 @@ def test_the_package_alone_imports_no_framework():
     assert not imported_by("import transformer_engine") & {"torch", "jax", "flax"}
 
 
-# As an attribute of the package, where the other framework fails as if it were not installed.
-OF_JAX = (
-    BLOCK.format(name="torch") + BLOCK.format(name="triton") + "import flax, transformer_engine\n"
-    "transformer_engine.jax\n"
-    "from jax._src import xla_bridge\n"
-    "assert not xla_bridge._backends, 'a device was asked for'\n"
-)
+def train(framework: str, folder: Path) -> str:
+    arguments = ["te", "train", "--framework", framework, "--steps", "1", "--out", str(folder)]
+    return f"from transformer_engine.cli import main; import sys; sys.argv = {arguments!r}; main()\n"
 
 
-def test_the_jax_side_works_without_torch_and_asks_for_no_device():
-    done = run(OF_JAX)
-    assert done.returncode == 0, done.stderr
+# As an attribute of the package, with a flax.nnx that jax is too new for.
+OF_JAX = """
+sys.modules["triton"] = None
+import flax, transformer_engine
+transformer_engine.jax
+from jax._src import xla_bridge
+print(list(xla_bridge._backends))
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'flax.nnx': raise AttributeError('hijax has no HiPrimitive')
+for name in [name for name in sys.modules if name.startswith('flax.nnx')]: del sys.modules[name]
+sys.meta_path.insert(0, Broken())
+vars(flax).pop('nnx', None)
+try:
+    import transformer_engine.jax.nnx
+except ImportError as error:
+    print(repr(str(error)))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str, int, Path]:
+    """Run one process without torch, because importing JAX takes two seconds.
+
+    Returns:
+        Printed lines, output with errors, exit status, and folder of `te train --framework torch`.
+    """
+    folder = tmp_path_factory.mktemp("without_torch")
+    done = run(BLOCK.format(name="torch") + OF_JAX + train("torch", folder))
+    return done.stdout.splitlines(), done.stdout + done.stderr, done.returncode, folder
+
+
+def test_the_jax_side_works_without_torch_and_asks_for_no_device(without_torch):
+    lines, output, _, _ = without_torch
+    assert lines[:1] == ["[]"], output
+
+
+def test_an_nnx_that_jax_is_too_new_for_is_named(without_torch):
+    lines, output, _, _ = without_torch
+    assert len(lines) > 1, output
+    assert "cannot be imported beside jax" in lines[1] and "pip install --upgrade flax" in lines[1]
 
 
 @pytest.mark.parametrize("name", ["pytorch", "jax"])
@@ -50,7 +87,10 @@ def test_recipes_are_attributes_of_either_side(name):
 
 
 def test_the_pytorch_side_imports_no_jax():
-    found = imported_by("import transformer_engine\ntransformer_engine.pytorch")
+    program = (
+        "import transformer_engine\ntransformer_engine.pytorch\nimport sys; print(' '.join(sys.modules))"
+    )
+    found = set(forked.output(["-c", program], ROOT, os.environ).split())
     assert "transformer_engine.pytorch" in found and not found & {"jax", "flax"}
 
 
@@ -92,20 +132,23 @@ def test_a_command_without_its_framework_says_what_to_install():
     assert done.stdout.strip().splitlines() == [f"{sentence}; {remedy}" for sentence in said]
 
 
-@pytest.mark.parametrize(
-    ("framework", "missing", "extra"), [("torch", "torch", "cli"), ("jax", "jax", "cli-jax")]
-)
-def test_a_run_in_a_framework_that_is_missing_says_what_to_install(framework, missing, extra, tmp_path):
-    arguments = ["te", "train", "--framework", framework, "--steps", "1", "--out", str(tmp_path)]
-    done = run(
-        BLOCK.format(name=missing)
-        + f"from transformer_engine.cli import main; sys.argv = {arguments!r}; main()"
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    said = " ".join((done.stdout + done.stderr).split())
-    assert f"error: --framework {framework} needs {missing}" in said
-    assert f'install with pip install ".[{extra}]" in a checkout of this package' in said
-    assert not list(tmp_path.iterdir())
+def assert_training_needs(framework: str, extra: str, status: int, output: str, folder: Path) -> None:
+    assert status == 1 and "Traceback" not in output, output
+    words = " ".join(output.split())
+    assert f"error: --framework {framework} needs {framework}" in words
+    assert f'install with pip install ".[{extra}]" in a checkout of this package' in words
+    assert not list(folder.iterdir())
+
+
+def test_a_run_without_torch_says_what_to_install(without_torch):
+    _, output, status, folder = without_torch
+    assert_training_needs("torch", "cli", status, output, folder)
+
+
+def test_a_run_without_jax_says_what_to_install(tmp_path):
+    program = forked.Program(["-c", BLOCK.format(name="jax") + train("jax", tmp_path)], ROOT, os.environ)
+    status = program.finish()
+    assert_training_needs("jax", "cli-jax", status, program.printed + program.errors, tmp_path)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [(("typer",), "cli"), (("typer", "torch"), "cli-jax")])
@@ -123,7 +166,7 @@ def test_a_command_beside_jax_alone_is_not_told_to_install_torch(missing, extra)
 def test_the_core_needs_no_framework_and_the_extras_bring_them():
     import tomllib
 
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not [need for need in project["dependencies"] if need.startswith(("torch", "jax", "flax"))]
     extras = project["optional-dependencies"]
     torch = next(package for package in frameworks.PYTORCH.packages if package.name == "torch")
@@ -175,19 +218,3 @@ def test_an_old_python_is_rejected_with_the_least_version(monkeypatch):
         ImportError, match=r"transformer_engine.jax needs Python 3.11 or newer, this is Python 3.10"
     ):
         frameworks.demand(frameworks.JAX)
-
-
-def test_an_nnx_that_jax_is_too_new_for_is_named():
-    done = run(
-        "import transformer_engine.jax\n"
-        "import sys\n"
-        "class Broken:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'flax.nnx': raise AttributeError('hijax has no HiPrimitive')\n"
-        "for name in [name for name in sys.modules if name.startswith('flax.nnx')]: del sys.modules[name]\n"
-        "sys.meta_path.insert(0, Broken())\n"
-        "import flax; vars(flax).pop('nnx', None)\n"
-        "import transformer_engine.jax.nnx\n"
-    )
-    assert done.returncode == 1
-    assert "cannot be imported beside jax" in done.stderr and "pip install --upgrade flax" in done.stderr

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import search_path
+from tests.support import forked
+from tests.support.programs import interpreting
 
 ROOT = Path(__file__).parents[2]
 FILES = tuple(f"tests/jax/test_{name}_on_gpu.py" for name in ("kernels", "codes", "products", "attention"))
@@ -22,14 +20,12 @@ FEW = (
 
 
 def run(*options: str) -> str:
-    """What the tests marked gpu of these files say."""
-    elsewhere = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    environment = os.environ | elsewhere | {"TRITON_INTERPRET": "1", "PYTHONPATH": search_path()}
+    """Return the output of the tests marked gpu of these files."""
     plugins = ("-p", "tests.jax.interpreted", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, "-m", "gpu", *options]
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+    command = ["-m", "pytest", "-q", "-x", *plugins, "-m", "gpu", *options]
+    program = forked.Program(command, ROOT, interpreting(JAX_PLATFORMS="cpu"))
+    assert program.finish() == 0, program.printed + program.errors
+    return program.printed
 
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -139,6 +139,7 @@ def test_the_rotation_and_its_gradient_are_those_of_complex_numbers():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("sequence_first", [True, False])
 @pytest.mark.parametrize("heads", [1, 3])

@@ -104,12 +104,15 @@ def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", SPECS)
 def test_codes_and_scales_have_the_bytes_of_the_torch_reference(name, dtype):
+    # Several tiles and a part of one in each direction: tiles have 64 elements, or those of a block.
+    shape = (80, 98) if INTERPRETED and "block" not in name else (144, 130)
     for seed, kind in enumerate(("normal", "special", "small", "zero")):
         if kind == "small" and "hadamard" in name:
             continue  # differences of small elements are subnormal
-        compare(f"{name} {kind}", SPECS[name], matrix(kind, (144, 130), dtype, seed))
+        compare(f"{name} {kind}", SPECS[name], matrix(kind, shape, dtype, seed))
     if dtype == "bfloat16":
-        compare(name, SPECS[name], matrix("spread", (256, 128), dtype))
+        full = (128, 128) if INTERPRETED else (256, 128)
+        compare(name, SPECS[name], matrix("spread", full, dtype))
 
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])

@@ -38,7 +38,19 @@ def routed():
 def test_layer_config_uses_the_experts_of_the_bootstrap(bootstrapped, alignment):
     tokens, chosen, weights = routed()
     cfg = ep.EpLayerConfig(2, alignment)
-    rows, of_rows, handle, counts, total = ep.ep_dispatch(cfg, chosen, tokens, weights, 32)
+
+    @jax.jit
+    def there_and_back(chosen, tokens, weights):
+        rows, of_rows, handle, counts, total = ep.ep_dispatch(cfg, chosen, tokens, weights, 32)
+        return (
+            rows,
+            of_rows,
+            counts,
+            total,
+            ep.ep_combine(cfg, handle, counts, rows * of_rows[:, None], TOKENS),
+        )
+
+    rows, of_rows, counts, total, y = map(np.asarray, there_and_back(chosen, tokens, weights))
     of_experts = np.bincount(np.asarray(chosen).ravel(), minlength=EXPERTS)
     step = max(alignment, 1)
     padded = -(-of_experts // step) * step
@@ -51,8 +63,7 @@ def test_layer_config_uses_the_experts_of_the_bootstrap(bootstrapped, alignment)
         np.testing.assert_array_equal(rows[starts[expert] : end], np.asarray(tokens)[sources])
         np.testing.assert_array_equal(of_rows[starts[expert] : end], np.asarray(weights)[sources, places])
         np.testing.assert_array_equal(rows[end : starts[expert] + padded[expert]], 0)
-    y = ep.ep_combine(cfg, handle, counts, rows * of_rows[:, None], TOKENS)
-    np.testing.assert_allclose(y, tokens * weights.sum(1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(y, tokens * np.asarray(weights).sum(1, keepdims=True), rtol=1e-5)
 
 
 def test_layer_config_and_placement_dispatch_the_same_rows(bootstrapped):
@@ -149,7 +160,7 @@ def test_predicates_of_a_layout(layout, expected):
 def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
     x = drawn(128, 128)
     for q_dtype in mode.get_compatible_q_dtypes():
-        made = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(x)
+        made = jax.eval_shape(QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x)
         for tensor in (made.rowwise_tensor, made.colwise_tensor):
             assert tensor.data.dtype == q_dtype and tensor.scale_inv.dtype == mode.get_scale_dtype()
         for usage in TensorUsage:

@@ -49,10 +49,10 @@ def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
         assert sum(bool(fields.get(name)) for fields in decoders) >= 5, name
 
 
+# Every run compares a decoder, which has the parts of an encoder; test_transformer.py compares encoders.
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 8 else []) for seed in range(COUNT)]
+    "seed", [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(COUNT)]
 )
-@pytest.mark.sampled(2)
 def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     fields = drawn(seed)
     x, encoded, mask, cross_mask = data(fields)
@@ -63,7 +63,7 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     plain = PLAIN[te_flax.TransformerLayer](**(fields | own_biases))
     shapes = jax.eval_shape(lambda: model.init(keys(1), x, encoded, mask, cross_mask))
     params = jax.tree.map(
-        lambda leaf: 0.15 * normal(jax.random.key(leaf.size), leaf.shape),
+        lambda leaf: np.float32(0.15) * np.asarray(normal(jax.random.key(leaf.size), leaf.shape)),
         nn.meta.unbox(shapes)["params"],
     )
     dy = normal(jax.random.key(3), x.shape)
@@ -88,4 +88,5 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     ):
         # A bias of keys moves all scores of a query alike: its gradient is zero except for rounding.
         scale = max(float(np.abs(expected).max()), 1e-2 * largest)
-        np.testing.assert_allclose(gradient / scale, expected / scale, atol=2e-4, rtol=0, err_msg=str(path))
+        got, want = np.asarray(gradient) / scale, np.asarray(expected) / scale
+        np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=str(path))
