@@ -1,8 +1,9 @@
-"""Python programs, each in a process that is forked from a server in which torch is imported.
+"""Python programs, each in a process that is forked from a server in which torch or JAX is imported.
 
-Importing torch, its compiler and the package takes five seconds of a new interpreter, and a forked process none. The
-server is that of `multiprocessing`, so that ranks (tests/distributed/ranks.py) are forked from it too. Programs for
-Triton's interpreter have another server, because Triton reads TRITON_INTERPRET when it is imported.
+Importing torch, its compiler and the package takes five seconds of a new interpreter, JAX with Flax two, and a forked
+process none. The server of torch is that of `multiprocessing`, so that ranks (tests/distributed/ranks.py) are forked
+from it too. Programs for Triton's interpreter have another server, because Triton reads TRITON_INTERPRET when it is
+imported, and programs of JAX a third one without torch. JAX reads XLA_FLAGS later, in the forked process.
 
 Tests of an import, and of variables that are read during one, need `tests.support.programs` instead.
 """
@@ -34,6 +35,8 @@ MODULES = [
 CONTEXT.set_forkserver_preload([*MODULES, "torch._dynamo"])
 _INTERPRETER_SERVER = forkserver.ForkServer()
 _INTERPRETER_SERVER.set_forkserver_preload([*MODULES, "triton"])
+_JAX_SERVER = forkserver.ForkServer()
+_JAX_SERVER.set_forkserver_preload(["flax", "orbax.checkpoint", "transformer_engine.jax.flax"])
 
 
 class Program:
@@ -42,24 +45,32 @@ class Program:
     Args:
         arguments: Command line of Python.
         folder: Working directory.
-        environment: All environment variables; TRITON_INTERPRET chooses the server.
+        environment: All environment variables; TRITON_INTERPRET chooses a server of torch.
+        framework: "torch" or "jax". Programs of JAX run on the CPU.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], framework: str = "torch"
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
         files = str(self._out), str(self._err)
         self.process = CONTEXT.Process(
             target=_run, args=(list(map(str, arguments)), str(folder), dict(environment), files)
         )
-        if environment.get("TRITON_INTERPRET") == "1":
-            connect = _INTERPRETER_SERVER.connect_to_new_process
-            with (
-                mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
-                mock.patch.object(forkserver, "connect_to_new_process", connect),
-            ):
-                self.process.start()
+        if framework == "jax":
+            self._start_from(_JAX_SERVER, JAX_PLATFORMS="cpu")
+        elif environment.get("TRITON_INTERPRET") == "1":
+            self._start_from(_INTERPRETER_SERVER, TRITON_INTERPRET="1")
         else:
+            self.process.start()
+
+    def _start_from(self, server: forkserver.ForkServer, **variables: str) -> None:
+        """Fork the process from a server, whose imports read these variables of the environment."""
+        with (
+            mock.patch.dict(os.environ, variables),
+            mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+        ):
             self.process.start()
 
     @property
@@ -81,10 +92,14 @@ class Program:
 
 
 def output(
-    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    patience: float | None = None,
+    framework: str = "torch",
 ) -> str:
     """Return the output of a program; fail with the end of its standard error if its exit status is not 0."""
-    program = Program(arguments, folder, environment)
+    program = Program(arguments, folder, environment, framework)
     status = program.finish(patience)
     assert status == 0, f"exit status {status}: {program.errors[-3000:]}"
     return program.printed
