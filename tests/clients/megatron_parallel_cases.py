@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
@@ -287,6 +288,9 @@ CASES: dict[str, Callable[[], dict[str, float]]] = {
 def main() -> None:
     warnings.simplefilter("ignore")
     said, sys.stdout = sys.stdout, io.StringIO()  # Megatron prints
+    # Megatron would compile some of its small functions, which takes longer than all cases. TORCHDYNAMO_DISABLE is
+    # read when torch._dynamo is imported, before this process is forked.
+    torch._dynamo.config.disable = True
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
     import megatron.core.pipeline_parallel  # noqa: F401
