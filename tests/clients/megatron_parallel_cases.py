@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
 import os
 import re
@@ -126,6 +127,9 @@ def start(**sizes: int) -> None:
 
     model_parallel: Any = parallel_state
     model_parallel.destroy_model_parallel()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)  # otherwise a thread of each group polls to the end
     model_parallel.initialize_model_parallel(**sizes)
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
     for seed, name in enumerate(("model-parallel-rng", random.get_expert_parallel_rng_tracker_name())):
@@ -295,6 +299,7 @@ def main() -> None:
     import megatron.core.models.gpt.gpt_model
     import megatron.core.pipeline_parallel  # noqa: F401
 
+    gc.freeze()
     other = os.fork()  # importing takes longer than all cases, so one process imports for both ranks
     dist.init_process_group("gloo", rank=0 if other else 1, world_size=2)
     without_cuda()

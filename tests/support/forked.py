@@ -11,6 +11,7 @@ Tests of an import, and of variables that are read during one, need `tests.suppo
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -107,6 +108,7 @@ def output(
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
     """Run a program in this process as Python would in a new one."""
+    gc.freeze()  # collections do not visit the objects of the server
     for descriptor, path in enumerate(files, 1):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
