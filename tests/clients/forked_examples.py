@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ import torch
 SHARED = ("transformers.models.llama.modeling_llama", "accelerate", "peft")
 
 
-def run(examples: list[list[str | None]]) -> None:
+def run(examples: Sequence[Sequence[str | None]]) -> None:
     """Run sources, each with its default device and with the default dtype of torch."""
     for title, source, device in examples:
         assert title is not None and source is not None
@@ -33,7 +34,7 @@ def run(examples: list[list[str | None]]) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def errors_of(folder: str, examples: list[list[str | None]]) -> str:
+def errors_of(folder: str, examples: Sequence[Sequence[str | None]]) -> str:
     """Run examples in a forked process; return "" or the end of its standard error if it fails."""
     with tempfile.TemporaryFile("w+") as errors:
         process = os.fork()
