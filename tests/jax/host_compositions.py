@@ -54,15 +54,15 @@ def transformer_layer(**fields) -> te_flax.TransformerLayer:
     )  # fmt: skip
 
 
-def mlp_of_tokens() -> te_flax.LayerNormMLP:
+def mlp_of_tokens(intermediate_dim: int = 64, **fields) -> te_flax.LayerNormMLP:
     """Return a gated MLP whose tokens lie over the axis of tensor parallelism between its products."""
     tokens = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_TP_AXES, te.sharding.HIDDEN_AXES)
     hidden = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_AXES, te.sharding.HIDDEN_TP_AXES)
     return te_flax.LayerNormMLP(
-        intermediate_dim=64, activations=("silu", "linear"), layernorm_input_axes=tokens, dot_1_input_axes=tokens,
+        intermediate_dim, activations=("silu", "linear"), layernorm_input_axes=tokens, dot_1_input_axes=tokens,
         dot_2_input_axes=hidden, scale_axes=(te.sharding.W_NO_SHARD_AXES,), ln_bias_axes=(te.sharding.W_NO_SHARD_AXES,),
         kernel_axes_1=(te.sharding.W_FSDP_AXES, te.sharding.W_JOINED_AXES, te.sharding.W_TP_AXES),
-        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES),
+        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES), **fields,
     )  # fmt: skip
 
 

@@ -23,23 +23,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
+from tests.jax.host_compositions import mlp_of_tokens
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
 from transformer_engine.common.formats import FLOAT8
 from transformer_engine.jax.primitives import gemm, kernels
 from transformer_engine.jax.primitives.gemm import decoded, float8, reference
-from transformer_engine.jax.sharding import (
-    BATCH_AXES,
-    HIDDEN_AXES,
-    HIDDEN_TP_AXES,
-    SEQLEN_AXES,
-    SEQLEN_TP_AXES,
-    W_FSDP_AXES,
-    W_JOINED_AXES,
-    W_NO_SHARD_AXES,
-    W_TP_AXES,
-)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 8, "num_gqa_groups": 4,
@@ -87,13 +77,7 @@ def model_of(kind: str, sizes: dict[str, Any], sequence_parallel: bool = False) 
             num_attention_heads=sizes["num_attention_heads"], num_gqa_groups=sizes["num_gqa_groups"],
             attention_dropout=0.0, dtype=sizes["dtype"], enable_sequence_parallel=sequence_parallel,
         )  # fmt: skip
-    tokens = SEQLEN_TP_AXES if sequence_parallel else SEQLEN_AXES
-    return te_flax.LayerNormMLP(
-        intermediate_dim=sizes["mlp_hidden_size"], layernorm_type="rmsnorm", activations=("silu", "linear"),
-        dtype=sizes["dtype"], scale_axes=(W_NO_SHARD_AXES,), layernorm_input_axes=(BATCH_AXES, tokens, HIDDEN_AXES),
-        dot_1_input_axes=(BATCH_AXES, tokens, HIDDEN_AXES), dot_2_input_axes=(BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
-        kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
-    )  # fmt: skip
+    return mlp_of_tokens(sizes["mlp_hidden_size"], layernorm_type="rmsnorm", dtype=sizes["dtype"])
 
 
 def inputs_of(kind: str, x: jax.Array) -> tuple[jax.Array, ...]:
