@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Imported once, so that forked processes do not repeat it.
-FRAMEWORKS = ("torch", "jax", "flax", "triton", "triton.language")
+FRAMEWORKS = ("torch", "jax", "flax", "triton", "triton.language", "nvdlfw_inspect.api")
 
 
 def installed(name: str) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections import defaultdict
+from collections.abc import Iterable
 
 from tests.architecture.source import modules, nodes, text
 
@@ -14,31 +13,27 @@ SMALL_FILE_LINES = 50
 SMALL_FILES = 96
 FUNCTIONS_PER_1000_LINES = 82
 
-WITHOUT_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 # Twins of one concept in PyTorch and in JAX, and public names that the original has in several places.
 TWINS = ("transformer_engine.pytorch", "transformer_engine.jax")
 
 
-def code_lines(source: str) -> int:
-    """The number of lines with code: no blank lines, comments and docstrings."""
+def code_lines(source: str, nodes: Iterable[ast.AST]) -> int:
+    """The number of lines with code: no blank lines, comments and docstrings. Reading tokens takes twice as long."""
     documented: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    strings: set[int] = set()
+    for node in nodes:
         documents = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         if documents and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in WITHOUT_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - documented)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno:
+            strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    filled = {
+        number
+        for number, line in enumerate(source.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
+    return len((filled | strings) - documented)
 
 
 def functions(name: str) -> list[ast.AST]:
@@ -48,17 +43,13 @@ def functions(name: str) -> list[ast.AST]:
 
 
 def test_lines_of_code_leave_out_comments_and_docstrings():
-    assert (
-        code_lines(
-            '"""One.\n\nTwo.\n"""\n\n# three\nx = (\n    1,\n)\n\n\ndef f():\n    """Four."""\n    return x\n'
-        )
-        == 5
-    )
+    source = '"""One.\n\nTwo.\n"""\n\n# three\nx = (\n    1,\n)\n\n\ndef f():\n    """Four."""\n    return """\n#"""\n'
+    assert code_lines(source, ast.walk(ast.parse(source))) == 6
 
 
 def test_functions_are_worth_their_names():
     count = sum(len(functions(name)) for name in modules())
-    lines = sum(code_lines(text(path)) for path in modules().values())
+    lines = sum(code_lines(text(path), nodes(path)) for path in modules().values())
     assert 1000 * count <= FUNCTIONS_PER_1000_LINES * lines, f"{count} functions in {lines} lines of code"
 
 

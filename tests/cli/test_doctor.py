@@ -339,6 +339,8 @@ def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
         metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if number > 0:
+            (site / "jax.py").write_text("raise ImportError('importing JAX twice would take two seconds')")
         environment = {**os.environ, "PYTHONPATH": search_path(site), "JAX_PLATFORMS": "nosuch"}
         done = forked.Program(["-m", "transformer_engine", "doctor", "--json"], tmp_path, environment)
         assert done.finish() == 1, done.errors

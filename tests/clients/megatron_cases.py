@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 import os
+import queue
 import re
 import socket
 import sys
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.clients import megatron_dynamic
+from tests.clients import forked_examples, megatron_dynamic
+from tests.support.programs import ROOT
 
 VOCABULARY, LENGTH, BATCH = 96, 32, 2
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
@@ -287,11 +289,14 @@ def extra_states() -> dict[str, bool]:
 def distributed_checkpoint() -> bool:
     """Does a model saved and loaded as a sharded checkpoint go on as if nothing had been?"""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     gpt = model(TRAINED["delayed"])
     trained(gpt, steps=2)
     fresh = model(TRAINED["delayed"])
     loss_of(fresh).backward()
+    # Otherwise Megatron spawns a process that holds a queue, and that process imports torch.
+    filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         # Megatron asks for both on a CPU, too.
         torch.cuda.synchronize, torch.cuda.current_device = (lambda device=None: None), (lambda: "cpu")
@@ -344,6 +349,17 @@ def router() -> dict[str, float]:
     return differences
 
 
+def example_of_the_page() -> str:
+    """Run the example in a forked process, for which Megatron is already imported; return its errors."""
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    (example,) = re.findall(r"```python-clients\n(.*?)```", page, re.DOTALL)
+    with tempfile.TemporaryDirectory() as folder:
+        return forked_examples.errors_of(folder, [("docs/megatron.md", example, None)])
+
+
 def public_attributes() -> list[str]:
     """Layers of a model that have an attribute which Megatron's data parallelism empties."""
     return [type(m).__name__ for m in model({}).modules() if hasattr(m, "weight_tensor")]
@@ -375,8 +391,10 @@ CASES: dict[str, Callable[[], Any]] = {
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     said, sys.stdout = sys.stdout, io.StringIO()  # Megatron prints
+    results: dict[str, Any] = {}
+    if not names:
+        results["example"] = {"errors": example_of_the_page()}
     start()
-    results = {}
     for name, case in CASES.items():
         if names and name not in names:
             continue

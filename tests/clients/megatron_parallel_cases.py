@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
 import os
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
@@ -125,6 +127,9 @@ def start(**sizes: int) -> None:
 
     model_parallel: Any = parallel_state
     model_parallel.destroy_model_parallel()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)  # otherwise a thread of each group polls to the end
     model_parallel.initialize_model_parallel(**sizes)
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
     for seed, name in enumerate(("model-parallel-rng", random.get_expert_parallel_rng_tracker_name())):
@@ -287,10 +292,14 @@ CASES: dict[str, Callable[[], dict[str, float]]] = {
 def main() -> None:
     warnings.simplefilter("ignore")
     said, sys.stdout = sys.stdout, io.StringIO()  # Megatron prints
+    # Megatron would compile some of its small functions, which takes longer than all cases. TORCHDYNAMO_DISABLE is
+    # read when torch._dynamo is imported, before this process is forked.
+    torch._dynamo.config.disable = True
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
     import megatron.core.pipeline_parallel  # noqa: F401
 
+    gc.freeze()
     other = os.fork()  # importing takes longer than all cases, so one process imports for both ranks
     dist.init_process_group("gloo", rank=0 if other else 1, world_size=2)
     without_cuda()

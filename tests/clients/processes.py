@@ -5,18 +5,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import socket
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from tests.support import forked
-from tests.support.programs import search_path
+from tests.support.programs import ROOT, search_path
 
 WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
 ATTEMPTS = 3
@@ -35,16 +37,43 @@ def output(arguments: list[str], folder: Path) -> str:
 
 
 def once(arguments: list[str], ranks: int, **more: str) -> str:
-    """What `on_ranks` gives, computed by one of the processes that pytest runs its tests in and read by the others."""
-    folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}")
-    folder.mkdir(exist_ok=True)
-    name = hashlib.sha256(repr((arguments, ranks, more)).encode()).hexdigest()[:16]
-    said = folder / f"{name}.out"
-    with (folder / f"{name}.lock").open("w") as lock:
+    """Return `on_ranks`, computed by one of pytest's processes and read by the others."""
+    return _kept(repr((arguments, ranks, more)), lambda folder: on_ranks(arguments, ranks, **more))
+
+
+def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -> dict[str, str]:
+    """Run examples of clients, see tests/clients/forked_examples.py, in one of pytest's processes.
+
+    Args:
+        examples: {client: [(title, source, default device)]}.
+
+    Returns:
+        {client: end of the standard error, or "" if its examples pass}.
+    """
+
+    def compute(folder: Path) -> str:
+        programs = {}
+        for client, sources in examples.items():
+            place = folder / client
+            place.mkdir(exist_ok=True)
+            programs[client] = (str(place), sources)
+        (folder / "examples.json").write_text(json.dumps(programs))
+        return output([str(ROOT / "tests/clients/forked_examples.py"), str(folder / "examples.json")], folder)
+
+    return json.loads(_kept(json.dumps(examples), compute).splitlines()[-1])
+
+
+def _kept(key: str, compute: Callable[[Path], str]) -> str:
+    """Return what `compute` returned in the first of pytest's processes that asked for this key."""
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}", name)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = folder / "output"
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not said.exists():
-            said.write_text(on_ranks(arguments, ranks, **more))
-        return said.read_text()
+        if not found.exists():
+            found.write_text(compute(folder))
+        return found.read_text()
 
 
 def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
@@ -94,12 +123,11 @@ def _first_to_fail(started: list[BaseProcess]) -> int | None:
             process.join()
 
 
-def run(program: str, needed: tuple[str, ...], folder: Path) -> str:
-    """The program's output; skipped where what it needs is not installed."""
+def skip_unless_installed(needed: tuple[str, ...]) -> None:
+    """Skip a test where a package that it needs is not installed."""
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         how = "see tests/clients/requirements_torch211.txt"
         if not set(absent) & WITH_TORCH_211:
             how = "`make test-clients` installs it"
         pytest.skip(f"{', '.join(absent)} is not installed; {how}")
-    return output(["-c", program], folder)

@@ -28,7 +28,7 @@ def test_the_first_rank_of_several_is_heard():
 @pytest.mark.parametrize(
     "package, how", [("thunder", "requirements_torch211.txt"), ("no_such_client", "`make test-clients`")]
 )
-def test_what_is_not_installed_is_skipped_with_the_file_that_names_it(package, how, tmp_path, monkeypatch):
+def test_what_is_not_installed_is_skipped_with_the_file_that_names_it(package, how, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(pytest.skip.Exception, match=f"{package} is not installed; .*{how}"):
-        processes.run("", (package,), tmp_path)
+        processes.skip_unless_installed((package,))

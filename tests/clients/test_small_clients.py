@@ -1,16 +1,23 @@
-"""Published clients that use a part of the package: each one's cases and its example in docs/other_clients.md."""
+"""Examples of the pages on clients, and cases of clients that use a part of the package; one process per client."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from pathlib import Path
 
 import pytest
+import torch
 
-from tests.clients.processes import run
+from tests.clients.processes import errors_of_examples, skip_unless_installed
 from tests.clients.small_cases import CASES
 from tests.support.programs import ROOT
 
+PAGES = {
+    "accelerate": ("accelerate", "transformers"),
+    "lightning": ("lightning",),
+    "peft": ("peft", "transformers"),
+    "huggingface": ("transformers",),
+}
 NEEDED = {
     "nemo_automodel": ("nemo_automodel", "transformers"),
     "modelopt": ("modelopt", "omegaconf"),
@@ -27,26 +34,52 @@ EXAMPLES = re.findall(
 EXAMPLE_OF = dict(zip(NEEDED, EXAMPLES, strict=True))  # the page has the clients in this order
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Every case has separate variables. A traceback names the case as its file.
-DRIVER = """
-import torch
+Example = tuple[str, str, str | None]  # title, source and default device
 
-for name, (source, device) in {programs!r}.items():
-    torch.set_default_device(device)
-    exec(compile(source, name, "exec"), {{"__name__": "__main__", "device": device}})
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
-"""
+
+def examples_of_page(page: str) -> list[Example]:
+    """Return the examples of a page, which continue each other."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return [(f"docs/{page}.md", "\n".join(re.findall(r"```python-clients\n(.*?)```", text, re.DOTALL)), None)]
+
+
+def examples_of_client(client: str, device: str) -> list[Example]:
+    """Return the example of a client as printed on the page, and its cases on a device."""
+    cases = [(name, "\n".join(parts), device) for name, parts in CASES.items() if name.split()[0] == client]
+    return [("docs/other_clients.md", EXAMPLE_OF[client], None), *cases]
+
+
+@pytest.fixture(scope="module")
+def errors(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return the errors of the examples of all selected tests, which one program runs."""
+    examples: dict[str, list[Example]] = {}
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            page, client, device = map(item.callspec.params.get, ("page", "client", "device"))
+            needed = (PAGES | NEEDED)[page or client]
+            if not all(map(importlib.util.find_spec, needed)):
+                continue
+            if page is not None:
+                examples[page] = examples_of_page(page)
+            elif device == "cpu" or torch.cuda.is_available():
+                examples[f"{client}-{device}"] = examples_of_client(client, device)
+    return errors_of_examples(examples)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_page_run(page: str, errors: dict[str, str]):
+    skip_unless_installed(PAGES[page])
+    ((_, source, _),) = examples_of_page(page)
+    assert source and not errors[page], errors[page]
 
 
 @pytest.mark.clients
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("client", NEEDED)
-def test_a_client_computes_what_its_own_pytorch_does(client: str, device: str, tmp_path: Path):
-    """One process for each client: the example of the page as printed, then the cases on the device."""
-    programs = {"docs/other_clients.md": (EXAMPLE_OF[client], None)}
-    programs |= {
-        name: ("\n".join(parts), device) for name, parts in CASES.items() if name.split()[0] == client
-    }
-    assert len(programs) > 1 and client in EXAMPLE_OF[client]
-    run(DRIVER.format(programs=programs), NEEDED[client], tmp_path)
+def test_a_client_computes_what_its_own_pytorch_does(client: str, device: str, errors: dict[str, str]):
+    """The example of the page as printed, then the cases on the device."""
+    skip_unless_installed(NEEDED[client])
+    assert len(examples_of_client(client, device)) > 1 and client in EXAMPLE_OF[client]
+    name = f"{client}-{device}"
+    assert not errors[name], errors[name]

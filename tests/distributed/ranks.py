@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +32,7 @@ def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: 
 
 
 def _rank(rank: int, function: Callable[[torch.device], Any], size: int, directory: str) -> None:
+    gc.freeze()  # collections do not visit the objects of the server
     torch.set_num_threads(1)
     cuda = torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")

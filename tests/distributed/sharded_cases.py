@@ -14,7 +14,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import HybridQuantizer
 
-WIDTH, ROWS, BATCH = 256, 32, 1
+ROWS, BATCH = 32, 1
 
 
 def _hybrid(role):
@@ -32,6 +32,11 @@ RECIPES = {
     "hybrid": lambda: recipe.CustomRecipe(qfactory=_hybrid),
     "nvfp4": lambda: recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
+
+
+def width_of(name: str) -> int:
+    """Return the features of a model: two ranks have whole blocks of each weight."""
+    return 256 if name == "block" else 128
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,13 @@ class Run:
 def model_of(name: str, run: Run, device: torch.device) -> nn.Sequential:
     torch.manual_seed(3)
     FP8GlobalStateManager.reset()
-    options = {"params_dtype": torch.bfloat16, "device": device}
+    options, width = {"params_dtype": torch.bfloat16, "device": device}, width_of(name)
     with te.quantized_model_init(recipe=RECIPES[name]()), torch.set_grad_enabled(not run.rowwise_only):
         return nn.Sequential(
-            te.Linear(WIDTH, WIDTH, **options),
-            te.LayerNormMLP(WIDTH, WIDTH, checkpoint=run.recompute, **options),
-            te.LayerNormLinear(WIDTH, WIDTH, bias=False, **options),
+            te.Linear(width, width, bias=False, **options),
+            te.LayerNormMLP(width, width, checkpoint=run.recompute, **options),
             te.TransformerLayer(
-                WIDTH, WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
+                width, width, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
             ),
         )
 
@@ -81,13 +85,13 @@ def sharded(model: nn.Sequential, run: Run, device: torch.device) -> nn.Sequenti
     return model
 
 
-def batch(device: torch.device, number: int) -> torch.Tensor:
+def batch(name: str, device: torch.device, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, BATCH, WIDTH, generator=generator).to(device, torch.bfloat16)
+    return torch.randn(ROWS, BATCH, width_of(name), generator=generator).to(device, torch.bfloat16)
 
 
 def train(name: str, run: Run, device: torch.device, shards: bool, look=None) -> torch.Tensor:
-    """The outputs of all forwards [n, ROWS, BATCH, WIDTH]; ranks see equal batches, so gradients average exactly.
+    """The outputs of all forwards [n, ROWS, BATCH, width]; ranks see equal batches, so gradients average exactly.
 
     look(model, loss) is called between forward and backward.
     """
@@ -99,12 +103,12 @@ def train(name: str, run: Run, device: torch.device, shards: bool, look=None) ->
     for step in range(run.steps):
         if run.evaluate:
             with torch.no_grad(), te.autocast(run.autocast, recipe=RECIPES[name]()):
-                outputs.append(model(batch(device, 1000 + step)).float())
+                outputs.append(model(batch(name, device, 1000 + step)).float())
         for i in range(run.accumulate):
             if shards:
                 model.set_requires_gradient_sync(i == run.accumulate - 1)
             with te.autocast(run.autocast, recipe=RECIPES[name]()):
-                y = model(batch(device, 10 * step + i))
+                y = model(batch(name, device, 10 * step + i))
             outputs.append(y.detach().float())
             loss = y.float().square().mean() / run.accumulate
             if look is not None:
@@ -116,12 +120,13 @@ def train(name: str, run: Run, device: torch.device, shards: bool, look=None) ->
 
 
 def gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
-    """Bytes of weights (anything of WIDTH x WIDTH elements or more) that the gathered parameters or the graph hold."""
+    """Bytes of weights (anything of width x width elements or more) that the gathered parameters or the graph hold."""
     held: dict[int, int] = {}
+    width = model[0].in_features
 
     def count(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if tensor.numel() * (2 if tensor.element_size() == 1 else 1) >= WIDTH * WIDTH:
+        if tensor.numel() * (2 if tensor.element_size() == 1 else 1) >= width * width:
             held[storage._cdata] = storage.size()
 
     for layer in model:

@@ -111,6 +111,7 @@ def _remaining() -> list[Case]:
     return cases
 
 
+# An exchange of heads within rings, both of which all options run under. Every second of these cases is slow.
 HIERARCHICAL = [
     replace(option, comm="a2a+p2p", size=4)
     for option in OPTIONS
@@ -131,13 +132,13 @@ def _check(case: Case) -> None:
             torch.testing.assert_close(result[name].double(), expected.double(), **ATTENDED, msg=message)
 
 
-@pytest.mark.parametrize("case", [*_covered(), *HIERARCHICAL, *LARGE_HIERARCHY], ids=str)
+@pytest.mark.parametrize("case", [*_covered(), *HIERARCHICAL[::2], *LARGE_HIERARCHY], ids=str)
 def test_ranks_compute_the_attention_of_the_whole_sequence(case):
     _check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _remaining(), ids=str)
+@pytest.mark.parametrize("case", [*_remaining(), *HIERARCHICAL[1::2]], ids=str)
 def test_ranks_compute_the_attention_of_the_whole_sequence_at_other_sizes(case):
     _check(case)
 

@@ -372,6 +372,7 @@ def test_reductions_of_delayed_scaling_are_compared(fault: str, text: str, tmp_p
 
 def fails_in(rank: int, size: int, directory: str, fault: str) -> None:
     torch.set_num_threads(1)
+    faults.RESPONSE_SECONDS = 0.5  # rank 0 waits in vain
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/rendezvous",
@@ -388,10 +389,10 @@ def fails_in(rank: int, size: int, directory: str, fault: str) -> None:
                 if fault == "ends":
                     os.kill(os.getpid(), signal.SIGKILL)
                 while not Path(directory, "0.message").exists():
-                    time.sleep(0.1)
+                    time.sleep(0.05)
                 return
             if step == 2:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
             layer(x).sum().backward()
             optimizer.step()
     except RuntimeError as error:

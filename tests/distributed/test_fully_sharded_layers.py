@@ -20,7 +20,7 @@ from tests.distributed.sharded_cases import RECIPES, Run, gathered_bytes, train
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EVERY_FORMAT = {
-    "resharded": Run(accumulate=2, steps=3),
+    "resharded": Run(accumulate=2),
     # Accumulating as well would meet a race of torch 2.11's fully_shard on GPUs: after a forward without a backward
     # it gathers a wrong layer ahead, and what it has gathered changes, of plain bfloat16 parameters too.
     "evaluated": Run(evaluate=True),
@@ -45,14 +45,15 @@ CASES = (
 RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and run.autocast]
 
 
-# On two ranks, each format and each way to train run always, and these pairs in the slow tests.
+# On two ranks, each format and each way to train always run, and these pairs in the slow tests.
 SLOW = (
-    *(f"{name}-prefetched" for name in ("current", "block", "nvfp4")),
-    *(f"delayed-{label}" for label in ("resharded_to_one_rank", "replicated")),
+    *(f"{name}-prefetched" for name in ("current", "block", "hybrid", "nvfp4")),
+    *(f"{name}-evaluated" for name in ("current", "block", "nvfp4")),  # "rowwise_only" evaluates them too
+    *(f"delayed-{label}" for label in ("resharded_to_one_rank", "replicated", "rowwise_only")),
     *(f"block-{label}" for label in ("default", "kept_prefetched", "dequantized")),
 )
-ON_ONE_RANK = tuple(case for case, (name, _) in CASES.items() if name == "delayed")
-# (ranks, cases, marks): a single rank gathers nothing from others, so that one format runs always on it.
+ON_ONE_RANK = tuple(f"delayed-{label}" for label in ("resharded", "kept", "prefetched", "rowwise_only"))
+# (ranks, cases, marks): a single rank gathers nothing from others, so that one format always runs on it.
 GROUPS = (
     (1, ON_ONE_RANK, ()),
     (1, tuple(case for case in CASES if case not in ON_ONE_RANK), pytest.mark.slow),

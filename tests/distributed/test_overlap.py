@@ -16,6 +16,7 @@ import transformer_engine.pytorch as te
 from tests.distributed.pretended_memory import Memory
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
+from tests.support.cases import crossed
 from tests.support.layers import RECIPES
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.pytorch import ops
@@ -85,6 +86,9 @@ BUILD = {
 }  # fmt: skip
 
 
+OVERLAPPED = ("none", "current", "block", "mxfp8", "nvfp4")
+
+
 def _step(model: torch.nn.Module, recipe: str, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the results of the second of two steps, and of an evaluation."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -145,8 +149,12 @@ class Uses:
         return self._of_thread[rank]
 
 
-@pytest.mark.parametrize("kind", BUILD)
-@pytest.mark.parametrize("recipe", ["none", "current", "block", "mxfp8", "nvfp4"])
+# A transformer layer has the products of the other kinds.
+ALWAYS = [(kind, recipe) for kind in BUILD for recipe in OVERLAPPED if kind != "layer"]
+ALWAYS += [("layer", "current"), ("layer", "mxfp8")]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), crossed(BUILD, OVERLAPPED, ALWAYS))
 def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypatch, emulated):
     """Parts of a product have other shapes, so that its float32 sums can differ in their last bits.
 

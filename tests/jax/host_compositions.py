@@ -54,15 +54,15 @@ def transformer_layer(**fields) -> te_flax.TransformerLayer:
     )  # fmt: skip
 
 
-def mlp_of_tokens() -> te_flax.LayerNormMLP:
+def mlp_of_tokens(intermediate_dim: int = 64, **fields) -> te_flax.LayerNormMLP:
     """Return a gated MLP whose tokens lie over the axis of tensor parallelism between its products."""
     tokens = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_TP_AXES, te.sharding.HIDDEN_AXES)
     hidden = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_AXES, te.sharding.HIDDEN_TP_AXES)
     return te_flax.LayerNormMLP(
-        intermediate_dim=64, activations=("silu", "linear"), layernorm_input_axes=tokens, dot_1_input_axes=tokens,
+        intermediate_dim, activations=("silu", "linear"), layernorm_input_axes=tokens, dot_1_input_axes=tokens,
         dot_2_input_axes=hidden, scale_axes=(te.sharding.W_NO_SHARD_AXES,), ln_bias_axes=(te.sharding.W_NO_SHARD_AXES,),
         kernel_axes_1=(te.sharding.W_FSDP_AXES, te.sharding.W_JOINED_AXES, te.sharding.W_TP_AXES),
-        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES),
+        kernel_axes_2=(te.sharding.W_TP_AXES, te.sharding.W_FSDP_AXES), **fields,
     )  # fmt: skip
 
 
@@ -199,14 +199,10 @@ def main() -> None:
     start_on_host_devices()
     delayed = recipe.DelayedScaling(amax_history_len=4)
     found = {
-        "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()),
+        "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, mlp_of_tokens()),
         "dp and tp with sequences": layer_case(
             mesh_of(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
             transformer_layer(enable_sequence_parallel=True),
-        ),
-        "fsdp and tp in mxfp8": layer_case(
-            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
-            recipe.MXFP8BlockScaling(), mlp_of_tokens(),
         ),
     }  # fmt: skip
     bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
@@ -235,6 +231,13 @@ def main() -> None:
         mesh_of(dp=4, cp=2), CPStrategy.RING, True, bshd, AttnMaskType.NO_MASK, learnt, (40, 11)
     )
     if everything:
+        found["whole layer over fsdp"] = layer_case(
+            mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()
+        )
+        found["fsdp and tp in mxfp8"] = layer_case(
+            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+            recipe.MXFP8BlockScaling(), mlp_of_tokens(),
+        )  # fmt: skip
         for name, settings in (
             ("mxfp8", recipe.MXFP8BlockScaling()),
             ("blocks", recipe.Float8BlockScaling()),

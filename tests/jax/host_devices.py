@@ -116,15 +116,13 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
         ("dense", te_flax.DenseGeneral(features=16)),
         ("norm", te_flax.LayerNorm(layernorm_type="rmsnorm")),
         ("norm and dense", te_flax.LayerNormDenseGeneral(features=16)),
-        ("mlp", te_flax.LayerNormMLP(intermediate_dim=32, use_bias=True, activations=("silu", "linear"))),
     ):
-        options = {"deterministic": True} if name == "mlp" else {}
 
-        def loss(variables, x, model=model, options=options):
-            outputs = model.apply(variables, x, **options)
+        def loss(variables, x, model=model):
+            outputs = model.apply(variables, x)
             return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
-        variables = nn.meta.unbox(drawn_variables(model, x, **options))
+        variables = nn.meta.unbox(drawn_variables(model, x))
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(
             lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
+from tests.jax.host_compositions import mlp_of_tokens
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
@@ -44,7 +45,7 @@ RECIPES = {
 }  # fmt: skip
 # A device's part has whole blocks, of every kernel and of a sequence.
 # In float32, where a sum in another order moves but few codes.
-IN_BLOCKS = {"hidden_size": 256, "mlp_hidden_size": 512, "num_gqa_groups": 8, "dtype": jnp.float32}
+IN_BLOCKS = {"hidden_size": 128, "mlp_hidden_size": 256, "num_gqa_groups": 8, "dtype": jnp.float32}
 TOKENS_IN_BLOCKS = 384
 BLOCKS = ("mxfp8", "nvfp4")
 LAYOUTS = {
@@ -53,8 +54,10 @@ LAYOUTS = {
     "fsdp": {"fsdp": 4},
     "both": {"fsdp": 2, "tpsp": 4},
 }
-CASES = [("current", "both"), ("mxfp8", "tp")]  # every axis once
+CASES = [("attention", "current", "both"), ("mlp", "mxfp8", "tp")]  # every axis once
 OTHER_CASES = [
+    ("current", "both"),
+    ("mxfp8", "tp"),
     ("values", "tpsp"),
     ("delayed", "fsdp"),
     ("delayed", "tp"),
@@ -62,6 +65,24 @@ OTHER_CASES = [
     ("mxfp8", "both"),
     ("nvfp4", "both"),
 ]
+
+
+def model_of(kind: str, sizes: dict[str, Any], sequence_parallel: bool = False) -> nn.Module:
+    """Return a transformer layer, or one of its halves, which compile in half of its time."""
+    if kind == "layer":
+        return te_flax.TransformerLayer(**sizes, enable_sequence_parallel=sequence_parallel)
+    if kind == "attention":
+        return te_flax.MultiHeadAttention(
+            head_dim=sizes["hidden_size"] // sizes["num_attention_heads"], layernorm_type="rmsnorm",
+            num_attention_heads=sizes["num_attention_heads"], num_gqa_groups=sizes["num_gqa_groups"],
+            attention_dropout=0.0, dtype=sizes["dtype"], enable_sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+    return mlp_of_tokens(sizes["mlp_hidden_size"], layernorm_type="rmsnorm", dtype=sizes["dtype"])
+
+
+def inputs_of(kind: str, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the inputs of a model: of an attention queries and keys."""
+    return (x, x) if kind == "attention" else (x,)
 
 
 def as_on_cuda() -> None:
@@ -89,9 +110,10 @@ def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
     return found
 
 
-def step(model, state, params, x):
+def step(kind, model, state, params, x):
     def run(state, params, x):
-        return model.apply({"params": params, **state}, x, deterministic=True)
+        outputs = model.apply({"params": params, **state}, *inputs_of(kind, x), deterministic=True)
+        return jax.tree.leaves(outputs)[0]
 
     y, pullback = jax.vjp(run, state, params, x)
     following, *gradients = pullback(y)
@@ -99,21 +121,21 @@ def step(model, state, params, x):
 
 
 @functools.cache
-def of_one_device(name: str) -> tuple[Any, Any, Any]:
+def of_one_device(kind: str, name: str) -> tuple[Any, Any, Any]:
     """(the variables in boxes, x, what a step makes of them)"""
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
-    model = te_flax.TransformerLayer(**sizes)
+    model = model_of(kind, sizes)
     tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS
     x = normal(jax.random.key(0), (4, tokens, sizes["hidden_size"]), sizes["dtype"])
     with te.autocast(RECIPES[name] is not None, RECIPES[name]):
-        boxed = drawn_variables(model, x, deterministic=True)
+        boxed = drawn_variables(model, *inputs_of(kind, x), deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-        return boxed, x, jax.jit(lambda *a: step(model, *a))(state, params, x)
+        return boxed, x, jax.jit(lambda *a: step(kind, model, *a))(state, params, x)
 
 
-def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
+def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
-    model = te_flax.TransformerLayer(**sizes, enable_sequence_parallel="tpsp" in axes)
+    model = model_of(kind, sizes, sequence_parallel="tpsp" in axes)
     count = int(np.prod([*axes.values()]))
     mesh = Mesh(
         np.asarray(jax.devices()[:count]).reshape(*axes.values()),
@@ -121,7 +143,7 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
         axis_types=(AxisType.Auto,) * len(axes),
     )
     resource = te.MeshResource(**{f"{axis}_resource": axis for axis in axes})
-    boxed, x, want = of_one_device(name)
+    boxed, x, want = of_one_device(kind, name)
     state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
     with (
         jax.set_mesh(mesh),
@@ -134,7 +156,7 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
         )
         rows = PartitionSpec("fsdp" if "fsdp" in axes else "dp", resource.tpsp_resource)
         tokens = NamedSharding(mesh, rows)
-        run = jax.jit(lambda *a: step(model, *a), out_shardings=(tokens, [laid, tokens], None))
+        run = jax.jit(lambda *a: step(kind, model, *a), out_shardings=(tokens, [laid, tokens], None))
         given = state, jax.device_put(params, laid), jax.device_put(x, tokens)
         compiled = run.lower(*given).compile()
         got = compiled(*given)
@@ -153,8 +175,9 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
 def main() -> None:
     start_on_host_devices()
     as_on_cuda()
-    cases = OTHER_CASES if "--others" in sys.argv else CASES
-    print(json.dumps({f"{name} {layout}": facts(name, LAYOUTS[layout]) for name, layout in cases}))
+    cases = [("layer", *case) for case in OTHER_CASES] if "--others" in sys.argv else CASES
+    found = {f"{kind} {name} {layout}": facts(kind, name, LAYOUTS[layout]) for kind, name, layout in cases}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def dispatched(mesh: Mesh, choices) -> dict[str, object]:
 def counted(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states inside shard_map, which by default counts over which axes values vary."""
     model = te_flax.LayerNormMLP(
-        intermediate_dim=32, scale_axes=(None,), ln_bias_axes=(None,), kernel_axes_1=(None,) * 3,
-        kernel_axes_2=(None,) * 2,
+        intermediate_dim=32, use_bias=True, activations=("silu", "linear"), scale_axes=(None,), ln_bias_axes=(None,),
+        kernel_axes_1=(None,) * 3, kernel_axes_2=(None,) * 2,
     )  # fmt: skip
     x = normal(jax.random.key(3), (4, 32, 32)) * jnp.arange(1.0, 5.0)[:, None, None]
 

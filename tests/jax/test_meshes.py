@@ -32,11 +32,12 @@ def test_routing_and_permutation_are_among_them(few):
 
 
 def test_recipes_of_blocks_are_among_them_where_devices_share_blocks(few):
-    """Operands are given, not computed: their codes are those of one device, whatever the layout."""
+    """Operands are given, not computed: their codes are those of one device, whatever the layout.
+
+    The slow test has NVFP4 too. Products of its shared blocks always run in test_partitioned_kernels.py.
+    """
     found = {name: value for name, value in few.items() if " in " in name}
-    assert {name.split(",")[0] for name in found} == {
-        f"dense in {one}" for one in ("mxfp8", "nvfp4", "block")
-    }
+    assert {name.split(",")[0] for name in found} == {f"dense in {one}" for one in ("mxfp8", "block")}
     assert all(value < EQUAL_CODES_OVER_DEVICES for value in found.values()), found
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.jax.compiled import array, normal, ones, zeros
-from tests.support.programs import search_path
+from tests.jax.test_sharding import run_on_host_devices
 from tests.support.tolerances import LAYERS_OVER_DEVICES
 from transformer_engine.common import formats
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8
@@ -55,7 +52,6 @@ from transformer_engine.jax.primitives.partitioning import (
 from transformer_engine.jax.primitives.quantize import quantize
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
-ROOT = Path(__file__).resolve().parents[2]
 REFUSAL = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
@@ -64,13 +60,8 @@ needs_bridge = pytest.mark.skipif(
 
 def printed_by(program: str, *options: str) -> tuple[dict, str]:
     """What a program on eight host devices prints, and what it says on stderr."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "jax" / program), *options], capture_output=True, text=True,
-        env=os.environ | flags | {"PYTHONPATH": search_path()},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    printed, said = run_on_host_devices(Path(__file__).with_name(program), *options)
+    return json.loads(printed.splitlines()[-1]), said
 
 
 def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
@@ -101,7 +92,7 @@ def test_what_devices_of_a_layer_exchange(options):
     found, said = printed_by("host_layers.py", *options)
     assert "without a mesh" not in said
     for case, facts in found.items():
-        recipe, layout = case.split()
+        _, recipe, layout = case.split()
         for part, tolerance in LAYERS_OVER_DEVICES[recipe].items():
             assert facts[part] < tolerance, (case, part, facts)
         assert {kind for kind, *_ in facts["exchanged"]} <= {"all-gather", "all-reduce"}, (case, facts)
