@@ -90,9 +90,15 @@ def test_checkpointed(name, recipe, use_reentrant, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current")]
+    ("name", "recipe"),
+    [
+        ("attention", "none"),
+        *[
+            pytest.param(name, recipe, marks=pytest.mark.slow)
+            for name, recipe in (("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current"))
+        ],
+    ],
 )
-@pytest.mark.sampled(1)
 def test_compiled(name, recipe, device):
     torch._dynamo.reset()
     check(name, recipe, device, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"))
