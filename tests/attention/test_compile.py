@@ -76,11 +76,14 @@ def test_attention_compiles(case, device):
 
 
 @pytest.mark.parametrize(
-    "given", ["lengths and bias", "mask", *[pytest.param(x, marks=pytest.mark.slow) for x in ("lengths", "bias")]]
+    "given",
+    ["lengths and bias", "mask", *[pytest.param(x, marks=pytest.mark.slow) for x in ("lengths", "bias")]],
 )
 def test_padding_and_bias_compile(given, device):
     padding = given != "bias"
-    module = DotProductAttention(4, 8, qkv_format="sbhd", attn_mask_type="padding_causal" if padding else "causal")
+    module = DotProductAttention(
+        4, 8, qkv_format="sbhd", attn_mask_type="padding_causal" if padding else "causal"
+    )
     leaves = [sample(device, 6, 2, 4, 8, seed=i) for i in range(3)]
     call: dict[str, Any] = {}
     if "lengths" in given:

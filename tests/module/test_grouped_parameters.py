@@ -73,6 +73,7 @@ def test_the_parameters_are_one_stack_each_with_the_values_of_separate_ones(devi
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.sampled
 def test_values_and_gradients_are_those_of_separate_parameters(name, bias, device):
     single, separate = pair_of(device, bias=bias)
     for first in (None, True, False):
@@ -155,6 +156,7 @@ def test_members_are_views_of_the_buffers(name, device):
 
 @pytest.mark.parametrize("name", [None, *QUANTIZED])
 @pytest.mark.parametrize("direction", ["to separate", "to single", "to itself"])
+@pytest.mark.sampled
 def test_checkpoints_go_between_the_forms_bit_for_bit(name, direction, device):
     recipe = RECIPES[name or "none"]
     saved, other = pair_of(device, recipe)

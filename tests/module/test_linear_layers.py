@@ -266,6 +266,7 @@ def test_the_norm_output_is_returned_last_and_has_gradients(kind, return_bias, d
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.sampled
 def test_every_activation_with_and_without_recomputation(activation, recompute, device):
     options = {"activation": activation, "device": device}
     if activation == "clamped_swiglu":
@@ -424,6 +425,7 @@ def test_hybrid_gradients_are_e5m2_and_e4m3_ones_are_not(device):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sampled
 def test_quantized_parameters_train(kind, name, device):
     with quantized_model_init(recipe=RECIPES[name], preserve_high_precision_init_val=True):
         layer = LAYERS[kind](device=device)

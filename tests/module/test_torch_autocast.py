@@ -78,6 +78,7 @@ def check(name, recipe, device, how=None):
 
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled
 def test_eager(name, recipe, device):
     check(name, recipe, device)
 
@@ -85,6 +86,7 @@ def test_eager(name, recipe, device):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("name", ["pre-norm", "post-norm", "parallel"])
+@pytest.mark.sampled
 def test_checkpointed(name, recipe, use_reentrant, device):
     check(name, recipe, device, lambda m: lambda x: te.checkpoint(m, x, use_reentrant=use_reentrant))
 
