@@ -94,7 +94,7 @@ def test_checkpointed(name, recipe, use_reentrant, device):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("attention", "none"),
+        ("layernorm_linear", "none"),
         *[
             pytest.param(name, recipe, marks=pytest.mark.slow)
             for name, recipe in (("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current"))
