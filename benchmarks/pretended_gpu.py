@@ -47,7 +47,7 @@ def pretend() -> None:
 def everywhere(name: str, value: Any) -> None:
     """Bind a name of the package to something else, wherever it was imported."""
     for module in [module for key, module in sys.modules.items() if key.startswith(_PACKAGE)]:
-        if hasattr(module, name):
+        if name in vars(module):  # hasattr() would make each package look for similar names
             setattr(module, name, value)
 
 

@@ -37,11 +37,13 @@ def _fresh_state():
 
 
 def pytest_configure() -> None:
-    """Seed absent devices at no cost.
+    """Save the time of actions without effect on tests.
 
     torch.manual_seed queues a seed and formats a stack trace for each type of device that is absent: 2 milliseconds.
-    Tests call it more than ten thousand times.
+    Tests call it more than ten thousand times. torch.compile flushes the caches of the processor to measure the latency
+    of the guards of each graph for its log: 80 milliseconds, a twelfth of the compilation of a layer.
     """
+    torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
     for module in (torch.cuda, torch.xpu, torch.mtia):
         if not module.is_available():
             module.manual_seed_all = lambda seed: None  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.torch_version import TorchVersion
@@ -39,6 +41,17 @@ def sample(device, *shape, seed=0):
 
 
 CASES = {
+    "all together": (
+        {
+            "num_gqa_groups": 2,
+            "window_size": (2, 0),
+            "attn_mask_type": "causal_bottom_right",
+            "softmax_type": "learnable",
+            "return_max_logit": True,
+        },
+        {"core_attention_bias_type": "alibi"},
+    ),
+    "recompute": ({"softmax_type": "off-by-one"}, {"checkpoint_core_attention": True}),
     "causal, grouped": ({"num_gqa_groups": 2}, {}),
     "window": ({"window_size": (2, 1), "attn_mask_type": "no_mask"}, {}),
     "bottom right, sink": (
@@ -46,11 +59,14 @@ CASES = {
         {},
     ),
     "alibi": ({}, {"core_attention_bias_type": "alibi"}),
-    "recompute": ({"softmax_type": "off-by-one"}, {"checkpoint_core_attention": True}),
 }
+# tests/attention/test_compiled_lengths.py always compiles plain causal attention, with and without groups.
+ONE_BY_ONE = ("causal, grouped", "window", "bottom right, sink", "alibi")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in ONE_BY_ONE else ()) for case in CASES]
+)
 def test_attention_compiles(case, device):
     construction, call = CASES[case]
     module = DotProductAttention(4, 8, qkv_format="bshd", **construction)
@@ -59,25 +75,30 @@ def test_attention_compiles(case, device):
     assert_same_as_eager(lambda q, k, v: module(q, k, v, **call), leaves, list(module.parameters()))
 
 
-@pytest.mark.parametrize("given", ["lengths", "mask"])
-def test_padding_compiles(given, device):
-    module = DotProductAttention(4, 8, qkv_format="sbhd", attn_mask_type="padding_causal")
-    if given == "lengths":
-        call = {"cu_seqlens_q": cumulative([4, 6], device)}
-    else:
-        call = {"attention_mask": padding_mask([4, 6], 6, device)}
+@pytest.mark.parametrize(
+    "given",
+    ["lengths and bias", "mask", *[pytest.param(x, marks=pytest.mark.slow) for x in ("lengths", "bias")]],
+)
+def test_padding_and_bias_compile(given, device):
+    padding = given != "bias"
+    module = DotProductAttention(
+        4, 8, qkv_format="sbhd", attn_mask_type="padding_causal" if padding else "causal"
+    )
     leaves = [sample(device, 6, 2, 4, 8, seed=i) for i in range(3)]
-    assert_same_as_eager(lambda q, k, v: module(q, k, v, **call), leaves)
+    call: dict[str, Any] = {}
+    if "lengths" in given:
+        call["cu_seqlens_q"] = cumulative([4, 6], device)
+    if "mask" in given:
+        call["attention_mask"] = padding_mask([4, 6], 6, device)
+    if "bias" in given:
+        call["core_attention_bias_type"] = "post_scale_bias"
+        leaves.append(sample(device, 1, 4, 6, 6))
+    assert_same_as_eager(lambda q, k, v, bias=None: module(q, k, v, core_attention_bias=bias, **call), leaves)
 
 
-def test_bias_compiles_with_its_gradient(device):
-    module = DotProductAttention(4, 8, qkv_format="bshd")
-    leaves = [sample(device, 2, 6, 4, 8, seed=i) for i in range(3)] + [sample(device, 1, 4, 6, 6)]
-    call = {"core_attention_bias_type": "post_scale_bias"}
-    assert_same_as_eager(lambda q, k, v, b: module(q, k, v, core_attention_bias=b, **call), leaves)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch_sdpa"])
+# tests/attention/test_compiled_lengths.py always compiles packed sequences with both backends, and torch computes the
+# gradient of torch_sdpa.
+@pytest.mark.parametrize("backend", ["reference", pytest.param("torch_sdpa", marks=pytest.mark.slow)])
 def test_packed_sequences_compile_with_the_longest_length_given(backend, device):
     module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
     bounds = cumulative([4, 6], device)
@@ -99,7 +120,7 @@ def test_dropout_compiles(device):
     q, k, v = (sample(device, 2, 6, 4, 8, seed=i).requires_grad_() for i in range(3))
     out = compiled(module)(q, k, v)
     out.sum().backward()
-    assert (out != compiled(module.eval())(q, k, v)).any() and q.grad.isfinite().all()
+    assert not torch.allclose(out, module.eval()(q, k, v)) and q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "thd"])
@@ -149,6 +170,7 @@ def shifted(score, b, h, i, j, bias, cap):
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace the objects")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("score_mod", [shifted, capped])
+@pytest.mark.sampled
 def test_score_mod_compiles_with_gradients_of_its_tensors(score_mod, dynamic, device):
     module = DotProductAttention(2, 16, attn_mask_type="no_mask", qkv_format="bshd")
 
@@ -165,15 +187,9 @@ def test_a_score_mod_that_the_compiled_function_defines_compiles(device):
     module = DotProductAttention(2, 16, qkv_format="bshd")
 
     def attend(q, k, v, slope):
-        return module(q, k, v, score_mod=lambda score, b, h, i, j: score + slope * (i - j))
+        of_indices = module(q, k, v, score_mod=lambda score, b, h, i, j: score + slope * (i - j))
+        of_graph = module(q, k, v, score_mod=lambda graph, score, tensors: graph.mul(score, slope))
+        return torch.cat([of_indices, of_graph])
 
-    assert_same_as_eager(
-        attend, [*(sample(device, 1, 5, 2, 16, seed=seed) for seed in range(3)), sample(device, 1)]
-    )
-
-    def graphs(q, k, v, slope):
-        return module(q, k, v, score_mod=lambda graph, score, tensors: graph.mul(score, slope))
-
-    assert_same_as_eager(
-        graphs, [*(sample(device, 1, 5, 2, 16, seed=seed) for seed in range(3)), sample(device, 1)]
-    )
+    leaves = [sample(device, 1, 5, 2, 16, seed=seed) for seed in range(3)]
+    assert_same_as_eager(attend, [*leaves, sample(device, 1)])

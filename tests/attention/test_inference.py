@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 
 import pytest
@@ -103,6 +104,7 @@ def test_cached_attention_equals_attention_over_everything(tensor_format, pages,
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tensor_format", ["bshd", "sbhd"])
 @torch.no_grad()
+@pytest.mark.sampled
 def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(
     tensor_format, interleaved, pages, device
 ):
@@ -130,6 +132,7 @@ def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(
 @PAGED
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("tensor_format", ["bshd", "sbhd"])
+@pytest.mark.sampled
 def test_a_cached_layer_reads_the_cache_whether_it_could_be_trained_or_not(
     tensor_format, grad, pages, device
 ):
@@ -470,12 +473,16 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
 
 
 @PAGED
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_a_cache_goes_from_one_mode_to_another(first, then, pages, device):
+@pytest.mark.parametrize(
+    "modes",
+    itertools.product([torch.inference_mode, torch.no_grad, torch.enable_grad], repeat=2),
+    ids=lambda modes: "-".join(mode.__name__ for mode in modes),
+)
+@pytest.mark.sampled
+def test_a_cache_goes_from_one_mode_to_another(modes, pages, device):
     """Tensors allocated in inference mode are written outside of it, including page tables and rows that move."""
-    found, modes = [], (first, then)
-    for allocated in (first, torch.no_grad):
+    found = []
+    for allocated in (modes[0], torch.no_grad):
         data, layer, outputs = tokens(device, HEADS * WIDTH), attention_layer(device), []
         with allocated():
             cache = params(device=device, **pages)

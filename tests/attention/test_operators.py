@@ -43,6 +43,10 @@ def sample(device, *shape, seed=0):
 
 
 CASES = {
+    "sink, largest logit, bias": (
+        {"qkv_format": "sbhd", "softmax_type": "learnable", "return_max_logit": True},
+        {"core_attention_bias_type": "post_scale_bias"},
+    ),
     "causal": ({"qkv_format": "bshd"}, {}),
     "sink, largest logit": (
         {"qkv_format": "sbhd", "softmax_type": "learnable", "return_max_logit": True},
@@ -56,11 +60,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("sink, largest logit, bias", "packed") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_an_untraceable_backend_compiles(case, opaque, device):
     construction, call = CASES[case]
     module = DotProductAttention(4, 8, num_gqa_groups=2, **construction)
-    shape = (10,) if construction["qkv_format"] == "thd" else (2, 6)
+    shape = {"thd": (10,), "bshd": (2, 6), "sbhd": (6, 2)}[construction["qkv_format"]]
     leaves = [sample(device, *shape, heads, 8, seed=heads) for heads in (4, 2, 2)]
     if construction["qkv_format"] == "thd":
         call = {**call, "cu_seqlens_q": cumulative([4, 6], device)}

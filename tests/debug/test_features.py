@@ -153,6 +153,7 @@ def test_errors_of_nvfp4_are_those_of_its_quantizer(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+@pytest.mark.sampled
 def test_statistics_change_no_result(kind: str, recipe: str, tmp_path: Path):
     expected = trained(kind, recipe)
     features = {"LogTensorStats": {"tensors": TENSORS, "stats": ["max"]}}
@@ -182,6 +183,7 @@ def test_layer_without_quantization_computes_as_outside_of_autocast(kind: str, t
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.filterwarnings("ignore:the debug feature DisableFP8GEMM:DeprecationWarning")
+@pytest.mark.sampled
 def test_one_product_in_high_precision_leaves_the_others_quantized(gemm: str, recipe: str, tmp_path: Path):
     plain, quantized = trained("Linear", "none", steps=1), trained("Linear", recipe, steps=1)
     with session(tmp_path, {"DisableFP8GEMM": {"gemms": [gemm]}}):

@@ -140,7 +140,8 @@ def test_a_retained_graph_gives_its_gradients_again(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.sampled(1)
+# tests/module/test_compiled_layers.py always compiles a LayerNormMLP, as a part of a TransformerLayer.
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["plain", "checkpoint"])
 def test_a_compiled_graph_holds_the_products_too(options, device):
     results = []

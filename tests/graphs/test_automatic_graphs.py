@@ -49,6 +49,7 @@ def _reason(module, *args, **kwargs):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
+@pytest.mark.sampled
 def test_the_fourth_call_is_captured_and_all_have_the_bits_of_eager_ones(kind, recipe, rerun):
     recipe = RECIPES[recipe]
     eager = _layer(kind)

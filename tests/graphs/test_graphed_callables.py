@@ -70,6 +70,7 @@ def _graphed(module, recipe=None, **options):
 @pytest.mark.parametrize(
     "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"]
 )
+@pytest.mark.sampled
 def test_three_steps_have_the_bits_of_eager_ones(kind, recipe, rerun):
     recipe = RECIPES[recipe]
     eager = _layer(kind)
@@ -140,6 +141,7 @@ def test_a_model_in_pieces_is_the_model(rerun):
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer", "GroupedLinear"])
+@pytest.mark.sampled
 def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, rerun):
     recipe = RECIPES[recipe]
     eager = _layer(kind)

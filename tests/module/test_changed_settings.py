@@ -108,6 +108,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c[0]}-{c[1]}")
+@pytest.mark.sampled
 def test_an_attribute(change, recipe, device):
     kind, name, options, value, *option = change
     layer = layer_of(kind, **options).to(device)

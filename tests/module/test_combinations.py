@@ -212,13 +212,14 @@ def test_the_output_of_a_norm_has_gradients_where_only_the_linear_part_is_traine
     )
 
 
-def test_a_linear_part_that_is_trained_alone_compiles_in_one_graph(device):
+@pytest.mark.parametrize("name", ["current", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_linear_part_that_is_trained_alone_compiles_in_one_graph(name, device):
     layer, x = LAYERS["layernorm_linear"](device=device), sample(device).detach()
     layer.layer_norm_weight.requires_grad_(False)
     layer.layer_norm_bias.requires_grad_(False)
 
     def run(x):
-        with autocast(recipe=RECIPES["block"]):
+        with autocast(recipe=RECIPES[name]):
             return layer(x)
 
     results = []
@@ -229,11 +230,12 @@ def test_a_linear_part_that_is_trained_alone_compiles_in_one_graph(device):
     assert same_as_eager(*results)
 
 
-def test_a_weight_is_cached_in_a_compiled_graph_too(device):
+@pytest.mark.parametrize("name", ["current", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_weight_is_cached_in_a_compiled_graph_too(name, device):
     layer, x = Linear(HIDDEN, 96, device=device), sample(device).detach()
 
     def run(x, first):
-        with autocast(recipe=RECIPES["block"]):
+        with autocast(recipe=RECIPES[name]):
             return layer(x, is_first_microbatch=first)
 
     expected = run(x, True)

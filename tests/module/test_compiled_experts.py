@@ -101,15 +101,16 @@ def test_a_tensor_of_rows_gives_the_bits_of_eager_mode(name, emulated):
 
 
 CALLS = {
+    "by chunks": lambda x, mask: te.moe_sort_chunks_by_index(x, mask[:2, 1], torch.arange(2)),
     "by mask, back": lambda x, mask: te.moe_unpermute(*te.moe_permute(x, mask, 5)),
     "by index, back": lambda x, mask: te.moe_unpermute(
         *te.moe_permute(x, mask[:, :2], map_type="index"), torch.ones(5, 2), map_type="index"
     ),
-    "by chunks": lambda x, mask: te.moe_sort_chunks_by_index(x, mask[:2, 1], torch.arange(2)),
     "scores of softplus": lambda x, mask: te.router.fused_compute_score_for_moe_aux_loss(x, 2, "sqrtsoftplus")[1],
 }  # fmt: skip
 
 
+# test_a_layer_of_experts_is_one_graph_for_several_batches always compiles calls by mask.
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.sampled(1)
 def test_two_calls_stand_in_one_graph(name):

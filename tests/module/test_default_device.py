@@ -51,6 +51,7 @@ def trained(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled
 def test_a_default_device_changes_nothing(kind, recipe):
     for found, expected in zip(trained(kind, recipe, "meta"), trained(kind, recipe, None), strict=True):
         assert found.device.type == "cpu"

@@ -47,6 +47,7 @@ def trained(name, recipe, steps, device, **options):
 
 @pytest.mark.parametrize("recipe", RANDOM)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled
 def test_two_runs_have_the_same_bits(name, recipe, device):
     with te.deterministic():
         runs = [trained(name, RANDOM[recipe], 2, device) for _ in range(2)]

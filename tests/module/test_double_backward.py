@@ -237,6 +237,7 @@ def gradients(layer, x, recipe, **how):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sampled
 def test_a_layer_of_products_gives_its_gradients_and_refuses_theirs(name, recipe, device):
     make, operation = LAYERS[name]
     layer = make(device)

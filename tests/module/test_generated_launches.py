@@ -10,9 +10,10 @@ import pytest
 from tests.support.programs import output_without_gpu
 
 
+@pytest.mark.parametrize(("cases", "count"), [("some", 43), pytest.param("all", 73, marks=pytest.mark.slow)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_compiled_passes_start_the_kernels_of_their_steps():
-    done = output_without_gpu("tests/module/generated_launches.py")
+def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int):
+    done = output_without_gpu("tests/module/generated_launches.py", cases)
     found = json.loads(done.splitlines()[-1])
-    assert len(found) == 73
+    assert len(found) == count
     assert {case: what for case, what in found.items() if what is not None} == {}

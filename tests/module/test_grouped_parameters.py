@@ -73,6 +73,7 @@ def test_the_parameters_are_one_stack_each_with_the_values_of_separate_ones(devi
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.sampled
 def test_values_and_gradients_are_those_of_separate_parameters(name, bias, device):
     single, separate = pair_of(device, bias=bias)
     for first in (None, True, False):
@@ -155,6 +156,7 @@ def test_members_are_views_of_the_buffers(name, device):
 
 @pytest.mark.parametrize("name", [None, *QUANTIZED])
 @pytest.mark.parametrize("direction", ["to separate", "to single", "to itself"])
+@pytest.mark.sampled
 def test_checkpoints_go_between_the_forms_bit_for_bit(name, direction, device):
     recipe = RECIPES[name or "none"]
     saved, other = pair_of(device, recipe)
@@ -196,7 +198,8 @@ def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, devi
     assert torch.equal(single.weight.dequantize(), stacked(separate, lambda p: p.dequantize())[0])
 
 
-@pytest.mark.parametrize("name", ["none", "current"])
+# tests/module/test_grouped_linear.py always compiles parameters that are not quantized.
+@pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "current"])
 def test_compiled_in_one_graph_it_gives_the_same_bits(name, device):
     recipe = RECIPES[name]
     torch._dynamo.reset()

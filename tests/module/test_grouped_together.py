@@ -81,6 +81,7 @@ def operations(layer, x, splits, recipe) -> set[str]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.sampled
 def test_together_they_give_what_they_give_one_by_one(name, splits, bias, device, monkeypatch):
     together = layer_of(splits, device, bias=bias)
     alone = copy.deepcopy(together)
@@ -170,6 +171,7 @@ def test_splits_on_the_device_give_the_bits_of_splits_on_the_host(name, device):
 
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sampled
 def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
     splits = SPLITS["many"]
     fused = layer_of(splits, device, bias=False, fuse_wgrad_accumulation=True)

@@ -83,16 +83,19 @@ def test_a_recipe_quantizes_and_stays_near_high_precision(kind, name, device):
     assert not torch.equal(quantized[0], exact[0])
 
 
-# tests/module/test_compiled_layers.py compiles all three within whole layers under every recipe.
-COMPILED = {
-    *((name, "linear") for name in ("none", "delayed", "current", "block")),
-    *((name, "layernorm_linear") for name in ("delayed", "nvfp4")),
-    *((name, "layernorm_mlp") for name in ("current", "mxfp8")),
-}
-
-
-@pytest.mark.parametrize(("name", "kind"), crossed(RECIPES, LAYERS, COMPILED))
-@pytest.mark.sampled(3)
+# tests/module/test_compiled_layers.py always compiles all three without a recipe, within a whole layer,
+# test_autocast_may_stand_inside_the_compiled_function three steps of a Linear under a recipe, and
+# test_quantized_parameters_compile_in_one_graph a LayerNormMLP under a recipe.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            name, kind, marks=() if (name, kind) == ("delayed", "layernorm_linear") else pytest.mark.slow
+        )
+        for name in RECIPES
+        for kind in LAYERS
+    ],
+)
 def test_compiled_in_one_graph_it_gives_the_same_bits(kind, name, device):
     def train(wrap):
         torch.manual_seed(7)
@@ -115,7 +118,8 @@ def test_compiled_in_one_graph_it_gives_the_same_bits(kind, name, device):
     assert same_as_eager(eager, compiled)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current"])
+# tests/module/test_combinations.py always compiles functions with current scaling in them.
+@pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_autocast_may_stand_inside_the_compiled_function(name, device):
     layer = LAYERS["linear"](device=device)
     twin = copy.deepcopy(layer)
@@ -262,6 +266,7 @@ def test_the_norm_output_is_returned_last_and_has_gradients(kind, return_bias, d
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.sampled
 def test_every_activation_with_and_without_recomputation(activation, recompute, device):
     options = {"activation": activation, "device": device}
     if activation == "clamped_swiglu":
@@ -420,6 +425,7 @@ def test_hybrid_gradients_are_e5m2_and_e4m3_ones_are_not(device):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sampled
 def test_quantized_parameters_train(kind, name, device):
     with quantized_model_init(recipe=RECIPES[name], preserve_high_precision_init_val=True):
         layer = LAYERS[kind](device=device)

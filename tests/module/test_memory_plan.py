@@ -118,6 +118,7 @@ def saved_bytes(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled
 def test_what_is_planned_to_be_saved_is_what_is_saved(name: str, recipe: str):
     with te.emulate():
         model = MODULES[name](256, device="cpu")
@@ -224,6 +225,7 @@ def payload(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe is not None])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled
 def test_quantized_parameters_take_their_codes_and_scales_and_no_copies(name: str, recipe: str):
     with te.emulate():
         with te.quantized_model_init(recipe=RECIPES[recipe]):
@@ -253,6 +255,7 @@ class Recomputed(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+@pytest.mark.sampled
 def test_a_recomputed_stack_keeps_the_inputs_of_its_layers(reentrant: bool, recipe: str):
     """4 layers keep 3 inputs [512, 256] in bfloat16 beside the model's own. The last backward, that of the first layer,
     takes what it takes alone, beside parameters and gradients of the others."""

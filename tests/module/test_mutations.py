@@ -50,15 +50,16 @@ WITHOUT_ANOTHER_VALUE = {
 pytestmark = pytest.mark.filterwarnings("ignore")  # that a layer goes from one kind of recipe to another
 
 
+@pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])  # of each attribute
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.sampled(10)
-def test_an_attribute(kind: str, recipe: str | None):
+def test_an_attribute(kind: str, recipe: str | None, values: int):
     stale = [
         f"{attribute}={value!r}: {fault}"
         for attribute in attributes(kind)
         if attribute not in WRITTEN_IN_VAIN
-        for value in values_for(kind, attribute)
+        for value in values_for(kind, attribute, most=values)
         if (fault := attribute_fault(kind, attribute, value, ATTENTION_TOO.get(recipe or "")))
     ]
     assert not stale, "\n".join([f"{kind}:", *stale])
@@ -99,19 +100,38 @@ def test_what_is_not_changed_is_listed_and_every_other_attribute_has_another_val
     assert set(NOT_CHANGED) - held == set()
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.slow), "current"], ids=str)
-def test_an_attribute_of_a_child(recipe: str | None):
-    """A write to a layer within a layer: what the outer one remembers of calls depends on it."""
+@pytest.mark.parametrize(
+    ("recipe", "every_child"),
+    [
+        ("current", False),
+        *[pytest.param(recipe, True, marks=pytest.mark.slow) for recipe in (None, "current")],
+    ],
+)
+def test_an_attribute_of_a_child(recipe: str | None, every_child: bool):
+    """The cached calls of a layer depend on the attributes of its children.
+
+    Children share most attributes. The fast case writes each attribute of one child, and attributes of each child.
+    """
     under = ATTENTION_TOO.get(recipe or "")
-    whole = layer_of("TransformerLayer")
-    stale = []
-    for path, child in whole.named_modules():
+    values: dict[str, dict[str, object]] = {}  # {attribute: {path of a child: another value}}
+    for path, child in layer_of("TransformerLayer").named_modules():
         if path and type(child) in KINDS:
             kind = type(child).__name__
             for attribute in sorted(set(attributes(kind)) - WRITTEN_IN_VAIN):
                 for value in values_for(kind, attribute, most=1):
-                    if child_is_stale(path, attribute, value, under):
-                        stale.append(f"{path}.{attribute}={value!r}")
+                    values.setdefault(attribute, {})[path] = value
+    writes = [
+        (path, attribute, value)
+        for number, (attribute, of_children) in enumerate(values.items())
+        for place, (path, value) in enumerate(of_children.items())
+        if every_child or place == number % len(of_children)
+    ]
+    assert len({path for path, _, _ in writes}) == 5
+    stale = [
+        f"{path}.{attribute}={value!r}"
+        for path, attribute, value in writes
+        if child_is_stale(path, attribute, value, under)
+    ]
     assert not stale, "\n".join(stale)
 
 
@@ -161,16 +181,25 @@ REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
 
 
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
-@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "TransformerLayer"])
+# A TransformerLayer reads the variables of its projections and of its attention.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Linear",
+        "GroupedLinear",
+        "DotProductAttention",
+        pytest.param("TransformerLayer", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.sampled(4)
 def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
     under = ATTENTION_TOO.get(recipe or "")
+    layer = layer_of(kind)
     for name, text in variables():
         if name in DEFAULTS:
             continue
         FP8GlobalStateManager.reset()
         forget()
-        layer = layer_of(kind)
         outcome(layer, under)
         with monkeypatch.context() as patch:
             patch.setenv(name, text)

@@ -91,6 +91,7 @@ def test_linear_multiplies_dequantized_operands_forward_and_backward(name):
 @pytest.mark.parametrize(
     "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "TransformerLayer"]
 )
+@pytest.mark.sampled
 def test_every_layer_trains(name, kind):
     options = {"params_dtype": torch.float32}
     layer = layer_of(kind, device="cpu", **options)

@@ -61,6 +61,7 @@ def train(module: torch.nn.Module, recipe, device, steps: int = 3, end=lambda: N
 
 @RECIPES
 @pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.sampled
 def test_an_observed_model_computes_the_same_bits(kind, every: int, device: torch.device):
     plain = train(model(device), kind(), device)
     module = model(device)

@@ -185,6 +185,7 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
 # Delayed scaling gives every backward scales of its own.
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.sampled
 def test_a_kept_graph_runs_again_to_the_same_bits_and_a_spent_one_says_so(name: str, recipe: str, device):
     with te.emulate():
         model, x = small(name, device), sample(device)

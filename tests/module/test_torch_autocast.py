@@ -78,6 +78,7 @@ def check(name, recipe, device, how=None):
 
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled
 def test_eager(name, recipe, device):
     check(name, recipe, device)
 
@@ -85,14 +86,21 @@ def test_eager(name, recipe, device):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("name", ["pre-norm", "post-norm", "parallel"])
+@pytest.mark.sampled
 def test_checkpointed(name, recipe, use_reentrant, device):
     check(name, recipe, device, lambda m: lambda x: te.checkpoint(m, x, use_reentrant=use_reentrant))
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current")]
+    ("name", "recipe"),
+    [
+        ("layernorm_linear", "none"),
+        *[
+            pytest.param(name, recipe, marks=pytest.mark.slow)
+            for name, recipe in (("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current"))
+        ],
+    ],
 )
-@pytest.mark.sampled(1)
 def test_compiled(name, recipe, device):
     torch._dynamo.reset()
     check(name, recipe, device, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"))

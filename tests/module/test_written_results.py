@@ -40,6 +40,7 @@ def outcome(name, change, recipe=None, dtype=torch.float32, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sampled
 def test_a_result_is_written_in_place(name, write, dtype, mode):
     in_place, anew = WRITES[write]
     with MODES[mode]():
@@ -48,6 +49,7 @@ def test_a_result_is_written_in_place(name, write, dtype, mode):
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sampled
 def test_so_it_is_under_every_recipe(name, recipe, emulated):
     in_place, anew = WRITES["add_"]
     assert same(*(outcome(name, change, RECIPES[recipe]) for change in (in_place, anew)))

@@ -129,6 +129,7 @@ def fail(loss, **options):
 @every_synchronizer
 @pytest.mark.parametrize("failing", range(LAYERS))
 @pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.sampled
 def test_the_step_after_a_failed_backward_has_its_gradients(failure, failing, kind):
     context = SYNCHRONIZERS[kind](RecordedLink())
     layers = model(failure, failing)
@@ -146,6 +147,7 @@ def test_the_step_after_a_failed_backward_has_its_gradients(failure, failing, ki
 @every_synchronizer
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("failing", range(LAYERS))
+@pytest.mark.sampled
 def test_a_backward_of_an_old_graph_leaves_the_newer_forward_alone(failing, failure, kind):
     """The old graph's tensors are gone, or its hook raises; the newer one keeps its own."""
     context = SYNCHRONIZERS[kind](RecordedLink())

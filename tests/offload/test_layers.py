@@ -55,6 +55,7 @@ def _plainly(model, x, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+@pytest.mark.sampled
 def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
     plain = _model(kind)
     offloading = copy.deepcopy(plain)
@@ -71,6 +72,7 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+@pytest.mark.sampled
 def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypatch):
     """From that moment on it may be copied, while its layer goes on."""
     seen = []

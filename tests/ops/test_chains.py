@@ -185,7 +185,12 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
 @pytest.mark.parametrize(
     ("name", "described"),
     [
-        ("mxfp8", [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)]),
+        ("current", [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)]),
+        pytest.param(
+            "mxfp8",
+            [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "delayed",
             [("add", 0), ("linear", 1), ("scaled", 6), ("quantize", 2), ("basic_linear", 0)],

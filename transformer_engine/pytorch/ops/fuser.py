@@ -350,15 +350,15 @@ class OperationFuser:
 def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
     """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
 
-    The numbers of rows of two grouped layers, and shared parameters, are the same tensors.
+    The numbers of rows of two grouped layers, and shared parameters, are the same tensors. A graph that has read id()
+    of an input is compiled again for each other input.
     """
     if not torch.compiler.is_compiling():
         return list(tensors)
-    seen: set[int] = set()
     made: list[Any] = []
-    for tensor in tensors:
-        made.append(tensor.view_as(tensor) if id(tensor) in seen else tensor)
-        seen.add(id(tensor))
+    for number, tensor in enumerate(tensors):
+        repeated = any(tensor is other for other in tensors[:number])
+        made.append(tensor.view_as(tensor) if repeated else tensor)
     return made
 
 
