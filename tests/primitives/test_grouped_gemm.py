@@ -29,7 +29,7 @@ SPLITS = {
     "ragged": (3, 131, 0, 0, 70, 1, 258, 17),
     "many": tuple(8 * (i % 5) for i in range(20)),
 }
-BACKENDS = ["reference", "triton", "library"]
+BACKENDS = ["reference", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "library"))]
 FORMATS = ("plain", "float8", "block")
 # In units of the largest result: float32 sums of products of 16-bit or 8-bit values, rounded once to bfloat16;
 # fast FP8 sums keep 14 bits.
