@@ -40,16 +40,10 @@ def quantized(name, device):
     return quantizer_of(name, device)(values(device, ROWS, COLUMNS))
 
 
-# Every pair of two of the three always runs.
-WRITTEN = [
-    pytest.param(name, cut, mode, marks=() if (i + j + k) % len(MODES) == 0 else pytest.mark.slow)
-    for i, name in enumerate(CUTTING)
-    for j, cut in enumerate(CUTS)
-    for k, mode in enumerate(MODES)
-]
-
-
-@pytest.mark.parametrize(("name", "cut", "mode"), WRITTEN)
+@pytest.mark.sampled(pairs=True)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_a_write_reaches_the_tensor_or_raises(name, cut, mode, device):
     q = quantized(name, device)
     before = q.dequantize().clone()

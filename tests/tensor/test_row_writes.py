@@ -46,6 +46,7 @@ def assert_holds(q, expected, off):
         assert float((only.dequantize().reshape(expected.shape) - expected).abs().max()) <= limit
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("factor", [0.01, 1.0, 50.0])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "nvfp4_rht"])
