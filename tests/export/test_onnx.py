@@ -126,8 +126,8 @@ def test_an_exported_layer_computes_what_the_layer_computes(kind: str, name: str
     assert nodes(model).count("QuantizeLinear") == nodes(model).count("DequantizeLinear") == pairs
 
 
-# Always run: test_an_exported_attention_rotates_and_normalizes (any batch and sequence, groups of queries, a window) and
-# test_an_exported_layer_computes_what_the_layer_computes (products under recipes).
+# Of these claims, test_an_exported_attention_rotates_and_normalizes (any batch and sequence, grouped queries, a window)
+# and test_an_exported_layer_computes_what_the_layer_computes (products under recipes) always run.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_exported_transformer_layer_takes_any_batch_and_sequence(name: str):

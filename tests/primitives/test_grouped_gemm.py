@@ -65,6 +65,7 @@ def run_with(backend: str, function):
         pytest.skip(str(refusal))
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -101,6 +102,7 @@ def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exac
     assert_close(y, expected, kind, backend)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("target", ["stack", "apart", "added", "narrow"])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)

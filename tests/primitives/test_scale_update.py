@@ -32,7 +32,6 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(torch.int32) for tensor in tensors]
 
 
-@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("backend", scale_update.TABLE.names())
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("keep_idle", [False, True])

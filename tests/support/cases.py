@@ -29,7 +29,9 @@ def crossed(firsts: Iterable[str], seconds: Iterable[str], always: Collection[tu
     ]
 
 
-def cover(items: Sequence[pytest.Item], count: int | None = None, *, pairs: bool = False) -> list[pytest.Item]:
+def cover(
+    items: Sequence[pytest.Item], count: int | None = None, *, pairs: bool = False
+) -> list[pytest.Item]:
     """Return cases of one test that together hold each value of each parameter, or the first `count` of such a list.
 
     The next case is the one with the most values that no earlier case holds, so that few cases differ in much.
@@ -66,9 +68,12 @@ def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def mark_all_but_samples_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow the cases outside of the cover of each test marked `sampled`, whose arguments are those of `cover`."""
+    """Mark as slow, of each test marked `sampled`, the cases outside of its cover; the mark has arguments of `cover`."""
     sampled = [item for item in items if item.get_closest_marker("sampled") is not None]
-    for cases in by_test(sampled).values():
+    # Cases for GPUs have a cover of their own: where they are skipped, the others still hold every value.
+    on_gpu = [item for item in sampled if item.get_closest_marker("gpu") is not None]
+    elsewhere = [item for item in sampled if item.get_closest_marker("gpu") is None]
+    for cases in (*by_test(on_gpu).values(), *by_test(elsewhere).values()):
         quick = [item for item in cases if item.get_closest_marker("slow") is None]
         marker = quick[0].get_closest_marker("sampled") if quick else None
         if marker is not None:
