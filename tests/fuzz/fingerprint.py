@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import os
 import types
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +61,7 @@ def _process() -> dict[str, Any]:
         if torch.cuda.is_available()
         else None,
         "tracked random states": rng._tracked,
-        "environment": repr(sorted(os.environ.items())),
+        "environment": repr(vars(os.environ)["_data"]),  # the variables before they are decoded
         "autocast": snapshot(),
         "model init": model_init.current_model_init(),
         "pools": delayed_scaling.pools(),
@@ -90,7 +92,8 @@ class _Visit:
         self.kept: list[Any] = []  # so that no id is used twice
 
     def __call__(self, place: str, value: Any) -> None:
-        if type(value) in PLAIN or isinstance(value, PLAIN):  # the first is fast, and true for most values
+        kind = _kind(type(value))
+        if kind is _Kind.PLAIN:
             self.found[place] = repr(value)
             return
         if id(value) in self.seen:
@@ -98,19 +101,19 @@ class _Visit:
             return
         self.seen[id(value)] = place
         self.kept.append(value)
-        if isinstance(value, torch.Tensor):
+        if kind is _Kind.TENSOR:
             self._tensor(place, value)
-        elif isinstance(value, Mapping):
+        elif kind is _Kind.MAPPING:
             self.found[place] = [type(value).__name__, *map(repr, value)]
             for index, (key, item) in enumerate(value.items()):
                 self(f"{place}[{key if isinstance(key, str) else index}]", item)
-        elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        elif kind is _Kind.SEQUENCE:
             self.found[place] = (type(value).__name__, len(value))
             for index, item in enumerate(value):
                 self(f"{place}[{index}]", item)
-        elif isinstance(value, torch.Generator):
+        elif kind is _Kind.GENERATOR:
             self.found[place] = hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()
-        elif isinstance(value, torch.nn.Module) or _is_ours(value):
+        elif kind is _Kind.OBJECT:
             self._object(place, value)
         else:
             self.found[place] = (type(value).__name__, id(value))
@@ -124,7 +127,7 @@ class _Visit:
             tuple(value.shape),
             value.requires_grad,
         )
-        if _is_ours(value):
+        if _is_ours(type(value)):
             for name, payload in vars(value).items():
                 self(f"{place}.{name}", payload)
         elif not value.is_meta:
@@ -138,16 +141,35 @@ class _Visit:
 
     def _object(self, place: str, value: Any) -> None:
         self.found[place] = type(value).__name__
-        if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
-            attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        else:
-            attributes = vars(value) if hasattr(value, "__dict__") else {}
+        attributes = getattr(value, "__dict__", None)
+        if attributes is None:
+            fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+            attributes = {field.name: getattr(value, field.name) for field in fields}
         for name, attribute in list(attributes.items()):
-            if name not in MEMORIES and not isinstance(
-                attribute, (types.FunctionType, types.MethodType, type)
-            ):
+            if name not in MEMORIES and _kind(type(attribute)) is not _Kind.FUNCTION:
                 self(f"{place}.{name}", attribute)
 
 
-def _is_ours(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] in OURS
+class _Kind(enum.Enum):
+    PLAIN, FUNCTION, TENSOR, MAPPING, SEQUENCE, GENERATOR, OBJECT, OTHER = range(8)
+
+
+@functools.cache  # checking against abstract classes and tuples of types takes half of a fingerprint's time
+def _kind(of: type) -> _Kind:
+    kinds = {
+        PLAIN: _Kind.PLAIN,
+        (types.FunctionType, types.MethodType, type): _Kind.FUNCTION,
+        (torch.Tensor,): _Kind.TENSOR,
+        (Mapping,): _Kind.MAPPING,
+        (list, tuple, set, frozenset, deque): _Kind.SEQUENCE,
+        (torch.Generator,): _Kind.GENERATOR,
+        (torch.nn.Module,): _Kind.OBJECT,
+    }
+    for classes, kind in kinds.items():
+        if issubclass(of, classes):
+            return kind
+    return _Kind.OBJECT if _is_ours(of) else _Kind.OTHER
+
+
+def _is_ours(of: type) -> bool:
+    return of.__module__.split(".")[0] in OURS

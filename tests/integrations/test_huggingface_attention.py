@@ -127,6 +127,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("native_groups", [False, True])
 @pytest.mark.parametrize("groups", [GROUPS, HEADS])
 @pytest.mark.parametrize("call", list(CALLS))

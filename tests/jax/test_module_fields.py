@@ -211,7 +211,8 @@ Meeting = tuple[str, bool, str, bool]
 
 def meetings(given: Any, fields: Any) -> set[Meeting]:
     """Of every two fields, which of them are given."""
-    return {(a, a in given, b, b in given) for a, b in itertools.combinations(sorted(fields), 2)}
+    states = [(name, name in given) for name in sorted(fields)]
+    return {(*first, *second) for first, second in itertools.combinations(states, 2)}
 
 
 def possible(fields: Any) -> set[Meeting]:

@@ -7,11 +7,15 @@ the exponent; torch's casts take their place here, with the saturation of the GP
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import os
 
 import numpy as np
 import pytest
 import torch
+from triton.language import core
 from triton.runtime import interpreter
 
 from tests.support.cases import by_test, cover
@@ -73,8 +77,53 @@ def _call_device_function(self, *arguments, **keywords):
     return self.rewrite()(*arguments, **keywords)
 
 
+_NUMPY_TYPES: dict[str, np.dtype] = {}
+_original_numpy_type = interpreter._get_np_dtype
+
+
+def _numpy_type(type):
+    """Return the NumPy dtype of a Triton type. The original builds a table of all types for each call."""
+    scalar = type.scalar
+    found = _NUMPY_TYPES.get(scalar.name)
+    if found is None:
+        found = _NUMPY_TYPES[scalar.name] = _original_numpy_type(scalar)
+    return found
+
+
+def _initialize_tensor(self, handle, type):
+    """As the original, with one object per shape for `tensor.shape` and `tensor.numel`."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _numel_and_shape(*(type.shape.values if type.is_block() else ()))
+
+
+@functools.cache
+def _numel_and_shape(*sizes: int):
+    return core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
+
+
+def _initialize_block_type(self, element_ty, shape):
+    """As the original, with the shape, the number of elements and the name of each type computed once."""
+    sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+    self.element_ty = element_ty
+    self.shape, self.numel, self.name = _facts_of_block(element_ty.name, sizes)
+
+
+@functools.cache
+def _facts_of_block(element: str, sizes: tuple):
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    shape = core.tuple(sizes)
+    return shape, core.validate_block_shape(shape), f"<{shape}, {element}>"
+
+
 def repair() -> None:
     """Replace the interpreter's conversion between floating-point types, and of tensors to integers; watch launches."""
+    # Integer additions and products compute whether they overflow, and discard the result unless `options.debug`.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    interpreter._get_np_dtype = _numpy_type
+    core.tensor.__init__ = _initialize_tensor
+    core.block_type.__init__ = _initialize_block_type
     interpreter._convert_float = _convert_float
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter.InterpretedFunction.__call__ = _call_device_function

@@ -19,9 +19,9 @@ KERNELS = Path(__file__).parents[2] / "transformer_engine" / "common" / "kernels
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[str, dict]:
-    command = [sys.executable, "-W", "ignore", str(HERE / "written_cases.py")]
+@pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])
+def facts(request) -> dict[str, dict]:
+    command = [sys.executable, "-W", "ignore", str(HERE / "written_cases.py"), request.param]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,11 @@
-"""Every launch's declared and actual writes, from the code that Triton makes of its kernel without a GPU, as JSON."""
+"""Every launch's declared and actual writes, from the code that Triton makes of its kernel without a GPU, as JSON.
+
+Of crossed options, the program compiles each value of each option, or with --all every combination.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -56,6 +60,7 @@ Case = tuple[str, Launch, tuple["str | None", ...]]
 
 HALF, FLOAT, CODES, BYTES, INDEX, ADDRESS = "*bf16", "*fp32", "*fp8e4nv", "*u8", "*i32", "*i64"
 SHAPE = (512, 1024)
+EVERY_COMBINATION = "--all" in sys.argv
 CONSTANTS = (7.0, 1.7, 1.0)
 BLOCKS = block_cast.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
@@ -125,23 +130,32 @@ def _statistics() -> Iterator[Case]:
 
 
 def norms() -> Iterator[Case]:
-    rows = BLOCKS._replace(columnwise=False)
-    for centered in (False, True):
-        beta = HALF if centered else None
-        for width in (1024, 5120, 9000, 20480):
-            plain = norm.NormRows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
-            name = f"norm {width} centered={centered}"
-            yield name, norm.forward(plain), (HALF, HALF, beta, None, None)
-            yield f"{name} measured", norm.forward(plain), (HALF, HALF, beta, None, FLOAT)
-            yield f"{name} codes", norm.forward(plain, E4M3), (HALF, HALF, beta, FLOAT, FLOAT)
-            yield f"{name} blocks", norm.forward(plain, None, rows), (HALF, HALF, beta, None, None)
-            given = ("bfloat16", "float32", False, centered, 6, 3, 1 << 17)
-            program = norm.backward(64, width, (width, width, width), *given)
-            types = {"dy": HALF, "x": HALF, "add": HALF, "gamma": HALF, "rstdev": FLOAT, "workspace": FLOAT}
-            types |= {"mean": FLOAT} if centered else {}
-            for number, step in enumerate(program.steps):
-                inputs = tuple(None if part is None else types.get(part) for part in step.inputs)
-                yield f"{name} backward {number}", step.launch, inputs
+    for number, (width, centered) in enumerate(itertools.product((1024, 5120, 9000, 20480), (False, True))):
+        # Every kind meets every width and both norms; the cover leaves out the other norm of that width.
+        kinds = (_norm_forwards(width, centered), _norm_backwards(width, centered))
+        for kind, case in enumerate(itertools.chain(*kinds)):
+            if EVERY_COMBINATION or (number // 2 + number + kind) % 2 == 0:
+                yield case
+
+
+def _norm_forwards(width: int, centered: bool) -> Iterator[Case]:
+    rows, beta = BLOCKS._replace(columnwise=False), HALF if centered else None
+    plain = norm.NormRows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
+    name = f"norm {width} centered={centered}"
+    yield name, norm.forward(plain), (HALF, HALF, beta, None, None)
+    yield f"{name} measured", norm.forward(plain), (HALF, HALF, beta, None, FLOAT)
+    yield f"{name} codes", norm.forward(plain, E4M3), (HALF, HALF, beta, FLOAT, FLOAT)
+    yield f"{name} blocks", norm.forward(plain, None, rows), (HALF, HALF, beta, None, None)
+
+
+def _norm_backwards(width: int, centered: bool) -> Iterator[Case]:
+    given = ("bfloat16", "float32", False, centered, 6, 3, 1 << 17)
+    program = norm.backward(64, width, (width, width, width), *given)
+    types = {"dy": HALF, "x": HALF, "add": HALF, "gamma": HALF, "rstdev": FLOAT, "workspace": FLOAT}
+    types |= {"mean": FLOAT} if centered else {}
+    for number, step in enumerate(program.steps):
+        inputs = tuple(None if part is None else types.get(part) for part in step.inputs)
+        yield f"norm {width} centered={centered} backward {number}", step.launch, inputs
 
 
 def others() -> Iterator[Case]:
@@ -281,8 +295,10 @@ def experts() -> Iterator[Case]:
         alone = permutation.send_weighted(*sizes, ("bfloat16", None)).steps[0].launch
         yield f"send weighted alone by_mask={by_mask}", alone, (HALF, INDEX, pads, FLOAT, None)
 
-    for name, kind in router.SCORES.items():
-        for way, number in router.MAPS.items():
+    for first, (name, kind) in enumerate(router.SCORES.items()):
+        for second, (way, number) in enumerate(router.MAPS.items()):
+            if not EVERY_COMBINATION and (first + second) % len(router.MAPS):
+                continue
             biased = name in ("sigmoid", "sqrtsoftplus")
             written = INDEX if way == "indices" else None
             chosen = router.choose(512, 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True)

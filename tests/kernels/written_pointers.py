@@ -42,7 +42,7 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
     signature |= dict.fromkeys(constants, "constexpr")
     target = GPUTarget("cuda", 90, 32)
     backend = triton.compiler.make_backend(target)
-    options = backend.parse_options({"num_warps": launch.warps})
+    options = backend.parse_options({"num_warps": launch.warps, "sanitize_overflow": False})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

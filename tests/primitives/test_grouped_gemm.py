@@ -29,7 +29,7 @@ SPLITS = {
     "ragged": (3, 131, 0, 0, 70, 1, 258, 17),
     "many": tuple(8 * (i % 5) for i in range(20)),
 }
-BACKENDS = ["reference", "triton", "library"]
+BACKENDS = ["reference", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "library"))]
 FORMATS = ("plain", "float8", "block")
 # In units of the largest result: float32 sums of products of 16-bit or 8-bit values, rounded once to bfloat16;
 # fast FP8 sums keep 14 bits.
@@ -65,6 +65,7 @@ def run_with(backend: str, function):
         pytest.skip(str(refusal))
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -101,6 +102,7 @@ def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exac
     assert_close(y, expected, kind, backend)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("target", ["stack", "apart", "added", "narrow"])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)

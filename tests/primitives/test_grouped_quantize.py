@@ -50,6 +50,7 @@ def values(rows: int, device, dtype=torch.bfloat16) -> torch.Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)

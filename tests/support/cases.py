@@ -8,6 +8,7 @@ holds every member of both lists and the pairs that have failed for reasons of t
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -28,12 +29,19 @@ def crossed(firsts: Iterable[str], seconds: Iterable[str], always: Collection[tu
     ]
 
 
-def cover(items: Sequence[pytest.Item], count: int | None = None) -> list[pytest.Item]:
+def cover(
+    items: Sequence[pytest.Item], count: int | None = None, *, pairs: bool = False
+) -> list[pytest.Item]:
     """Return cases of one test that together hold each value of each parameter, or the first `count` of such a list.
 
     The next case is the one with the most values that no earlier case holds, so that few cases differ in much.
+
+    Args:
+        items: Cases of one test.
+        count: Largest number of cases.
+        pairs: Hold each two values of two parameters that a case has.
     """
-    values = {item: _values_of(item) for item in items}
+    values = {item: set(itertools.combinations(_values_of(item), 2 if pairs else 1)) for item in items}
     missing = set().union(*values.values())
     chosen: list[pytest.Item] = []
     while missing and (count is None or len(chosen) < count):
@@ -43,12 +51,12 @@ def cover(items: Sequence[pytest.Item], count: int | None = None) -> list[pytest
     return chosen or list(items[:1])
 
 
-def _values_of(item: pytest.Item) -> set[tuple[str, int]]:
+def _values_of(item: pytest.Item) -> list[tuple[str, int]]:
     """Return the parameters of a case as (name, identity of the value), which all cases with the value share."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
-        return set()
-    return {(name, id(value)) for name, value in callspec.params.items()}
+        return []
+    return [(name, id(value)) for name, value in sorted(callspec.params.items(), key=lambda given: given[0])]
 
 
 def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -60,13 +68,16 @@ def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def mark_all_but_samples_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow, of each test marked `sampled` or `sampled(count)`, the cases outside of its cover."""
+    """Mark as slow, of each test marked `sampled`, the cases outside of its cover; the mark has arguments of `cover`."""
     sampled = [item for item in items if item.get_closest_marker("sampled") is not None]
-    for cases in by_test(sampled).values():
+    # Cases for GPUs have a cover of their own: where they are skipped, the others still hold every value.
+    on_gpu = [item for item in sampled if item.get_closest_marker("gpu") is not None]
+    elsewhere = [item for item in sampled if item.get_closest_marker("gpu") is None]
+    for cases in (*by_test(on_gpu).values(), *by_test(elsewhere).values()):
         quick = [item for item in cases if item.get_closest_marker("slow") is None]
         marker = quick[0].get_closest_marker("sampled") if quick else None
         if marker is not None:
-            chosen = cover(quick, *marker.args)
+            chosen = set(cover(quick, *marker.args, **marker.kwargs))
             for item in quick:
                 if item not in chosen:
                     item.add_marker(pytest.mark.slow)

@@ -40,18 +40,21 @@ def quantized(name, device):
     return quantizer_of(name, device)(values(device, ROWS, COLUMNS))
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", CUTTING)
 def test_a_write_reaches_the_tensor_or_raises(name, cut, mode, device):
+    q = quantized(name, device)
+    before = q.dequantize().clone()
     for write in WRITES.values():
-        q = quantized(name, device)
-        before = q.dequantize().clone()
         with MODES[mode]():
             part = CUTS[cut](q)
             if isinstance(part, te.QuantizedTensor):
                 write(part)
                 assert not torch.equal(q.dequantize(), before)
+                q = quantized(name, device)
+                before = q.dequantize().clone()
                 continue
             with pytest.raises(NotImplementedError, match=r"writes to \[.*\] of .*Tensor \[256, 256\]"):
                 write(part)

@@ -30,6 +30,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cleared", [False, True], ids=["kept", "cleared"])
 @pytest.mark.parametrize("detached", [False, True], ids=["parameter", "detached"])

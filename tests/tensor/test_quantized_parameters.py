@@ -95,6 +95,7 @@ def test_a_file_is_loaded_without_arbitrary_code(name, device):
     assert payload(copied).keys() == payload(q).keys()
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("way", ["pickle", "torch", "weights only"])
