@@ -68,7 +68,10 @@ def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def mark_all_but_samples_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow, of each test marked `sampled`, the cases outside of its cover; the mark has arguments of `cover`."""
+    """Mark as slow, of each test marked `sampled`, the cases outside of its cover.
+
+    The arguments of the mark are those of `cover`.
+    """
     sampled = [item for item in items if item.get_closest_marker("sampled") is not None]
     # Cases for GPUs have a cover of their own: where they are skipped, the others still hold every value.
     on_gpu = [item for item in sampled if item.get_closest_marker("gpu") is not None]
