@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.support.cases import alternating
 from tests.support.tolerances import ATTENDED
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.integrations.huggingface import (
@@ -148,9 +149,7 @@ def grown(model, side: str, device: str = "cpu") -> list[torch.Tensor]:
     return [logits, *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("side", list(PADDING))
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(("family", "way", "side"), alternating(FAMILIES, WAYS, PADDING))
 def test_logits_and_gradients_are_the_stock_ones(family, way, side):
     model = stock(family)
     ours = engine(model, way)
@@ -204,10 +203,9 @@ def test_training_follows_the_stock_losses(family, way):
     assert losses[3] < losses[0]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(
+    ("family", "way", "side", "cache"), alternating(DECODERS, WAYS, ["none", "left"], ["dynamic", "static"])
+)
 def test_greedy_tokens_are_the_stock_ones(family, way, side, cache):
     model = stock(family)
     ours = engine(model, way)

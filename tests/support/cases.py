@@ -8,6 +8,7 @@ holds every member of both lists and the pairs that have failed for reasons of t
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -25,6 +26,18 @@ def crossed(firsts: Iterable[str], seconds: Iterable[str], always: Collection[tu
         pytest.param(a, b, marks=() if (a, b) in always else pytest.mark.slow)
         for a in firsts
         for b in seconds
+    ]
+
+
+def alternating(*lists: Iterable[object]) -> list:
+    """Return every combination of members of three or more lists; every second one is slow.
+
+    Those that always run have an even sum of positions. They hold each pair of members of two lists.
+    """
+    return [
+        pytest.param(*(member for _, member in found), marks=pytest.mark.slow if odd else ())
+        for found in itertools.product(*map(enumerate, lists))
+        for odd in [sum(position for position, _ in found) % 2]
     ]
 
 
