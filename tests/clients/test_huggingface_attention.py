@@ -151,6 +151,7 @@ def grown(model, side: str, device: str = "cpu") -> list[torch.Tensor]:
 @pytest.mark.parametrize("side", list(PADDING))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.sampled(pairs=True)
 def test_logits_and_gradients_are_the_stock_ones(family, way, side):
     model = stock(family)
     ours = engine(model, way)
@@ -208,6 +209,7 @@ def test_training_follows_the_stock_losses(family, way):
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.sampled(pairs=True)
 def test_greedy_tokens_are_the_stock_ones(family, way, side, cache):
     model = stock(family)
     ours = engine(model, way)
