@@ -1,4 +1,4 @@
-"""Documentation, docstrings and comments read as standard technical English: a few phrases are rare, sentences short.
+"""Pages, docstrings, comments and names of tests read as standard technical English, in short sentences.
 
 The patterns are phrases that have a common technical word. A hit is not always wrong, so each folder may have one hit
 per 1,000 words.
@@ -43,12 +43,14 @@ PATTERN = re.compile("|".join(rf"\b(?:{phrase})\b" for phrase in PHRASES), re.IG
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"")
 DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 COMMENT = re.compile(r"^(?:.*\s)?#\s(.+)$", re.MULTILINE)
+NAME_OF_TEST = re.compile(r"^\s*def test_(\w+)\(", re.MULTILINE)
 SENTENCE_END = re.compile(r"[.!?:;](?:\s+|$)")
 
 
 def prose_of_code(source: str) -> list[str]:
-    """The docstrings and comments of a file."""
-    return DOCSTRING.findall(source) + COMMENT.findall(source)
+    """Return the docstrings, comments and names of tests of a file."""
+    names = [name.replace("_", " ") for name in NAME_OF_TEST.findall(source)]
+    return DOCSTRING.findall(source) + COMMENT.findall(source) + names
 
 
 def paragraphs(page: str) -> Iterator[str]:
@@ -103,7 +105,10 @@ def above_the_limit(texts: dict[str, list[str]]) -> dict[str, float]:
 
 def test_code_is_described_in_standard_technical_english():
     found: dict[str, list[str]] = defaultdict(list)
-    for path in modules().values():
+    others = [
+        path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in [*modules().values(), *others]:
         found[folder_of(path)] += prose_of_code(text(path))
     assert not above_the_limit(found), "use the words on the right of PHRASES"
 
