@@ -31,6 +31,6 @@ def test_an_alias_holds_names_only(name):
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_an_alias_exports_what_it_names(name):
+def test_an_alias_exports_its_names(name):
     module = importlib.import_module(name)
     assert all(hasattr(module, attribute) for attribute in module.__all__)

@@ -28,7 +28,7 @@ def unordered_in(name: str) -> set[str]:
     return atomics(name) - IN_ANY_ORDER - ({"atomic_add"} if name in COUNTING else set())
 
 
-def test_a_kernel_adds_in_a_fixed_order_or_its_backend_says_so():
+def test_a_kernel_adds_in_a_fixed_order_or_its_backend_declares_it():
     import transformer_engine.pytorch  # noqa: F401 - registers the tables
 
     unordered = {name: found for name in KERNELS if (found := unordered_in(name))}

@@ -74,7 +74,7 @@ def imported(module: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", USE)
-def test_an_import_says_what_is_missing_and_what_to_use(name: str):
+def test_an_import_error_names_the_missing_module_and_a_replacement(name: str):
     with pytest.raises(ModuleNotFoundError, match=USE[name]) as raised:
         importlib.import_module(name)
     assert str(raised.value).startswith(name)
@@ -115,7 +115,7 @@ def test_name_that_is_not_near_any_other_suggests_none():
     assert "did you mean" not in str(raised.value)
 
 
-def test_a_name_of_one_framework_says_nothing_of_the_other():
+def test_a_name_of_one_framework_is_not_suggested_for_the_other():
     imported("transformer_engine.jax")
     with pytest.raises(ImportError, match=r"docs/support\.md"):
         exec("from transformer_engine.jax.attention import FusedAttention")
@@ -143,7 +143,7 @@ def test_a_search_finds_nothing_and_raises_nothing(name: str):
     assert importlib.util.find_spec(name) is None
 
 
-def test_a_guarded_import_of_a_client_goes_on():
+def test_a_guarded_import_of_a_client_continues():
     try:
         importlib.import_module("transformer_engine.paddle.features")
 

@@ -46,7 +46,7 @@ def test_it_holds_so_many_at_most():
         assert len(memory) <= 3
 
 
-def test_what_is_fixed_comes_before_the_key():
+def test_fixed_arguments_come_before_the_key():
     assert Memory(plus, 8, 10)[5] == 15
 
 

@@ -151,7 +151,7 @@ def pass_of(choices: bytes) -> Pass:
 
 @given(passes(), st.randoms(use_true_random=False))
 @settings(max_examples=500, deadline=None)
-def test_rules_keep_what_a_random_pass_computes(pass_: Pass, random: Any):
+def test_rules_keep_the_results_of_a_random_pass(pass_: Pass, random: Any):
     decisions: dict[Any, bool] = {}
 
     def allowed(rule: str, first: Step, second: Step) -> bool:
@@ -165,14 +165,14 @@ def test_rules_keep_what_a_random_pass_computes(pass_: Pass, random: Any):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @given(passes())
 @settings(max_examples=60, deadline=None)
-def test_each_rule_alone_keeps_what_a_random_pass_computes(rule: Any, pass_: Pass):
+def test_each_rule_alone_keeps_the_results_of_a_random_pass(rule: Any, pass_: Pass):
     fused = fuse(pass_, lambda *_: True, (rule,))
     assert evaluated(fused) == evaluated(pass_)
 
 
 @given(passes())
 @settings(max_examples=200, deadline=None)
-def test_overlap_keeps_what_a_random_pass_computes_and_the_order_of_collectives(pass_: Pass):
+def test_overlap_keeps_the_results_of_a_random_pass_and_the_order_of_collectives(pass_: Pass):
     moved = overlap(pass_)
     assert evaluated(moved) == evaluated(pass_)
     for half in ("begin", "wait"):

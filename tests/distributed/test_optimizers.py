@@ -94,7 +94,7 @@ def _zero_redundancy(device):
     return torch.stack(found).view(STEPS, 2)
 
 
-def test_masters_that_are_cut_over_ranks_give_the_losses_of_whole_ones(tmp_path):
+def test_sharded_masters_give_the_losses_of_whole_ones(tmp_path):
     for losses in run_on_ranks(_zero_redundancy, 2, tmp_path):
         assert torch.equal(losses[:, 0], losses[:, 1])
         assert losses[-1, 0] < losses[0, 0]

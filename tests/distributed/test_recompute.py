@@ -207,7 +207,7 @@ def test_an_exception_leaves_no_marks(reentrant, device):
 
 
 @BOTH
-def test_tracked_random_states_repeat_and_then_go_on(reentrant, device):
+def test_tracked_random_states_repeat_and_then_continue(reentrant, device):
     def seeded():
         torch.manual_seed(3)
         tracker = CudaRNGStatesTracker()
@@ -347,7 +347,7 @@ def test_a_reentrant_checkpoint_ignores_the_check_of_determinism(device):
         checkpoint(torch.sin, x, determinism_check="strict", use_reentrant=False)
 
 
-def test_a_reentrant_checkpoint_refuses_autograd_grad(device):
+def test_a_reentrant_checkpoint_rejects_autograd_grad(device):
     x = torch.ones(2, device=device, requires_grad=True)
     y = checkpoint(torch.sin, x)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):

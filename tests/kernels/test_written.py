@@ -56,7 +56,7 @@ def test_a_launch_declares_the_tables_that_its_kernel_takes_addresses_from(facts
     assert sum(bool(case["tables"]) for case in facts.values()) >= 7
 
 
-def test_what_a_record_leaves_out_or_adds_is_seen():
+def test_missing_and_extra_declarations_are_found():
     from tests.kernels.written_cases import FLOAT, HALF, SHAPE, facts_of
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
@@ -95,7 +95,7 @@ class TestProgram:
         strips, total = column_sums.column_sums((128, 64), 64), column_sums.sum_columns((2, 64), "float32")
         return Program, ProgramStep, strips, total
 
-    def test_a_step_reads_only_what_is_given_or_made_before(self):
+    def test_a_step_reads_only_inputs_and_earlier_results(self):
         Program, ProgramStep, strips, total = self.steps()
         late = (
             ProgramStep(total, ("partials",), ("sums", None)),
@@ -104,7 +104,7 @@ class TestProgram:
         with pytest.raises(ValueError, match=r"sum_partials reads 'partials'"):
             Program(("x",), late, ("sums",))
 
-    def test_a_step_names_exactly_what_its_launch_makes(self):
+    def test_a_step_names_exactly_the_outputs_of_its_launch(self):
         Program, ProgramStep, strips, _ = self.steps()
         with pytest.raises(ValueError, match=r"column_sums_kernel makes None, and it is called 'amax'"):
             Program(("x",), (ProgramStep(strips, ("x",), ("amax", "partials")),), ("partials",))

@@ -239,7 +239,7 @@ STORED = [
 
 
 @pytest.mark.parametrize("options", STORED, ids=str)
-def test_a_saved_optimizer_goes_on_where_it_stopped(options, device, tmp_path):
+def test_a_loaded_optimizer_resumes(options, device, tmp_path):
     dtype = torch.bfloat16 if options.get("master_weights") else torch.float32
     ours, params, _, _ = both(device, dtype, steps=3, **options)
     torch.save(ours.state_dict(), tmp_path / "optimizer.pt")

@@ -129,7 +129,7 @@ def test_every_backend_agrees_with_the_reference(backend, name, dtype, device):
         _close(actual, expected.double(), dtype)
 
 
-def test_a_strided_input_gives_what_a_contiguous_one_gives(device):
+def test_a_strided_input_equals_its_contiguous_copy(device):
     x = torch.randn(16, 6, device=device)
     strided = x.t().contiguous().t()
     assert torch.equal(activation_forward("swiglu", strided), activation_forward("swiglu", x))

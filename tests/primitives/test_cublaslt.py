@@ -142,7 +142,7 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
     assert alive[3] == alive[1]  # descriptors are used again
 
 
-def test_threads_that_run_one_plan_use_descriptors_of_their_own(library, monkeypatch):
+def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypatch):
     a, b = PAIRS["float8"]()
     epilogue = Epilogue(torch.float32)
     together = threading.Barrier(2, timeout=60)
@@ -164,7 +164,7 @@ def test_threads_that_run_one_plan_use_descriptors_of_their_own(library, monkeyp
     assert len(cublaslt_plan._plans) == 1
 
 
-def test_a_plan_that_goes_takes_its_descriptors_along(library):
+def test_a_deleted_plan_destroys_its_descriptors(library):
     a, b = PAIRS["bf16"]()
     run(a, b, Epilogue(torch.bfloat16))
     assert library.alive
@@ -172,7 +172,7 @@ def test_a_plan_that_goes_takes_its_descriptors_along(library):
     assert not library.alive
 
 
-def test_fast_accumulation_is_asked_for_only_where_fp8_allows_it(library):
+def test_fast_accumulation_is_requested_only_if_fp8_allows_it(library):
     for pair, fast in (("float8", True), ("bf16", False), ("1d x 1d", False)):
         a, b = PAIRS[pair]()
         assert cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
@@ -232,7 +232,7 @@ FP8_REFUSALS = {
     + [("float8", reason, change) for reason, change in FP8_REFUSALS.items()],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_it_does_not_cover_is_rejected_with_the_reason(library, pair, reason, change):
+def test_an_unsupported_request_is_rejected_with_the_reason(library, pair, reason, change):
     request = request_of(*PAIRS[pair](), Epilogue(torch.bfloat16))
     assert cublaslt.unsupported_reason(request) is None
     assert reason in (cublaslt.unsupported_reason(dataclasses.replace(request, **change)) or "")
@@ -293,7 +293,7 @@ def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [REFUSED.hex(), "00"], ids=["refused", "short"])
-def test_a_stored_algorithm_that_the_library_rejects_is_timed_anew(timed, code):
+def test_a_stored_algorithm_that_the_library_rejects_is_timed_again(timed, code):
     a, b = PAIRS["bf16"]()
     plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))
     path = tuning.choices_of(0).path
@@ -314,7 +314,7 @@ def test_a_damaged_file_of_choices_is_reported_and_replaced(timed, text):
     assert len(json.loads(path.read_text())) == 1
 
 
-def test_tuning_writes_nothing_of_the_callers(timed, monkeypatch):
+def test_tuning_does_not_write_the_callers_output(timed, monkeypatch):
     monkeypatch.setattr(
         tuning, "_seconds", lambda plan, a, b, epilogue: plan.run(a, b, epilogue).sum() * 0 + 1
     )
@@ -384,7 +384,7 @@ def test_the_result_is_that_of_the_same_library_through_torch(pair, exact, biase
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", GPU_PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_accumulation_adds_to_what_was_there(pair, dtype):
+def test_accumulation_adds_to_the_output(pair, dtype):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
     a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
     before = torch.randn(256, 384, device="cuda").to(dtype)
@@ -480,7 +480,7 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cublaslt", "scaled_mm"])
-def test_scales_may_lie_side_by_side(backend):
+def test_scales_may_be_adjacent_in_memory(backend):
     """As those of the members of a stack: cuBLASLt itself reads multiples of 16 bytes alone."""
     a, b = on_gpu(FLOAT8, 64, 128), on_gpu(FLOAT8, 64, 128)
     scales = torch.cat([torch.ones(1, device="cuda"), a.scale, b.scale])

@@ -246,7 +246,7 @@ def test_a_forced_reference_quantization_is_not_fused_away():
 @pytest.mark.gpu
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
 @pytest.mark.parametrize("tiles", [BLOCK_1D, FLOAT8], ids=["1d", "current"])
-def test_observers_hear_of_each_quantization_once(tiles, columnwise):
+def test_observers_are_called_once_per_quantization(tiles, columnwise):
     x = torch.randn(64, 256, device="cuda").bfloat16()
     spec, seen = QuantizeSpec(tiles, E4M3, True, columnwise), []
     with observing(lambda operation, request: seen.append(operation)):

@@ -43,7 +43,7 @@ def test_a_backend_is_selected_once_for_calls_that_look_the_same(described, devi
     assert len(described) == 1
 
 
-def test_whatever_a_backend_may_judge_makes_another_call(described, device):
+def test_each_property_that_a_backend_checks_is_selected_separately(described, device):
     a, b = operands(device)
     bias, out = torch.zeros(32, device=device), torch.zeros(16, 32, device=device)
     calls = [

@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_an_error(call, message, device):
         call(operand(M, K, device), operand(N, K, device))
 
 
-def test_a_choice_is_remembered_by_what_it_depends_on(monkeypatch, device):
+def test_a_choice_is_cached_by_its_inputs(monkeypatch, device):
     seen, describe = [], fused.TABLE.describe
     monkeypatch.setattr(fused.TABLE, "describe", lambda *key: seen.append(key) or describe(*key))
     fused.TABLE.forget()
@@ -382,7 +382,7 @@ def test_a_part_of_a_larger_tensor_has_a_plan_for_its_own_alignment(library, mon
 
 
 @pytest.mark.parametrize("reason", ["less than 16 bytes", "no algorithm for less than 256"])
-def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, reason):
+def test_matrices_without_a_plan_take_separate_steps(library, monkeypatch, reason):
     a, b = plain(shifted(M, K, 2 if reason == "less than 16 bytes" else 16)), operand(N, K, "cpu")
     gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
     x = torch.randn(M, N).to(BF16)
@@ -398,7 +398,7 @@ def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, r
     close(dx, product * slope(x.double()), product.abs(), slack=1e-4)
 
 
-def test_matrices_that_no_plan_is_for_are_let_go(library):
+def test_matrices_without_a_plan_are_freed(library):
     a, b = plain(shifted(M, K, 16)), operand(N, K, "cpu")
     gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
     library.algorithms = []
@@ -412,7 +412,7 @@ def test_matrices_that_no_plan_is_for_are_let_go(library):
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_descriptors_are_used_again_and_go_with_their_plan(library):
+def test_descriptors_are_reused_and_destroyed_with_their_plan(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     request = on_h200(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn)
     one, alive = torch.ones(1), []
@@ -440,7 +440,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_what_the_library_does_not_list_is_rejected_with_the_reason(library, reason):
+def test_combinations_outside_the_library_are_rejected_with_the_reason(library, reason):
     kind, change = REFUSALS[reason]
     if "a_element" in change:
         change = {"b_element": change["a_element"], **change}
@@ -451,7 +451,7 @@ def test_what_the_library_does_not_list_is_rejected_with_the_reason(library, rea
     assert reason in (cublaslt_fused.unsupported_reason(request) or "")
 
 
-def test_other_rejections_name_what_they_look_at(library):
+def test_other_rejections_name_the_reason(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     codes = on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
     assert "E5M2 only if" in (cublaslt_fused.unsupported_reason(codes) or "")
@@ -474,7 +474,7 @@ def test_other_rejections_name_what_they_look_at(library):
     assert "no algorithm" in cublaslt_fused.bind(planned).reason
 
 
-def test_problems_that_differ_in_what_follows_are_different_to_the_store_of_algorithms(library):
+def test_problems_with_different_epilogues_have_different_keys(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     x = torch.zeros(M, N, dtype=BF16)
     requests = [

@@ -155,6 +155,6 @@ def test_formats_without_a_grouped_form_are_rejected(device):
     [(3, 4), (8, -1), torch.tensor([[7]]), torch.tensor([3.5, 3.5])],
     ids=["sum", "sign", "2d", "float"],
 )
-def test_splits_that_are_no_rows_are_rejected(splits, device):
+def test_splits_that_do_not_divide_the_rows_are_rejected(splits, device):
     with pytest.raises(ValueError, match="splits"):
         groups_of(splits, 8, device)

@@ -184,7 +184,7 @@ def test_every_backend_agrees_with_the_reference(name, dtype, device):
         _close(actual, expected.double(), dtype)
 
 
-def test_a_backend_that_is_not_there_is_named_with_those_that_are():
+def test_an_unknown_backend_raises_with_the_known_ones():
     with pytest.raises(ValueError, match="reference"), use_backend(norm="nonesuch"):
         pass
 

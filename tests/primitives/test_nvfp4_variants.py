@@ -105,7 +105,7 @@ class TestWorkedValues:
         for name in ("codes_t", "scale_t", "amax_t"):
             assert torch.equal(getattr(q, name), getattr(plain, name)), name
 
-    def test_gathered_rows_of_their_own_scales_are_the_rows_of_the_whole(self):
+    def test_gathered_rows_with_one_scale_each_equal_the_rows_of_the_whole(self):
         x = torch.randn(8, 32) * torch.exp2(torch.arange(8.0))[:, None]
         spec = QuantizeSpec(NVFP4_ROWS, E2M1)
         whole, parts = quantize(x, spec), [quantize(part, spec) for part in x.split(3)]

@@ -190,7 +190,7 @@ class TestChoices:
         assert q.amax is not None and q.amax_t is not None
         assert q.amax.item() == q.amax_t.item() == 9.0
 
-    def test_the_reference_takes_every_request_by_name(self, device):
+    def test_the_forced_reference_takes_every_request(self, device):
         x = sample(32, 48, device)
         request = QuantizeRequest(SPECS["mxfp8"], (32, 48), x.dtype, x.device)
         reference = TABLE.named("reference")

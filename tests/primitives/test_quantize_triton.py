@@ -193,7 +193,7 @@ def test_an_empty_matrix_has_empty_codes(shape):
 
 
 @pytest.mark.gpu
-def test_scales_of_rows_lie_as_the_block_product_reads_them():
+def test_scales_of_rows_have_the_layout_of_the_block_product():
     result = quantize(
         matrix((256, 384), torch.bfloat16, "normal"), QuantizeSpec(BLOCK_1D, E4M3, columnwise=True)
     )
@@ -247,7 +247,7 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     ("device", "dtype", "reason"),
     [("cpu", torch.bfloat16, "needs a CUDA device"), ("cuda", torch.float64, "float64")],
 )
-def test_what_the_kernels_cannot_do_is_rejected_with_the_reason(device, dtype, reason, monkeypatch):
+def test_unsupported_requests_are_rejected_with_the_reason(device, dtype, reason, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
     refusal = TRITON.unsupported_reason(request)

@@ -200,7 +200,7 @@ class TestKernels:
         # A margin within rounding of a bin's border may count in the bin beside it.
         assert (made[0] - made[1]).abs().sum() <= max(2, tokens * experts // 10_000)
 
-    def test_margins_that_are_no_numbers_count_in_the_first_bin(self):
+    def test_nan_margins_count_in_the_first_bin(self):
         x = torch.full((1, 8), float("nan"), device=DEVICE)
         for by in (kernels, literal):
             histogram = torch.zeros(8, 4, dtype=torch.int32, device=DEVICE)
@@ -216,6 +216,6 @@ class TestKernels:
         ({}, "it needs a CUDA device"),
     ],
 )
-def test_the_kernels_reject_what_they_cannot_by_name(changes, reason):
+def test_the_kernels_reject_unsupported_requests(changes, reason):
     request = router.RouterRequest("choose", (8, 4), torch.float32, torch.float32, torch.device("cpu"))
     assert reason in triton.unsupported_reason(request._replace(**changes))

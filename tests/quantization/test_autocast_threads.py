@@ -36,7 +36,7 @@ def test_a_thread_outside_of_any_block_computes_in_high_precision(device):
     assert not torch.equal(quantized, plain)
 
 
-def test_a_block_of_another_thread_ends_nothing_here():
+def test_a_block_that_ends_in_another_thread_has_no_effect_here():
     recipe, other = DelayedScaling(), Float8CurrentScaling()
 
     def elsewhere():
@@ -81,7 +81,7 @@ async def _in_a_worker():
     return await asyncio.to_thread(lambda: current().recipe)
 
 
-def test_tasks_of_one_thread_keep_their_blocks_apart():
+def test_tasks_of_one_thread_have_separate_blocks():
     recipes = DelayedScaling(), Float8CurrentScaling()
     seen: list[tuple[int, object]] = []
 

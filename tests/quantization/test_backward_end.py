@@ -426,7 +426,7 @@ def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
     assert [torch.equal(eager, compiled) for eager, compiled in pairs] == [True] * 12
 
 
-def test_a_pass_that_raised_is_not_remembered_for_ever(device):
+def test_a_pass_that_raised_is_forgotten(device):
     layer = linear(device)
     for _ in range(scale_update._MAX_RUNNING_PASSES + 10):
         with te.autocast(recipe=delayed()):

@@ -228,7 +228,7 @@ def test_general_gemm_takes_tensors_of_custom_quantizers(device):
         general_gemm(ByProduct()(w), x, out_dtype=torch.float32)
 
 
-def test_a_quantizer_without_a_way_to_quantize_says_what_to_define(device):
+def test_a_quantizer_without_quantize_impl_raises_with_the_remedy(device):
     class Nothing(Quantizer):
         pass
 

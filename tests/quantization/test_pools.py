@@ -67,7 +67,7 @@ def _state(recipe, columns, device):
     return RecipeState.create(recipe, mode="forward", num_quantizers=columns, device=device)
 
 
-def test_states_of_two_devices_are_updated_apart():
+def test_states_of_two_devices_are_updated_separately():
     recipe = DelayedScaling(amax_history_len=2)
     states = [_state(recipe, 2, device) for device in ("cpu", "meta", "cpu", "meta")]
     for i, state in enumerate(states):

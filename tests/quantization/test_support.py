@@ -73,7 +73,7 @@ def test_block_scaling_needs_a_recent_cuda(machine):
     assert "12.9" in reason
 
 
-def test_emulation_is_the_default_without_a_gpu_and_says_so(machine):
+def test_emulation_is_the_default_without_a_gpu(machine):
     machine(None)
     for kind, (check, _) in CHECKS.items():
         assert check() == (True, "")
@@ -145,7 +145,7 @@ def test_an_unknown_kind_is_rejected(machine):
         q.support_of("fp6")
 
 
-def test_the_state_manager_answers_with_reasons(machine):
+def test_the_state_manager_returns_reasons(machine):
     machine((8, 9))
     manager = q.FP8GlobalStateManager
     assert manager.is_fp8_available() == (True, "")

@@ -261,7 +261,7 @@ def _values(quantizer: Quantizer, tensor: Tensor, axis: str) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 97])
-def test_a_linear_multiplies_what_the_toy_rounds_to(rows, device):
+def test_a_linear_layer_multiplies_the_rounded_values(rows, device):
     layer = Linear(96, 80, device=device)
     x = torch.randn(rows, 96, device=device, requires_grad=True)
     dy = torch.randn(rows, 80, device=device)

@@ -59,7 +59,7 @@ def test_pieces_that_cut_a_block_are_values(name, device):
     assert torch.equal(q.as_strided((64, 2), (64, 2)), x.as_strided((64, 2), (64, 2)))
 
 
-def test_rows_of_leading_dimensions_are_cut_together(device):
+def test_rows_of_leading_dimensions_are_sliced_together(device):
     q = quantizer_of("mxfp8", device)(values(device, 4, 16, 64))
     assert type(q[:2]) is type(q) and torch.equal(q[:2].dequantize(), q.dequantize()[:2])
     assert not isinstance(q[:1], QuantizedTensor)
@@ -149,7 +149,7 @@ def _free(tensors):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_what_was_saved_of_a_gathered_tensor_is_there_again_after_the_next_gather(name, device):
+def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, device):
     q = quantizer_of(name, device)(values(device, 2 * granularity(name), 64))
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     gathered = tuple(part.clone() for part in sent)

@@ -80,7 +80,7 @@ def test_rows_written_after_a_delayed_scale_has_moved_leave_the_others(device):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "block_1d", "block_2d", "mxfp8_2d"])
-def test_codes_of_other_blocks_stay_as_they_are(name, device):
+def test_codes_of_other_blocks_stay_unchanged(name, device):
     q = quantizer_of(name, device)(values(device, 384, 64))
     before = q.dequantize()
     q[ROWS_WRITTEN].copy_(others(device, 128))
