@@ -29,7 +29,7 @@ NAMES = {
     ("transformer_engine_torch", "nothing"): "docs/support.md",
     ("transformer_engine_torch", "nvfp4_compute_global_scale"): "quantize_master_weights",
     ("transformer_engine_torch", "nvfp4_2d_scale_transpose"): "quantize_master_weights",
-    # Modules that nothing imports before they are asked for.
+    # Modules that are imported only on request.
     ("transformer_engine.pytorch.cpu_offload_v1", "nothing"): "docs/support.md",
     ("transformer_engine.pytorch.custom_recipes", "quantization_mxfp8"): "recipe.CustomRecipe",
     ("transformer_engine.pytorch.custom_recipes.gemm", "nothing"): "recipe.CustomRecipe",
@@ -139,7 +139,7 @@ def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, nam
 
 
 @pytest.mark.parametrize("name", ["transformer_engine.paddle", "transformer_engine.tensorflow"])
-def test_a_search_finds_nothing_and_raises_nothing(name: str):
+def test_a_search_for_an_absent_module_finds_none_and_does_not_raise(name: str):
     assert importlib.util.find_spec(name) is None
 
 
@@ -154,7 +154,7 @@ def test_a_guarded_import_of_a_client_continues():
     assert not found
 
 
-def test_what_python_asks_every_module_for_keeps_its_words():
+def test_missing_special_attributes_keep_pythons_message():
     import transformer_engine.pytorch as te
 
     with pytest.raises(
@@ -179,6 +179,6 @@ def test_the_sentence_is_there_before_a_framework_is():
 @pytest.mark.parametrize("start", absent.ABSENT)
 def test_a_row_covers_no_name_that_exists(start: str):
     if start in ("transformer_engine.pytorch.ops", "transformer_engine.pytorch.custom_recipes"):
-        pytest.skip("the package holds a part of the original's; the rest is what is absent")
+        pytest.skip("the package has a part of the original's names; the row covers the missing ones")
     module, _, name = start.rpartition(".")
     assert not fnmatch.filter(dir(imported(module)), name)

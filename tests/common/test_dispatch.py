@@ -86,7 +86,7 @@ def test_unknown_operations_and_backends_are_rejected_with_the_names_there_are(t
 
 
 class Doubling(NamedTuple):
-    """A number to double, and what else is asked of the result."""
+    """A request: the number to double, and the required features."""
 
     n: int
     features: frozenset[str] = frozenset()

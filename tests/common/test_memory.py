@@ -50,7 +50,7 @@ def test_fixed_arguments_come_before_the_key():
     assert Memory(plus, 8, 10)[5] == 15
 
 
-def test_what_cannot_be_hashed_is_not_fixed():
+def test_unhashable_arguments_cannot_be_fixed():
     with pytest.raises(TypeError, match="unhashable"):
         Memory(plus, 8, [10])
 

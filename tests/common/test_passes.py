@@ -29,7 +29,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def results_of(step: Step, read: list[Any]) -> list[Any]:
-    """Return a term for each result of a step. A fused operation has the terms of the steps that it stands for."""
+    """Return a term for each result of a step. A fused operation has the terms of the steps that it replaces."""
     settings: Any = step.settings
     if step.op == "cast":
         return [(direction, settings, read[0]) for direction in ("rowwise", "columnwise")]
@@ -82,7 +82,7 @@ def _product(settings: Product, read: list[Any]) -> list[Any]:
 
 
 def evaluated(pass_: Pass) -> tuple[list[Any], list[Any]]:
-    """Return the terms of what a pass returns and saves."""
+    """Return the terms of the returned and of the saved values of a pass."""
     values: dict[str | None, Any] = {name: name for name in pass_.inputs}
     values[None] = None
     for step in pass_.steps:
@@ -203,7 +203,7 @@ def example(op: str, *inputs: str, results: tuple[str, ...], **fields: Any) -> S
 PRODUCT = example("product", "x0", "x1", results=("y",))
 MERGES = {
     "bias in product": [PRODUCT, example("add_bias", "y", "x2", results=("z",))],
-    "codes beside sums": [
+    "codes with sums": [
         example("column_sum", "x0", results=("z",)),
         example("cast", "x0", results=("row", "column")),
     ],

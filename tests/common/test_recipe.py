@@ -132,7 +132,7 @@ def test_block_scaling_defaults():
     assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams(power_2_scale=False)
 
 
-def test_nvfp4_derives_what_each_tensor_needs():
+def test_nvfp4_derives_the_settings_of_each_tensor():
     recipe = NVFP4BlockScaling()
     assert recipe.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
     assert recipe.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)

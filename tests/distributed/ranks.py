@@ -25,7 +25,7 @@ def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: 
             _rank, (function, size, str(directory)), nprocs=size, start_method=CONTEXT.get_start_method()
         )
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-        # What is raised is the first rank's, which is often that another one has gone.
+        # torch raises the error of the first rank, often only the disconnection of another rank.
         told = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
         raise RuntimeError("\n".join(told)) from error
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]

@@ -42,7 +42,7 @@ def _quantizers(device):
 
 
 def _gathered(quantizer, device):
-    """Gathered after quantizing, as a tensor and as a storage, beside quantized after gathering."""
+    """Return a matrix quantized after gathering, and gathered after quantizing as a tensor and as a storage."""
     whole = quantizer(gather_along_first_dim(_rows(device), None)[0])
     as_tensor = gather_along_first_dim(quantizer(_rows(device)), None)[0]
     assert type(as_tensor) is type(whole)

@@ -67,7 +67,7 @@ def _loss(layer, recipe, device):
 
 
 def _zero_redundancy(device):
-    """Losses of a model whose masters are cut over the ranks, and of one where every rank has all."""
+    """Return the losses of a model with masters sharded over the ranks, and of one with all masters on every rank."""
     recipe = Float8CurrentScaling()
     rank, found = dist.get_rank(), []
     layer, replica = _layer(device, recipe), _layer(device, recipe)

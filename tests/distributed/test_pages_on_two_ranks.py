@@ -1,4 +1,4 @@
-"""The examples of the pages on context parallelism and te.verify run on two processes and print what the pages show."""
+"""The examples of the pages on context parallelism and te.verify print the documented output on two processes."""
 
 from __future__ import annotations
 

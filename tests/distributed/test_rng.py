@@ -1,4 +1,4 @@
-"""Named random states: independence, continuation, and what is refused."""
+"""Named random states: independence, continuation, and rejected arguments."""
 
 from __future__ import annotations
 

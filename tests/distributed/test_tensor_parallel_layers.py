@@ -1,4 +1,4 @@
-"""Layers sharded over two ranks compute what the whole layer computes on one, forward and backward."""
+"""Layers sharded over two ranks equal the whole layer on one rank, forward and backward."""
 
 from __future__ import annotations
 

@@ -135,9 +135,9 @@ _POISON = 0xA5
 
 
 def _watched(record, tensors):
-    """A starter that raises AssertionError where a launch changes a tensor that its record does not name.
+    """Return a launch function that raises AssertionError if a launch changes a tensor that its record does not name.
 
-    What the record makes holds other bytes before every start: no kernel counts on what lay there.
+    The outputs are filled with other bytes before every launch, so no kernel may rely on their earlier contents.
     """
     start = _original_compile(record, tensors)
     name = record.kernel.fn.__name__

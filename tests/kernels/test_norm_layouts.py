@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_rows_are_dealt_to_threads_alike_whatever_is_stored():
+def test_rows_have_the_same_thread_layout_in_every_variant():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "norm_layouts.py")],
         capture_output=True,

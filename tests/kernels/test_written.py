@@ -41,11 +41,11 @@ def started_kernels() -> set[str]:
     return found
 
 
-def test_every_kernel_that_is_started_is_looked_at(facts):
+def test_every_launched_kernel_is_checked(facts):
     assert started_kernels() == {case["kernel"] for case in facts.values()}
 
 
-def test_a_launch_declares_what_its_kernel_writes_and_nothing_else(facts):
+def test_a_launch_declares_exactly_the_arguments_that_its_kernel_writes(facts):
     different = {name: case for name, case in facts.items() if case["declared"] != case["written"]}
     assert different == {}
 

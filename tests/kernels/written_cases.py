@@ -261,7 +261,7 @@ def grouped() -> Iterator[Case]:
             launch = grouped_gemm.product_of_columns(
                 1024, 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
             )
-            given = [FLOAT] if by_address or accumulates else []  # a result that is made is no input
+            given = [FLOAT] if by_address or accumulates else []  # an allocated result is not an input
             inputs = (HALF, HALF, None, None, INDEX, table, *given)
             yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
     for by_row in (False, True):
@@ -340,7 +340,7 @@ def attentions() -> Iterator[Case]:
 
 
 def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[str] | str]:
-    """What the record declares, and what the code does."""
+    """Return the written arguments and tables, as declared by the record and as found in the code."""
     names = launch.kernel.arg_names
     found = pointers_of(code_of(launch, inputs))
     outputs = zip(names[launch.inputs :], launch.outputs, strict=False)

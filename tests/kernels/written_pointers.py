@@ -22,7 +22,7 @@ _Reach = tuple[str, bool]
 
 
 class Pointers(NamedTuple):
-    """Arguments that a kernel writes, those that it takes addresses from, and those it writes through addresses of."""
+    """Names of arguments that a kernel writes, reads addresses from, or writes through addresses of."""
 
     written: set[str]
     tables: set[str]
@@ -155,11 +155,11 @@ class _Flow:
         elif results and operands:
             if operation == "tt.int_to_ptr":
                 self.addresses.append(operands[0])
-            # Of the others a pointer comes from the first operand: what is added to it is a number.
+            # In other operations the pointer comes from the first operand; the second is a numeric offset.
             self.edges += [(result, operands[0], operation == "tt.load") for result in results]
 
     def _defined(self, head: str) -> list[str]:
-        """Unique names of the values that a line defines: regions beside each other use the same ones."""
+        """Return unique names of the values that a line defines, because sibling regions reuse names."""
         name, _, count = head.partition(":")
         names = [f"{name}#{i}" for i in range(int(count))] if count else [name] if name else []
         for name in names:

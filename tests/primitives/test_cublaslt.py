@@ -1,6 +1,6 @@
-"""Plans for cuBLASLt: what they describe, on a stand-in for the library; and the library itself on a GPU.
+"""Plans for cuBLASLt: their descriptors, checked on a stand-in for the library, and the library itself on a GPU.
 
-Longer than 400 lines because plans, their choice and their tuning share the stand-in and what it records.
+Longer than 400 lines because plans, their choice and their tuning share the stand-in and its records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 
-from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
+from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REJECTED, installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.memory import Memory
@@ -195,7 +195,7 @@ def test_pointers_of_little_alignment_give_the_same_result(library, spec, accumu
     torch.testing.assert_close(out, expected(a, b) + accumulate, rtol=1e-4, atol=1e-3)
 
 
-REFUSALS = {
+REJECTIONS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
     "< 8.0": {"capability": (7, 5)},
@@ -207,7 +207,7 @@ REFUSALS = {
     "rows of `out`": {"out_layout": MatrixLayout(False, 32)},
     "bias is torch.float64": {"bias": torch.float64},
 }
-FP8_REFUSALS = {
+FP8_REJECTIONS = {
     "multiple of 16 bytes": {"b_layout": MatrixLayout(True, 72)},
     "K-contiguous": {"a_layout": MatrixLayout(False, 48)},
     "K=72": {"k": 72},
@@ -228,8 +228,8 @@ FP8_REFUSALS = {
 
 @pytest.mark.parametrize(
     ("pair", "reason", "change"),
-    [("bf16", reason, change) for reason, change in REFUSALS.items()]
-    + [("float8", reason, change) for reason, change in FP8_REFUSALS.items()],
+    [("bf16", reason, change) for reason, change in REJECTIONS.items()]
+    + [("float8", reason, change) for reason, change in FP8_REJECTIONS.items()],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_an_unsupported_request_is_rejected_with_the_reason(library, pair, reason, change):
@@ -292,7 +292,7 @@ def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
     assert tuned(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[0]
 
 
-@pytest.mark.parametrize("code", [REFUSED.hex(), "00"], ids=["refused", "short"])
+@pytest.mark.parametrize("code", [REJECTED.hex(), "00"], ids=["rejected", "short"])
 def test_a_stored_algorithm_that_the_library_rejects_is_timed_again(timed, code):
     a, b = PAIRS["bf16"]()
     plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))

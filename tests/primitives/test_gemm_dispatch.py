@@ -79,7 +79,7 @@ def test_a_forced_backend_is_used_though_the_call_is_warm(described, device, mon
     assert ran == [described[0]]
     assert len(described) == 3
     gemm(a, b, Epilogue(torch.bfloat16))
-    assert len(described) == 3  # what was forced has not taken the place of what is remembered
+    assert len(described) == 3  # the forced choice did not replace the cached one
 
 
 def test_an_observer_sees_every_warm_call(described, device):
@@ -119,7 +119,7 @@ def test_operands_on_two_devices_are_an_error(device):
         gemm(a, plain(b.codes.to("meta")), Epilogue(torch.bfloat16))
 
 
-def test_the_operators_of_a_graph_compute_what_gemm_does(device):
+def test_the_operators_of_a_graph_equal_gemm(device):
     a, b = operands(device)
     bias = torch.randn(32, device=device).bfloat16()
     tensors = (a.codes, None, None, b.codes, None, None, bias)

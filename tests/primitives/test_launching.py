@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 class _Kernel:
-    """What a record reads of a kernel: its name and those of its arguments."""
+    """The attributes of a kernel that a record reads: its name and the names of its arguments."""
 
     def __init__(self, name: str, arguments: int):
         self.fn = self

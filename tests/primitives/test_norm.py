@@ -126,7 +126,7 @@ def test_no_rows_give_no_rows_and_zero_parameter_gradients(kind, device):
     assert all(not grad.any() for grad in grads)
 
 
-def test_strided_inputs_give_what_contiguous_ones_give(device):
+def test_strided_inputs_equal_their_contiguous_copies(device):
     x, weight, bias, _ = _inputs(32, 12, torch.float32, device, False)
     strided = x.t().contiguous().t()
     assert not strided.is_contiguous()

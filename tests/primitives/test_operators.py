@@ -118,6 +118,6 @@ def test_an_undeclared_feature_is_rejected_by_every_backend(table, monkeypatch):
     request = case[1]
     assert table.chosen(request)
     monkeypatch.setattr(type(request), "features", ("a rotation",))
-    with pytest.raises(dispatch.Unsupported) as refused:
+    with pytest.raises(dispatch.Unsupported) as raised:
         table.chosen(request)
-    assert str(refused.value).count("it does not support a rotation") == len(table.backends)
+    assert str(raised.value).count("it does not support a rotation") == len(table.backends)

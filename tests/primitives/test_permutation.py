@@ -25,7 +25,7 @@ literal = Reference(permutation, "permutation")
 
 
 def mask_of(tokens, experts, places, device="cpu", seed=0):
-    """bool [T, E]: each token to `places` experts, but for every fifth, which goes to none."""
+    """bool [T, E]: each token is routed to `places` experts, every fifth token to no expert."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(tokens, experts, generator=generator).topk(places, dim=1).indices
     mask = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)

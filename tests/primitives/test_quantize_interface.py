@@ -267,7 +267,7 @@ class TestRejections:
             ("nvfp4-hadamard", 18, 16, "M=18 is not a multiple of 16"),
         ],
     )
-    def test_nvfp4_rejects_what_does_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
+    def test_nvfp4_rejects_shapes_that_do_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
         with pytest.raises(ValueError, match=message):
             quantize(torch.zeros(rows, depth, device=device), SPECS[name])
 

@@ -197,7 +197,7 @@ class TestKernels:
             by.count_margins(x, bias, k, histogram, bounds)
             made.append(histogram)
         assert all(int(histogram.sum()) == experts * (tokens + 16) for histogram in made)
-        # A margin within rounding of a bin's border may count in the bin beside it.
+        # A margin within rounding of a bin's border may be counted in the adjacent bin.
         assert (made[0] - made[1]).abs().sum() <= max(2, tokens * experts // 10_000)
 
     def test_nan_margins_count_in_the_first_bin(self):

@@ -79,7 +79,7 @@ def test_states_of_two_devices_are_updated_separately():
     assert [state.scale.tolist() for state in states[::2]] == [[448.0, 448.0], [112.0, 112.0]]
 
 
-def test_the_dead_keep_their_place_in_what_ranks_reduce(device, monkeypatch):
+def test_deleted_states_keep_their_place_in_the_reduced_buffer(device, monkeypatch):
     reduced = []
 
     def all_reduce(tensor, op, group):

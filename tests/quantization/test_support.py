@@ -48,7 +48,7 @@ def machine(monkeypatch):
         ((12, 0), set(CHECKS) - {"mxfp8"}),
     ],
 )
-def test_a_gpu_claims_what_its_hardware_computes_and_gives_a_reason_for_the_rest(machine, capability, native):
+def test_a_gpu_supports_the_formats_of_its_hardware_and_gives_reasons_for_others(machine, capability, native):
     machine(capability)
     for kind, (check, is_available) in CHECKS.items():
         available, reason = check()
@@ -160,7 +160,7 @@ def test_the_state_manager_returns_reasons(machine):
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-def test_a_question_is_one_function_wherever_it_is_found(kind):
+def test_a_support_check_is_one_function_in_every_module(kind):
     name = f"is_{kind}_available"
     assert getattr(te, name) is getattr(q, name) is pickle.loads(pickle.dumps(getattr(te, name)))
     assert getattr(q, f"check_{kind}_support").__name__ == f"check_{kind}_support"

@@ -1,6 +1,6 @@
 """A format and its recipe in one file: described, registered, put through the suites of the formats that ship, removed.
 
-E4M3 (or E5M2) codes, 1 x 64 blocks, power-of-two scales in float32. What stands above the tests is all that it takes.
+E4M3 (or E5M2) codes, 1 x 64 blocks, power-of-two scales in float32. The code above the tests is complete.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from transformer_engine.pytorch.tensor.block_scaling import BlockScalingQuantize
 from transformer_engine.pytorch.tensor.elements import element_of
 from transformer_engine.pytorch.tensor.storage.block_scaled import BlockScaledStorage
 
-# The row and the folder: what the format is, and how it is encoded.
+# The row of the format table, and the functions that encode and decode it.
 
 TOY = TensorFormat("toy", (1, 64), "float32")
 
@@ -96,7 +96,7 @@ def make_toy_tensor(tensors, element, quantizer, dtype, shape) -> ToyTensor:
 
 
 class ToyQuantizer(BlockScalingQuantizer):
-    """Any matrix fits: blocks at the edges are cut off."""
+    """Accepts any matrix: blocks at the edges may be partial."""
 
     TENSOR = ToyTensor
     MULTIPLE = 1
@@ -232,7 +232,7 @@ def test_the_toy_passes_the_suites(test, keywords, device):
     test(**keywords, **({"device": device} if "device" in parameters else {}))
 
 
-# What the suites do not ask of every format.
+# Properties that the suites do not check for every format.
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (64, 64), (65, 65), (7, 200), (130, 1)])

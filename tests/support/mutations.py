@@ -22,7 +22,7 @@ from transformer_engine.pytorch.primitives.activation import ACTIVATIONS
 
 from . import layers
 
-# Attributes that are not changed here: what they are, and what happens to a change of them.
+# Attributes that are not changed here, with the reason.
 NOT_CHANGED = {
     "activation_params": "a record, whose fields tests/module/test_changed_settings.py changes",
     "bias_names": "made by the constructor, as the parameters are",
@@ -168,11 +168,11 @@ def variables() -> Iterator[tuple[str, str]]:
 
 
 def outcome(layer: torch.nn.Module, recipe: Recipe | None) -> list[torch.Tensor] | str:
-    """What a call gives: its results, or the words of its refusal."""
+    """Return the results of a call, or the text of its error."""
     try:
         return layers.results(layer, recipe)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as refusal:
-        return f"{type(refusal).__name__}: {refusal}"
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def agree(first: list[torch.Tensor] | str, second: list[torch.Tensor] | str) -> bool:
@@ -182,16 +182,16 @@ def agree(first: list[torch.Tensor] | str, second: list[torch.Tensor] | str) -> 
 
 
 def refusal_of(layer: torch.nn.Module, attribute: str, value: Any) -> str | None:
-    """None after the write, else the words with which it was refused."""
+    """Write an attribute. Return the text of the error if the write is rejected, otherwise None."""
     try:
         setattr(layer, attribute, value)
-    except (AttributeError, TypeError, ValueError) as refusal:
-        return str(refusal)
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
     return None
 
 
 def continue_from(layer: torch.nn.Module, fresh: torch.nn.Module) -> None:
-    """Give fresh the layer's parameters and scaling states, as far as it has such; RuntimeError for other shapes."""
+    """Load the parameters and scaling states that both layers have into `fresh`; RuntimeError for other shapes."""
     saved = layer.state_dict()
     present = {key: saved[key] for key in fresh.state_dict() if key in saved}
     if any(name not in present for name, _ in fresh.named_parameters()):

@@ -1,4 +1,4 @@
-"""Programs, each in a process of its own."""
+"""Programs, each in a separate process."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def interpreting(**more: str) -> dict[str, str]:
 
 
 def output_without_gpu(*arguments: str) -> str:
-    """What a program of the tree prints that sees no GPU.
+    """Return the output of a program of this repository that runs without a GPU.
 
-    Without our environment variables: one that is set is read at every call.
+    Our environment variables are unset, because each call of a function reads them.
     """
     unset = {name: text for name, text in os.environ.items() if not name.startswith(OURS)}
     environment = unset | {"PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""}

@@ -50,7 +50,7 @@ def test_offsets_are_cumulative():
     assert GroupedTensorStorage.make_tensor_offsets([2, 0, 3], 8) == [0, 16, 16, 40]
 
 
-def test_what_does_not_fit_is_rejected():
+def test_inputs_that_do_not_fit_are_rejected():
     with pytest.raises(ValueError, match="2 tensors of 24 elements do not fill a buffer of 23"):
         GroupedTensor.make_grouped_tensor_from_rowwise_data(
             num_tensors=2, tensor_shape=(3, 4), rowwise_data=torch.zeros(23)

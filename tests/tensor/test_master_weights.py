@@ -46,7 +46,7 @@ def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_one_process_writes_what_quantize_would(name, device):
+def test_one_process_writes_the_result_of_quantize(name, device):
     weight = weight_of(name, device)
     cast_master_weights_to_fp8([weight], [master(device).view(-1)], [0], None)
     if weight.transposable:
@@ -133,7 +133,7 @@ def test_codes_can_be_written_to_a_separate_shard(device):
     assert torch.equal(target[0], expected._data.view(-1)[:3072])
 
 
-def test_what_cannot_be_written_is_rejected(device):
+def test_unsupported_arguments_are_rejected(device):
     flat = master(device).view(-1)
     with pytest.raises(ValueError, match="check start_offsets"):
         quantize_master_weights([weight_of("current", device)], [flat], [1], None)
@@ -199,7 +199,7 @@ def test_weights_without_codes_are_written_in_high_precision(device):
 
 
 @pytest.mark.parametrize("name", ["current", "block_2d"])
-def test_columns_stay_until_the_caller_updates_them_if_requested(name, device):
+def test_columns_are_updated_by_the_callers_post_processing(name, device):
     weight = weight_of(name, device)
     quantize_master_weights(
         [weight], [master(device).view(-1)], [0], None, manual_post_all_gather_processing=True

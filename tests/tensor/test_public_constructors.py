@@ -116,7 +116,7 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
         te.IdentityQuantizer(dtype=torch.int8)
 
 
-def test_a_layer_multiplies_what_identity_quantizers_converted(device):
+def test_a_layer_multiplies_the_values_of_identity_quantizers(device):
     x = values(device, 32, 64).requires_grad_()
     layer = te.Linear(64, 32, bias=False, device=device)
     with te.autocast(recipe=CustomRecipe(qfactory=lambda role: te.IdentityQuantizer(dtype=torch.bfloat16))):

@@ -109,7 +109,7 @@ def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
         x = q.dequantize()
         wanted = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    # A part that has no codes of its own is a copy that counts writes, which no inference tensor does.
+    # A part without separate codes is a copy with a version counter, which inference tensors do not have.
     for view in views:
         assert view.is_inference() == (made_inside and not isinstance(view, CutView))
 
