@@ -85,7 +85,7 @@ def _assigns(shape: tuple[str, ...]) -> bool:
 
 @functools.cache
 def runs(file: str, text: str) -> tuple[tuple[tuple, Place], ...]:
-    """(what would be shared, where) of every run of a file, to the letter and, where it says enough, by shape."""
+    """Return (key, place) of every run of a file: by its text and, if it is long enough, by its shape."""
     return tuple(_runs(file, text))
 
 

@@ -1,4 +1,4 @@
-"""A module whose docstring begins with "Alias of" holds a docstring and explicit names, nothing else."""
+"""A module whose docstring begins with "Alias of" holds only a docstring and explicit names."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_pytorch_side_does_not_import_jax():
 
 
 def files_imported() -> dict[str, set[str]]:
-    """{module: modules of ours that one of its import statements names}."""
+    """Return {module: modules of this package in its import statements}."""
     return {
         name: {target for target, _ in imports(name) if target in modules() and target != name}
         for name in modules()
@@ -106,7 +106,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_no_module_is_loaded_while_it_waits_for_another_to_load():
-    """Such a module works or fails depending on which module of the circle a program imports first."""
+    """A circular import works or fails depending on which of its modules a program imports first."""
     standing = [sorted(circle) for circle in circles({name: loaded_by(name) for name in modules()})]
     assert not standing, f"these load each other: {standing}"
 

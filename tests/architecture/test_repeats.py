@@ -1,4 +1,4 @@
-"""What stands twice is written once: few pairs of files share six or more lines."""
+"""Code is not repeated: few pairs of files share six or more lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.architecture.repeats import repeated
 from tests.architecture.source import PACKAGES, ROOT
 
-# Pairs of files. Most of those left are lists of a kernel's or a public function's arguments, 14 of them of te.ops, in
-# whose constructors and passes signatures are those of the original, and 13 of debug features, reference quantizers,
+# Pairs of files. Most are lists of a kernel's or a public function's arguments: 14 of te.ops, whose constructors and
+# passes have the original's signatures, and 13 of debug features, reference quantizers,
 # enumerations and `triton` wrappers, whose signatures and members are the original's too.
 MOST_IN_THE_PRODUCT = 138
 MOST = 197
@@ -51,7 +51,7 @@ def pairs(folders: tuple[str, ...]) -> list[str]:
 
 
 def parted(found: list[str]) -> tuple[list[str], list[str]]:
-    """Pairs without a file of the JAX side, and those with one."""
+    """Return the pairs without a file of transformer_engine.jax, and the pairs with one."""
     of_jax = [pair for pair in found if any(folder in pair for folder in OF_JAX)]
     return [pair for pair in found if pair not in of_jax], of_jax
 

@@ -1,4 +1,4 @@
-"""Size says something: long files and functions give their reason at the top, or are split."""
+"""Long files and functions give their reason at the top, or are split."""
 
 from __future__ import annotations
 

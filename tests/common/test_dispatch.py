@@ -239,7 +239,7 @@ def test_a_table_of_ways_to_go_decides_and_is_observed():
 
 @pytest.fixture
 def demanded(monkeypatch):
-    """A switch that says whether results have to be repeatable."""
+    """Patch the switch for deterministic results."""
     switch = {"on": False}
     monkeypatch.setattr(dispatch, "_demands_repeatable", lambda: switch["on"])
     return switch

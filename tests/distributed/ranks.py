@@ -19,7 +19,7 @@ TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
 
 
 def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: Path) -> list[Any]:
-    """What function(device) returns on each of `size` ranks, on the CPU; raises what every rank raises, in words."""
+    """Return the results of function(device) on each of `size` ranks on the CPU; raise with the errors of all ranks."""
     try:
         multiprocessing.start_processes(
             _rank, (function, size, str(directory)), nprocs=size, start_method=CONTEXT.get_start_method()

@@ -1,4 +1,4 @@
-"""Expert parallelism on threads as ranks: values and every gradient equal those of one device in float64."""
+"""Expert parallelism on threads as ranks: values and all gradients equal one device in float64."""
 
 from __future__ import annotations
 

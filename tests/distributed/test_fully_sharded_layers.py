@@ -21,7 +21,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EVERY_FORMAT = {
     "resharded": Run(accumulate=2),
-    # Accumulating as well would meet a race of torch 2.11's fully_shard on GPUs: after a forward without a backward
+    # Accumulation would trigger a race in torch 2.11's fully_shard on GPUs: after a forward without a backward pass,
     # it prefetches the wrong layer and the gathered values change, even with plain bfloat16 parameters.
     "evaluated": Run(evaluate=True),
     "kept": Run(reshard=False),
@@ -94,7 +94,7 @@ def _alone(case: str) -> tuple[str, Run]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[tuple[int, tuple[str, ...]], list[dict[str, Any]]]:
-    """{(ranks, cases): what each rank returned}, filled on demand: both tests read the same runs."""
+    """{(ranks, cases): results of each rank}, filled on demand: both tests read the same runs."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""FusedAdam on what two ranks hold of parameters, and weights that both write from their shards of the masters."""
+"""FusedAdam on sharded parameters of two ranks, and weights that both ranks write from their shards of the masters."""
 
 from __future__ import annotations
 

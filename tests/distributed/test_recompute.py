@@ -145,7 +145,7 @@ def test_without_gradients_the_function_just_runs(reentrant, device):
 
 
 class _Probe(torch.nn.Module):
-    """Multiplies by a weight and writes down what surrounds each of its runs."""
+    """Multiplies by a weight and records the context of each of its runs."""
 
     def __init__(self, device):
         super().__init__()

@@ -1,4 +1,4 @@
-"""te.checkpoint under delayed scaling: every second run quantizes as its own first run did, whatever came between."""
+"""te.checkpoint under delayed scaling: recomputation quantizes like its forward pass, despite later forward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A column- and a row-parallel layer on two ranks compute what one rank computes, forward and backward."""
+"""A column- and a row-parallel layer on two ranks equal one rank, forward and backward."""
 
 from __future__ import annotations
 

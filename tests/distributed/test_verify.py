@@ -175,7 +175,7 @@ def test_a_planted_error_is_named(error: str, name: str, emulated):
 
 
 def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device():
-    """Both models are loaded from one checkpoint: the whole weights are those of the shards, joined."""
+    """Both models are loaded from one checkpoint: the whole weights are the joined shards."""
 
     def model_fn(plan: Plan, mesh: Any) -> nn.Sequential:
         model = model_of(plan, mesh)

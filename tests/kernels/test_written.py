@@ -1,4 +1,4 @@
-"""Every launch names what its kernel writes, and nothing else: so any framework can start it."""
+"""Every launch names exactly the arguments that its kernel writes, so any framework can launch it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def facts(request) -> dict[str, dict]:
 
 
 def started_kernels() -> set[str]:
-    """module.kernel of every kernel that a launch of the package is made of."""
+    """Return module.kernel of every kernel that the package launches."""
     found = set()
     for path in KERNELS.glob("*.py"):
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]

@@ -131,7 +131,7 @@ def _statistics() -> Iterator[Case]:
 
 def norms() -> Iterator[Case]:
     for number, (width, centered) in enumerate(itertools.product((1024, 5120, 9000, 20480), (False, True))):
-        # Every kind meets every width and both norms; the cover leaves out the other norm of that width.
+        # The cover has every kind with every width and with both norms, but not all three-way combinations.
         kinds = (_norm_forwards(width, centered), _norm_backwards(width, centered))
         for kind, case in enumerate(itertools.chain(*kinds)):
             if EVERY_COMBINATION or (number // 2 + number + kind) % 2 == 0:

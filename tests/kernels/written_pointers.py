@@ -56,7 +56,7 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
 
 
 def pointers_of(code: str) -> Pointers:
-    """Follow every pointer that the code stores to back to the arguments that it can come from."""
+    """Trace every pointer that the code stores to back to its possible arguments."""
     if "ttng.tensormap_create" in code:
         return Pointers(_written_by_the_copy_engine(code), set(), set())
     flow = _Flow(code)
@@ -104,11 +104,11 @@ def _written_by_the_copy_engine(code: str) -> set[str]:
 
 
 class _Flow:
-    """What pointers come from.
+    """The data flow of pointers.
 
-    edges       (value, value that it comes from, is it loaded from there?)
+    edges       (value, its source, whether it is loaded from the source)
     stored      pointers that are stored to
-    addresses   numbers that are made pointers
+    addresses   numbers that are converted to pointers
     """
 
     def __init__(self, code: str):
@@ -116,7 +116,7 @@ class _Flow:
         self.edges: list[tuple[str, str, bool]] = []
         self.stored: list[str] = []
         self.addresses: list[str] = []
-        # Of every region round a line: its values' unique names, and what its yields become.
+        # For every region that encloses a line: unique names of its values, and targets of its yields.
         self._scopes: list[tuple[dict[str, str], tuple[list[str], ...]]] = [({}, ())]
         self._count = 0
         for line in code.splitlines():

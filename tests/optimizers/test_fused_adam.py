@@ -1,4 +1,4 @@
-"""FusedAdam: the steps of torch's optimizers, whatever its states and masters are kept in."""
+"""FusedAdam: the steps of torch's optimizers, for every dtype of states and masters."""
 
 from __future__ import annotations
 

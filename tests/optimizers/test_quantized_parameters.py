@@ -53,7 +53,7 @@ def test_losses_fall_as_with_parameters_of_bfloat16(name, device):
         found[quantized] = train(model, optimizer, recipe, device)
     first, last = found[True][0], found[True][-1]
     assert last < 0.85 * first
-    # A weight in codes and one that is cast at every use take the same values: what differs is scales a step old.
+    # A quantized weight and a weight that is cast at every use have equal values, except for the older scales.
     assert last == pytest.approx(found[False][-1], rel=0.1 if name == "nvfp4" else 0.03)
 
 

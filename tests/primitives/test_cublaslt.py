@@ -152,8 +152,8 @@ def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypa
         used.append(descriptor)
         together.wait()
 
-    monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function that it finds when it is made
-    # Every tensor of a CPU is aligned to 16 bytes; to 256 but some, which would lead a thread to another plan.
+    monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
+    # CPU tensors are aligned to 16 bytes, some of them to 256, which would select another plan in one thread.
     plan = cublaslt_plan.plan_for(cublaslt.problem_of(request_of(a, b, epilogue))._replace(alignment=16))
     threads = [threading.Thread(target=plan.run, args=(a, b, epilogue)) for _ in range(2)]
     for thread in threads:
@@ -481,7 +481,7 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cublaslt", "scaled_mm"])
 def test_scales_may_be_adjacent_in_memory(backend):
-    """As those of the members of a stack: cuBLASLt itself reads multiples of 16 bytes alone."""
+    """Members of a stack have adjacent scales; cuBLASLt itself accepts only addresses aligned to 16 bytes."""
     a, b = on_gpu(FLOAT8, 64, 128), on_gpu(FLOAT8, 64, 128)
     scales = torch.cat([torch.ones(1, device="cuda"), a.scale, b.scale])
     epilogue = Epilogue(torch.bfloat16)

@@ -54,7 +54,7 @@ def values_of(x: Operand) -> torch.Tensor:
 
 
 def bound_of(a: Operand, b: Operand, tensor_cores: bool) -> torch.Tensor:
-    """What sums may lose of sum |a||b|: Hopper's FP8 tensor cores cut terms to about 13 bits, float32 keeps 24."""
+    """Error relative to sum |a||b|: Hopper's FP8 tensor cores truncate terms to about 13 bits, float32 keeps 24."""
     return (values_of(a).abs() @ values_of(b).abs().t()) * (2.0**-11 if tensor_cores else 2.0**-18) + 1e-30
 
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, pl
 
 @pytest.fixture
 def described(monkeypatch):
-    """The requests that were described anew, with an empty memory of earlier calls."""
+    """A list that records each request that is described; the cache of earlier calls is empty at first."""
     seen = []
     describe = TABLE.describe
 

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
 )
 
 kernels = Kernels(multi_tensor, "multi_tensor")
-# Sizes that end inside of a block, of a chunk, at one, and nowhere; then such whose every address is aligned.
+# Sizes that end inside a block, inside a chunk, at a chunk, and empty ones; then sizes with aligned addresses.
 SIZES = sized(
     "sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str
 )
@@ -32,7 +32,7 @@ RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
 
 
 def lists_of(sizes, *kinds, device=DEVICE, seed=0):
-    """Parallel lists of random numbers, those of the fourth list positive; int16: the lower halves of numbers."""
+    """Return parallel lists of random numbers, positive in the fourth list; int16: the lower halves of numbers."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for place, kind in enumerate(kinds):

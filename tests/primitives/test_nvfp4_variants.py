@@ -34,7 +34,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def block(*values: float) -> torch.Tensor:
-    """A row of 16 values, zeros behind those given."""
+    """Return a row of 16 values: the given ones, padded with zeros."""
     return torch.tensor([[*values, *[0.0] * (16 - len(values))]])
 
 

@@ -1,4 +1,4 @@
-"""What holds of every quantization, whatever the numbers."""
+"""Properties of every quantization for random inputs."""
 
 from __future__ import annotations
 

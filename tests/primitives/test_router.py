@@ -31,7 +31,7 @@ literal = Reference(router, "router")
 
 
 def logits_of(tokens, experts, device="cpu", dtype=torch.float32):
-    """A grid of distinct numbers a token, so that no two scores are equal; a few beyond softplus' straight end."""
+    """Distinct numbers per token, so that no two scores are equal; a few are in the linear range of softplus."""
     grid = torch.linspace(-6, 6, experts)
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.stack([grid[torch.randperm(experts, generator=generator)] for _ in range(tokens)])

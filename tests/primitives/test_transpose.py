@@ -1,4 +1,4 @@
-"""Transposed codes are the same bytes, whatever computes them."""
+"""Every backend transposes codes to the same bytes."""
 
 from __future__ import annotations
 

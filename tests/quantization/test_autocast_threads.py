@@ -1,4 +1,4 @@
-"""An autocast block belongs to its thread, and to what runs in a copy of its context."""
+"""An autocast block is local to its thread and to code that runs in a copy of its context."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def test_compiled_layers_get_the_scales_of_eager_ones(way, device):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
-    """However often the graph calls it: its update is that of the call whose backward comes last."""
+    """For any number of calls per graph, the update is that of the call whose backward pass runs last."""
 
     def outcome(compiles):
         Manager.reset()

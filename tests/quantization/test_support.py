@@ -25,7 +25,7 @@ CHECKS = {
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend to be a GPU of some capability, with nothing asked of emulation."""
+    """Simulate a GPU of a given capability, with the variable of emulation unset."""
 
     def pretend(capability, cuda=(12, 9)):
         monkeypatch.delenv("TE_EMULATE", raising=False)

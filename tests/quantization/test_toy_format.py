@@ -193,7 +193,7 @@ def _arguments(test) -> list[dict[str, Any]]:
         elif len(keys) == 1:
             choices.append([{keys[0]: value} for value in mark.args[1]])
         elif "name" in keys:
-            # Of pairs, those of LIKE that run always; lists of other kinds are not for every format.
+            # Take the pairs of LIKE that always run; lists of other kinds do not apply to every format.
             pairs = [dict(zip(keys, case.values, strict=True)) for case in mark.args[1] if _runs_always(case)]
             named = any(pair["name"] == LIKE for pair in pairs)
             choices.append([{**pair, "name": "toy"} for pair in pairs if pair["name"] == LIKE])

@@ -1,6 +1,6 @@
-"""Everything that a caller may change between two calls of a layer, found by looking: no list of names to keep.
+"""All settings that a caller may change between two calls of a layer, found by inspection instead of in a list.
 
-`attributes(name)` are the public settings of a layer; `values_for` what each may be changed to, by trying a pool of
+`attributes(name)` are the public settings of a layer; `values_for` finds values for each, by trying a pool of
 values on the constructor; `recipe_changes` and `variables` are the fields of recipes and our environment variables.
 """
 
@@ -90,7 +90,7 @@ def argument_of(name: str, attribute: str) -> str | None:
 
 
 def values_for(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
-    """Other values that the attribute may have: those of the pool that the constructor takes, else of the same type."""
+    """Yield other values of an attribute, from the pool if the constructor accepts them, otherwise of the same type."""
     present = getattr(layers.layer_of(name), attribute)
     argument = argument_of(name, attribute)
     found = 0
@@ -130,7 +130,7 @@ def recipe_changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _others(present: Any) -> Iterator[Any]:
-    """Values of the same kind as one that a field has: of a record, with one of its fields changed."""
+    """Yield values of the same kind as `present`; for a record, copies with one field changed."""
     if isinstance(present, bool):
         yield not present
     elif isinstance(present, enum.Enum):

@@ -15,14 +15,14 @@ OURS = ("TE_", "NVTE_", "TRITON_")
 
 
 def search_path(*folders: Path) -> str:
-    """PYTHONPATH with these folders, then this tree, before whatever else packages are found in."""
+    """Return a PYTHONPATH of these folders, this repository, and the current PYTHONPATH."""
     return os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def output(
     arguments: list[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
 ) -> str:
-    """What Python prints for these arguments; its last words as the failure's message where it fails."""
+    """Return the output of Python for these arguments; if it fails, raise with the end of its output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

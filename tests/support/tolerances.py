@@ -39,7 +39,7 @@ LAYERS_OVER_DEVICES = {
     "mxfp8": dict.fromkeys(("output", "gradients"), UNIT[torch.float8_e4m3fn] / 8),
     "nvfp4": dict.fromkeys(("output", "gradients"), 2**-1 / 8),  # E2M1
 }
-# Where no operand is the result of another product, codes are those of one device, and sums alone are in another order.
+# If no operand is the result of another product, codes equal the single-device codes; only the order of sums differs.
 EQUAL_CODES_OVER_DEVICES = ROUNDED[torch.float32]
 
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)

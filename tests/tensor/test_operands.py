@@ -1,4 +1,4 @@
-"""Quantizer.operands: what products read, with the codes and scales of `encode`; codes that kernels make themselves."""
+"""Quantizer.operands: operands of matrix products with the codes and scales of `encode`, and codes made by kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_equal(actual: Operand, expected: Operand) -> None:
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
-            # A copy with the usual strides: contiguous() keeps those of a transposed column.
+            # A copy with the usual strides: contiguous() keeps the strides of a transposed column.
             first, second = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
             assert torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8))
 

@@ -1,4 +1,4 @@
-"""Quantizers: codes and scales are those of the primitives, in the original's public layouts."""
+"""Quantizers: codes and scales equal the primitives' results, in the original's public layouts."""
 
 from __future__ import annotations
 

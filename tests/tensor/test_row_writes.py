@@ -7,13 +7,13 @@ import torch
 
 from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of, values
 
-# What one element may be off by, relative to the largest of all: half a step of the coarsest format in use.
+# Largest error of an element relative to the largest element: half a step of the coarsest format in use.
 OFF = {name: 0.3 if name.startswith("nvfp4") else 0.1 for name in QUANTIZED}
 ROWS_WRITTEN = slice(128, 256)
 
 
 def others(device, rows):
-    """Values [rows, 64] bfloat16 other than those of `values`, without an outlier."""
+    """Return bfloat16 values [rows, 64] without an outlier, different from `values`."""
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(11)).to(device, torch.bfloat16)
 
 
