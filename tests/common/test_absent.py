@@ -82,7 +82,7 @@ def test_an_import_error_names_the_missing_module_and_a_replacement(name: str):
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_name_that_is_imported_says_so_too(module: str, name: str):
+def test_a_missing_imported_name_raises_with_the_same_text(module: str, name: str):
     imported(module)
     with pytest.raises(ImportError, match=NAMES[module, name]) as raised:
         exec(f"from {module} import {name}")

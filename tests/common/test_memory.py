@@ -55,7 +55,7 @@ def test_unhashable_arguments_cannot_be_fixed():
         Memory(plus, 8, [10])
 
 
-def test_an_error_is_not_kept():
+def test_an_error_is_not_cached():
     memory = Memory(fails, 8)
     for _ in range(2):
         with pytest.raises(ValueError, match="3"):

@@ -99,7 +99,7 @@ def test_names_and_seeds_are_used_once_and_unknown_names_list_the_known(tracker)
         pass
 
 
-def test_reset_forgets_names_and_seeds(tracker):
+def test_reset_clears_names_and_seeds(tracker):
     tracker.reset()
     assert tracker.get_states() == {}
     tracker.add("other", 1)

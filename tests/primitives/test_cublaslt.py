@@ -119,7 +119,7 @@ def test_out_is_written_or_added_to_by_the_product_itself(library, pair, dtype):
     assert (wide[:, b.rows :] == 3.0).all()
 
 
-def test_a_bias_of_another_dtype_is_cast_to_the_one_that_the_library_reads(library):
+def test_a_bias_is_cast_to_the_dtype_that_the_library_reads(library):
     a, b = PAIRS["bf16"]()
     bias = torch.randn(b.rows)
     out = run(a, b, Epilogue(torch.bfloat16, bias))
@@ -403,7 +403,7 @@ def test_accumulation_adds_to_the_output(pair, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", ["bf16", "float8", "1d x 2d"])
-def test_a_captured_product_reads_its_operands_anew_at_every_replay(pair):
+def test_a_replayed_product_reads_its_current_operands(pair):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
     a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
     epilogue = Epilogue(torch.bfloat16)

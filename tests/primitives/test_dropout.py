@@ -63,7 +63,7 @@ def test_bits_of_the_mask_are_the_elements_in_order(device):
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
-def test_the_limits_keep_everything_and_nothing(p, device):
+def test_probabilities_of_0_and_1_keep_all_or_no_elements(p, device):
     x = torch.randn(5, 13, device=device)
     y, mask = dropout_forward(x, p)
     dx = dropout_backward(x, mask, p)

@@ -65,7 +65,7 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     if (name not in ALL_SHAPES and (shape != (128, 128) or tiles is BLOCK_2D or not columnwise)) or (
         tiles is BLOCK_2D and name != "swiglu"
     ):
-        pytest.skip("the tile size does not depend on the fused operation")
+        pytest.skip("tiles are computed the same way for every fused operation")
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)

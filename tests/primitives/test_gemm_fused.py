@@ -366,7 +366,7 @@ def alignments(library, monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("by", [16, 32, 128])
-def test_a_part_of_a_larger_tensor_has_a_plan_for_its_own_alignment(library, monkeypatch, by):
+def test_a_part_of_a_tensor_has_a_plan_for_its_alignment(library, monkeypatch, by):
     a, b, x = plain(shifted(M, K, by)), operand(N, K, "cpu"), shifted(M, N, by)
     asked = alignments(library, monkeypatch)
     y, kept = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))

@@ -175,7 +175,7 @@ def test_tensors_of_subclasses_and_empty_tensors_are_not_listed(given):
         Instructions([given], CPU)
 
 
-def test_a_tensor_that_a_function_holds_is_the_given_one_with_its_address(started):
+def test_a_held_tensor_is_replaced_by_the_given_one(started):
     (state,) = tensors(1)
 
     def work(x, _):

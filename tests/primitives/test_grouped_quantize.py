@@ -125,7 +125,7 @@ def test_the_values_of_one_group_do_not_change_the_scales_of_others(value, devic
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_a_layout_made_on_the_device_is_the_one_made_on_the_host(splits, device):
+def test_layouts_made_on_device_and_host_are_equal(splits, device):
     listed = groups_of(splits, sum(splits), device)
     for dtype in (torch.int32, torch.int64):
         made = groups_of(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)

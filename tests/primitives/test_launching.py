@@ -55,7 +55,7 @@ def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
     return seen
 
 
-def test_outputs_are_made_as_the_record_says(started, device):
+def test_outputs_are_allocated_as_the_record_declares(started, device):
     x = torch.ones(3, device=device)
     codes, nothing, turned, zero, low = run(
         record(

@@ -271,7 +271,7 @@ class TestRejections:
         with pytest.raises(ValueError, match=message):
             quantize(torch.zeros(rows, depth, device=device), SPECS[name])
 
-    def test_an_odd_axis_is_fine_in_the_direction_that_does_not_pack_it(self, device):
+    def test_an_odd_axis_is_accepted_if_it_is_not_packed(self, device):
         assert quantize(sample(15, 16, device), QuantizeSpec(NVFP4, E2M1)).codes is not None
         turned = QuantizeSpec(NVFP4, E2M1, rowwise=False, columnwise=True)
         assert quantize(sample(16, 15, device), turned).codes_t is not None

@@ -51,7 +51,7 @@ def test_a_block_that_ends_in_another_thread_has_no_effect_here():
     assert not current().enabled
 
 
-def test_leaving_the_outermost_block_of_a_thread_updates_its_scales_although_another_is_in_one(device):
+def test_leaving_the_outermost_block_updates_scales_despite_blocks_of_other_threads(device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     x = torch.randn(16, WIDTH, device=device)
 
