@@ -1,8 +1,8 @@
 """Pairs of files that share six or more lines, to the letter or with other names, strings and numbers.
 
 A line counts when it holds more than punctuation, a comment, the edge of a docstring or an import; white space is
-folded. A run of six such lines that stands in more than eight places is a custom of the house and makes no pair. A run
-that is alike in shape only has to say something: four tokens a line on average, and two lines that do work.
+folded. A run of six such lines in more than eight places is a convention and makes no pair. A run that is equal in
+shape only must have four tokens per line on average and two lines that do work.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _assigns(shape: tuple[str, ...]) -> bool:
 
 @functools.cache
 def runs(file: str, text: str) -> tuple[tuple[tuple, Place], ...]:
-    """(what would be shared, where) of every run of a file, to the letter and, where it says enough, by shape."""
+    """Return (key, place) of every run of a file: by its text and, if it is long enough, by its shape."""
     return tuple(_runs(file, text))
 
 

@@ -88,7 +88,7 @@ def _constant_target(name: str, node: ast.Call) -> str | None:
     above = len(target) - len(target.lstrip("."))
     if not above:
         return target
-    # Relative to __name__ or to __package__, as the second argument says.
+    # Relative to __name__ or to __package__, depending on the second argument.
     of_package = is_package(name) or "__package__" in ast.dump(node.args[1])
     parts = name.split(".")[: None if is_package(name) or not of_package else -1]
     return ".".join([*parts[: len(parts) - (above - 1)], target.lstrip(".")])
@@ -116,7 +116,7 @@ def loaded_by(name: str) -> set[str]:
 
 
 def _run_on_load(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Every statement that runs when a module is loaded, those in blocks included."""
+    """Return every statement that runs at import of a module, including statements in blocks."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

@@ -1,4 +1,4 @@
-"""A module whose docstring begins with "Alias of" holds a docstring and explicit names, nothing else."""
+"""A module whose docstring begins with "Alias of" holds only a docstring and explicit names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_an_alias_holds_names_only(name):
     for node in body:
         assigned = node.targets if isinstance(node, ast.Assign) else ()
         names = [target.id for target in assigned if isinstance(target, ast.Name)]
-        says = names in (["__all__"], ["__getattr__"])  # the second: what the module lacks
+        says = names in (["__all__"], ["__getattr__"])  # __getattr__ names the missing attributes
         assert isinstance(node, ast.ImportFrom) or says, f"{name}:{node.lineno}"
         if isinstance(node, ast.ImportFrom):
             assert all(alias.name != "*" for alias in node.names), f"{name}:{node.lineno} imports *"
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_an_alias_exports_what_it_names(name):
+def test_an_alias_exports_its_names(name):
     module = importlib.import_module(name)
     assert all(hasattr(module, attribute) for attribute in module.__all__)

@@ -1,4 +1,4 @@
-"""Kernels add in a fixed order; one that does not belongs to a backend that says so."""
+"""Kernels add in a fixed order; backends of other kernels declare that their results vary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.common import dispatch
 IN_ANY_ORDER = {"atomic_max", "atomic_min", "atomic_or", "atomic_and"}
 # Kernels that add whole numbers alone, which are the same in any order.
 COUNTING = {"transformer_engine.common.kernels.router_margins"}
-# {kernel file: (operation, backend) of the row whose `varies` says so}
+# {kernel file: (operation, backend) of the row that declares `varies`}
 VARYING: dict[str, tuple[str, str]] = {}
 KERNELS = [name for name in modules() if name.startswith("transformer_engine.common.kernels.")]
 
@@ -28,7 +28,7 @@ def unordered_in(name: str) -> set[str]:
     return atomics(name) - IN_ANY_ORDER - ({"atomic_add"} if name in COUNTING else set())
 
 
-def test_a_kernel_adds_in_a_fixed_order_or_its_backend_says_so():
+def test_a_kernel_adds_in_a_fixed_order_or_its_backend_declares_it():
     import transformer_engine.pytorch  # noqa: F401 - registers the tables
 
     unordered = {name: found for name in KERNELS if (found := unordered_in(name))}

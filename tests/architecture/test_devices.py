@@ -8,7 +8,7 @@ import pytest
 
 from tests.architecture.source import modules, nodes
 
-# Of torch's functions that make a tensor from numbers alone, those that a default device moves.
+# torch's functions that make a tensor from numbers alone, on the default device.
 MAKERS = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
     "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",

@@ -1,4 +1,4 @@
-"""A format is one row and one folder: few files name one, and nothing asks which recipe or format it has before it."""
+"""A format is one row and one folder: few files name a format, and no code branches on the recipe or format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.architecture.source import modules, nodes, text
 
 # common/formats.py, common/recipe, common/env.py (variables named after it), its files under quantize/formats, tensor
-# and tensor/storage, quantization/families.py, its factory for custom recipes, and the alias that lists what callers of
+# and tensor/storage, quantization/families.py, its factory for custom recipes, the alias with the names that callers of
 # the original import, and the storage of groups, whose public keywords name it.
 MOST = 10
 # Public names and configurations of the original that hold the name of a format: features of debug sessions, recipe

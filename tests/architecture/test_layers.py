@@ -34,12 +34,12 @@ IMPORTS_BY_A_TABLE = {
 }
 
 
-def test_an_import_by_name_names_a_constant():
+def test_dynamic_imports_name_a_constant():
     computed = {name: lines for name in modules() if (lines := computed_imports(name))}
     assert computed.keys() == IMPORTS_BY_A_TABLE.keys(), computed
 
 
-def test_an_import_by_name_counts_as_an_import(tmp_path, monkeypatch):
+def test_dynamic_imports_count_as_imports(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text(
         "import importlib\n"
         "b = importlib.import_module('..other.b', __name__)\n"
@@ -80,20 +80,20 @@ def _top_level_names(name: str) -> set[str]:
     return found
 
 
-def test_the_jax_side_imports_nothing_of_pytorch():
+def test_the_jax_side_does_not_import_pytorch():
     for name in _below("transformer_engine.jax"):
         assert not any(target.startswith("transformer_engine.pytorch") for target, _ in imports(name)), name
         assert "torch" not in _top_level_names(name), name
 
 
-def test_the_pytorch_side_imports_nothing_of_jax():
+def test_the_pytorch_side_does_not_import_jax():
     for name in _below("transformer_engine.pytorch"):
         assert not any(target.startswith("transformer_engine.jax") for target, _ in imports(name)), name
         assert not _top_level_names(name) & {"jax", "flax"}, name
 
 
 def files_imported() -> dict[str, set[str]]:
-    """{module: modules of ours that one of its import statements names}."""
+    """Return {module: modules of this package in its import statements}."""
     return {
         name: {target for target, _ in imports(name) if target in modules() and target != name}
         for name in modules()
@@ -106,7 +106,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_no_module_is_loaded_while_it_waits_for_another_to_load():
-    """Such a module works or fails depending on which module of the circle a program imports first."""
+    """A circular import works or fails depending on which of its modules a program imports first."""
     standing = [sorted(circle) for circle in circles({name: loaded_by(name) for name in modules()})]
     assert not standing, f"these load each other: {standing}"
 

@@ -46,7 +46,7 @@ def test_a_file_that_the_page_names_exists(named):
 @pytest.mark.parametrize(
     ("named", "names"), [(match[1], match["names"]) for match in FILE_AND_NAMES.finditer(PAGE.read_text())]
 )
-def test_a_file_defines_what_the_page_says_of_it(named, names):
+def test_a_file_defines_the_names_that_the_page_lists(named, names):
     path = file_of(named)
     assert path is not None
     assert set(re.findall(r"\w+", names)) <= defined(path)

@@ -1,4 +1,4 @@
-"""What stands twice is written once: few pairs of files share six or more lines."""
+"""Code is not repeated: few pairs of files share six or more lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.architecture.repeats import repeated
 from tests.architecture.source import PACKAGES, ROOT
 
-# Pairs of files. Most of those left are lists of a kernel's or a public function's arguments, 14 of them of te.ops, in
-# whose constructors and passes signatures are those of the original, and 13 of debug features, reference quantizers,
+# Pairs of files. Most are lists of a kernel's or a public function's arguments: 14 of te.ops, whose constructors and
+# passes have the original's signatures, and 13 of debug features, reference quantizers,
 # enumerations and `triton` wrappers, whose signatures and members are the original's too.
 MOST_IN_THE_PRODUCT = 138
 MOST = 197
@@ -51,24 +51,24 @@ def pairs(folders: tuple[str, ...]) -> list[str]:
 
 
 def parted(found: list[str]) -> tuple[list[str], list[str]]:
-    """Pairs without a file of the JAX side, and those with one."""
+    """Return the pairs without a file of transformer_engine.jax, and the pairs with one."""
     of_jax = [pair for pair in found if any(folder in pair for folder in OF_JAX)]
     return [pair for pair in found if pair not in of_jax], of_jax
 
 
-def test_few_places_of_the_product_stand_twice():
+def test_the_package_has_few_repeated_places():
     found, of_jax = parted(pairs(tuple(f"{package}/" for package in PACKAGES)))
     assert len(found) <= MOST_IN_THE_PRODUCT, "\n".join(found)
     assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
 
 
-def test_few_places_of_the_tree_stand_twice():
+def test_the_tree_has_few_repeated_places():
     found, of_jax = parted(pairs(("",)))
     assert len(found) <= MOST, "\n".join(found)
     assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
 
 
-def test_the_same_lines_are_a_pair_whatever_stands_between_them():
+def test_equal_lines_are_a_pair_despite_lines_between_them():
     spaced = BODY.replace("\n    if", "\n\n    # why\n    if")
     assert set(repeated({"a.py": BODY, "b.py": spaced})) == {("a.py", "b.py")}
 
@@ -89,15 +89,15 @@ def test_a_file_may_repeat_itself_further_down():
         BODY.replace("if total > limit", "while total > limit or row"),
     ],
 )
-def test_fewer_than_six_lines_or_another_shape_are_no_pair(other):
+def test_fewer_than_six_lines_or_another_shape_make_no_pair(other):
     assert repeated({"a.py": BODY, "b.py": other}) == {}
 
 
-def test_what_stands_in_more_than_eight_places_is_a_custom():
+def test_lines_in_more_than_eight_places_are_a_custom():
     assert len(repeated({f"{n}.py": BODY for n in range(8)})) == 8 * 7 // 2
     assert repeated({f"{n}.py": BODY for n in range(9)}) == {}
 
 
-def test_a_list_of_fields_is_no_pair_by_shape_alone():
+def test_lists_of_fields_with_different_names_make_no_pair():
     fields = "".join(f"    first_{n}: int,\n" for n in range(6))
     assert repeated({"a.py": fields, "b.py": fields.replace("first", "second")}) == {}

@@ -1,4 +1,4 @@
-"""Size says something: long files and functions give their reason at the top, or are split."""
+"""Long files and functions give their reason at the top, or are split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FUNCTION_LINES = 60
 KERNEL_LINES = 120
 
 
-def test_a_file_is_short_or_says_why_not():
+def test_a_file_is_short_or_gives_a_reason():
     lines = {name: len(text(path).splitlines()) for name, path in modules().items()}
     long = {
         name: count
@@ -39,7 +39,7 @@ def test_a_function_does_one_thing():
     assert not long, f"{{function: lines}}: {long}"
 
 
-def test_a_signature_and_a_docstring_are_no_length():
+def test_signatures_and_docstrings_do_not_count():
     source = 'def f(\n    a,\n    b,\n):\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n'
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)

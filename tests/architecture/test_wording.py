@@ -44,7 +44,7 @@ def test_no_message_installs_the_package_from_an_index():
         assert match is None, f"{path.relative_to(ROOT)}: {match}"
 
 
-def test_what_chooses_is_called_so():
+def test_names_use_choose_for_selection():
     defined = {
         node.name: f"{name}:{node.lineno}"
         for name, path in modules().items()

@@ -1,1 +1,1 @@
-"""Tests of what both frameworks share."""
+"""Tests of the code that both frameworks share."""

@@ -29,7 +29,7 @@ NAMES = {
     ("transformer_engine_torch", "nothing"): "docs/support.md",
     ("transformer_engine_torch", "nvfp4_compute_global_scale"): "quantize_master_weights",
     ("transformer_engine_torch", "nvfp4_2d_scale_transpose"): "quantize_master_weights",
-    # Modules that nothing imports before they are asked for.
+    # Modules that are imported only on request.
     ("transformer_engine.pytorch.cpu_offload_v1", "nothing"): "docs/support.md",
     ("transformer_engine.pytorch.custom_recipes", "quantization_mxfp8"): "recipe.CustomRecipe",
     ("transformer_engine.pytorch.custom_recipes.gemm", "nothing"): "recipe.CustomRecipe",
@@ -74,7 +74,7 @@ def imported(module: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", USE)
-def test_an_import_says_what_is_missing_and_what_to_use(name: str):
+def test_an_import_error_names_the_missing_module_and_a_replacement(name: str):
     with pytest.raises(ModuleNotFoundError, match=USE[name]) as raised:
         importlib.import_module(name)
     assert str(raised.value).startswith(name)
@@ -82,7 +82,7 @@ def test_an_import_says_what_is_missing_and_what_to_use(name: str):
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_name_that_is_imported_says_so_too(module: str, name: str):
+def test_a_missing_imported_name_raises_with_the_same_text(module: str, name: str):
     imported(module)
     with pytest.raises(ImportError, match=NAMES[module, name]) as raised:
         exec(f"from {module} import {name}")
@@ -115,7 +115,7 @@ def test_name_that_is_not_near_any_other_suggests_none():
     assert "did you mean" not in str(raised.value)
 
 
-def test_a_name_of_one_framework_says_nothing_of_the_other():
+def test_a_name_of_one_framework_is_not_suggested_for_the_other():
     imported("transformer_engine.jax")
     with pytest.raises(ImportError, match=r"docs/support\.md"):
         exec("from transformer_engine.jax.attention import FusedAttention")
@@ -139,11 +139,11 @@ def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, nam
 
 
 @pytest.mark.parametrize("name", ["transformer_engine.paddle", "transformer_engine.tensorflow"])
-def test_a_search_finds_nothing_and_raises_nothing(name: str):
+def test_a_search_for_an_absent_module_finds_none_and_does_not_raise(name: str):
     assert importlib.util.find_spec(name) is None
 
 
-def test_a_guarded_import_of_a_client_goes_on():
+def test_a_guarded_import_of_a_client_continues():
     try:
         importlib.import_module("transformer_engine.paddle.features")
 
@@ -154,7 +154,7 @@ def test_a_guarded_import_of_a_client_goes_on():
     assert not found
 
 
-def test_what_python_asks_every_module_for_keeps_its_words():
+def test_missing_special_attributes_keep_pythons_message():
     import transformer_engine.pytorch as te
 
     with pytest.raises(
@@ -179,6 +179,6 @@ def test_the_sentence_is_there_before_a_framework_is():
 @pytest.mark.parametrize("start", absent.ABSENT)
 def test_a_row_covers_no_name_that_exists(start: str):
     if start in ("transformer_engine.pytorch.ops", "transformer_engine.pytorch.custom_recipes"):
-        pytest.skip("the package holds a part of the original's; the rest is what is absent")
+        pytest.skip("the package has a part of the original's names; the row covers the missing ones")
     module, _, name = start.rpartition(".")
     assert not fnmatch.filter(dir(imported(module)), name)

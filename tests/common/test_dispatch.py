@@ -69,7 +69,7 @@ def test_explain_marks_the_backend_that_select_returns(table, request_):
             table.bind(request_)
 
 
-def test_explain_says_that_a_choice_is_in_force(table):
+def test_explain_reports_a_forced_choice(table):
     with use_backend(double="even"):
         small, even = table.explain(2)
     assert not small.chosen
@@ -86,7 +86,7 @@ def test_unknown_operations_and_backends_are_rejected_with_the_names_there_are(t
 
 
 class Doubling(NamedTuple):
-    """A number to double, and what else is asked of the result."""
+    """A request: the number to double, and the required features."""
 
     n: int
     features: frozenset[str] = frozenset()
@@ -186,7 +186,7 @@ def test_forcing_reaches_a_bound_request_and_ends_with_its_block(doubler):
     assert doubler.planned == [("small", 2), ("even", 2)]  # a plan outlives the block it was made in
 
 
-def test_observers_hear_of_bound_requests_every_time(doubler):
+def test_observers_are_called_for_every_bound_request(doubler):
     doubler.table.bound((2,))
     seen = []
     with dispatch.observing(lambda operation, request: seen.append((operation, request.n))):
@@ -197,7 +197,7 @@ def test_observers_hear_of_bound_requests_every_time(doubler):
     assert doubler.planned == [("small", 2)]
 
 
-def test_a_binder_answers_for_every_backend_and_nothing_of_it_stays(doubler):
+def test_a_binder_replaces_every_backend_until_its_block_ends(doubler):
     with dispatch.binding(lambda table, request: lambda x: (table.operation, request.n)):
         assert doubler.table.bound((2,))(2) == ("doubled", 2)
     assert doubler.table.bound((2,))(2) == 4
@@ -239,7 +239,7 @@ def test_a_table_of_ways_to_go_decides_and_is_observed():
 
 @pytest.fixture
 def demanded(monkeypatch):
-    """A switch that says whether results have to be repeatable."""
+    """Patch the switch for deterministic results."""
     switch = {"on": False}
     monkeypatch.setattr(dispatch, "_demands_repeatable", lambda: switch["on"])
     return switch

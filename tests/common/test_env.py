@@ -87,9 +87,7 @@ def test_a_key_of_variables_changes_with_each_of_them(monkeypatch):
         ("NVTE_BACKWARD_OVERRIDE", "low", "'high_precision', 'dequantized'"),
     ],
 )
-def test_an_unparsable_value_names_the_variable_the_value_and_what_is_allowed(
-    monkeypatch, name, text, allowed
-):
+def test_an_invalid_value_raises_with_the_variable_and_the_allowed_values(monkeypatch, name, text, allowed):
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError) as raised:
         env.get(name)

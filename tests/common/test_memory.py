@@ -46,16 +46,16 @@ def test_it_holds_so_many_at_most():
         assert len(memory) <= 3
 
 
-def test_what_is_fixed_comes_before_the_key():
+def test_fixed_arguments_come_before_the_key():
     assert Memory(plus, 8, 10)[5] == 15
 
 
-def test_what_cannot_be_hashed_is_not_fixed():
+def test_unhashable_arguments_cannot_be_fixed():
     with pytest.raises(TypeError, match="unhashable"):
         Memory(plus, 8, [10])
 
 
-def test_an_error_is_not_kept():
+def test_an_error_is_not_cached():
     memory = Memory(fails, 8)
     for _ in range(2):
         with pytest.raises(ValueError, match="3"):

@@ -10,7 +10,7 @@ import pytest
 from transformer_engine.common import optional
 
 
-def test_a_module_that_is_not_there_is_not_installed_and_says_so(tmp_path):
+def test_a_missing_module_is_reported_as_not_installed(tmp_path):
     assert not optional.installed("no_such_package_of_ours")
     said = optional.failure("no_such_package_of_ours")
     assert said == (
@@ -37,7 +37,7 @@ def test_a_module_without_a_specification_counts_as_installed(monkeypatch):
     assert "made_by_hand has no part" in (optional.failure("made_by_hand", "part") or "")
 
 
-def test_errors_that_are_no_failed_imports_are_not_hidden(tmp_path, monkeypatch):
+def test_errors_other_than_failed_imports_are_not_hidden(tmp_path, monkeypatch):
     (tmp_path / "dividing_package.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ZeroDivisionError):

@@ -29,7 +29,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def results_of(step: Step, read: list[Any]) -> list[Any]:
-    """Return a term for each result of a step. A fused operation has the terms of the steps that it stands for."""
+    """Return a term for each result of a step. A fused operation has the terms of the steps that it replaces."""
     settings: Any = step.settings
     if step.op == "cast":
         return [(direction, settings, read[0]) for direction in ("rowwise", "columnwise")]
@@ -82,7 +82,7 @@ def _product(settings: Product, read: list[Any]) -> list[Any]:
 
 
 def evaluated(pass_: Pass) -> tuple[list[Any], list[Any]]:
-    """Return the terms of what a pass returns and saves."""
+    """Return the terms of the returned and of the saved values of a pass."""
     values: dict[str | None, Any] = {name: name for name in pass_.inputs}
     values[None] = None
     for step in pass_.steps:
@@ -151,7 +151,7 @@ def pass_of(choices: bytes) -> Pass:
 
 @given(passes(), st.randoms(use_true_random=False))
 @settings(max_examples=500, deadline=None)
-def test_rules_keep_what_a_random_pass_computes(pass_: Pass, random: Any):
+def test_rules_keep_the_results_of_a_random_pass(pass_: Pass, random: Any):
     decisions: dict[Any, bool] = {}
 
     def allowed(rule: str, first: Step, second: Step) -> bool:
@@ -165,14 +165,14 @@ def test_rules_keep_what_a_random_pass_computes(pass_: Pass, random: Any):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @given(passes())
 @settings(max_examples=60, deadline=None)
-def test_each_rule_alone_keeps_what_a_random_pass_computes(rule: Any, pass_: Pass):
+def test_each_rule_alone_keeps_the_results_of_a_random_pass(rule: Any, pass_: Pass):
     fused = fuse(pass_, lambda *_: True, (rule,))
     assert evaluated(fused) == evaluated(pass_)
 
 
 @given(passes())
 @settings(max_examples=200, deadline=None)
-def test_overlap_keeps_what_a_random_pass_computes_and_the_order_of_collectives(pass_: Pass):
+def test_overlap_keeps_the_results_of_a_random_pass_and_the_order_of_collectives(pass_: Pass):
     moved = overlap(pass_)
     assert evaluated(moved) == evaluated(pass_)
     for half in ("begin", "wait"):
@@ -203,7 +203,7 @@ def example(op: str, *inputs: str, results: tuple[str, ...], **fields: Any) -> S
 PRODUCT = example("product", "x0", "x1", results=("y",))
 MERGES = {
     "bias in product": [PRODUCT, example("add_bias", "y", "x2", results=("z",))],
-    "codes beside sums": [
+    "codes with sums": [
         example("column_sum", "x0", results=("z",)),
         example("cast", "x0", results=("row", "column")),
     ],

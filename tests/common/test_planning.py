@@ -137,7 +137,7 @@ def test_collectives_follow_bytes_ranks_and_hosts():
     assert links_of(GPUS["b200"]).ring == 2 * DEFAULT_LINKS.ring
 
 
-def test_a_search_finds_what_trying_every_mesh_finds():
+def test_a_search_equals_trying_every_mesh():
     found = search(TINY, 8, gpu="h200", recipe="delayed", count=1, cp=1, pp=1, micro_batch=1, sequence=4096)[
         0
     ]

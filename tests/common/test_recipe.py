@@ -132,7 +132,7 @@ def test_block_scaling_defaults():
     assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams(power_2_scale=False)
 
 
-def test_nvfp4_derives_what_each_tensor_needs():
+def test_nvfp4_derives_the_settings_of_each_tensor():
     recipe = NVFP4BlockScaling()
     assert recipe.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
     assert recipe.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
@@ -274,7 +274,7 @@ def test_a_switch_that_is_assigned_counts_as_one_that_was_given(recipe, switch, 
     assert assigned == recipe()
 
 
-def test_what_a_caller_has_assigned_to_a_derived_field_stays():
+def test_a_value_assigned_to_a_derived_field_stays():
     recipe = Float8CurrentScaling()
     recipe.fp8_quant_fwd_inp = QParams(amax_epsilon=0.5)
     recipe.use_power_2_scales = True
@@ -311,6 +311,6 @@ def test_an_assignment_that_the_constructor_would_reject_changes_nothing(recipe,
     assert changed == recipe() and repr(changed) == repr(recipe())
 
 
-def test_a_margin_of_mxfp8_is_said_to_be_without_effect():
+def test_a_margin_of_mxfp8_warns_that_it_has_no_effect():
     with pytest.warns(UserWarning, match="margin=2 has no effect"):
         MXFP8BlockScaling(margin=2)

@@ -1,4 +1,4 @@
-"""A variable of the original that nothing reads is warned about once, where it asks for an effect."""
+"""An environment variable of the original without effect here raises one warning if its value is not the default."""
 
 import os
 import subprocess

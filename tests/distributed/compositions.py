@@ -70,7 +70,7 @@ class Composition:
 
     @property
     def in_processes(self) -> bool:
-        """The states of delayed scaling belong to a process, and cannot be those of a thread."""
+        """Whether ranks must be processes: the states of delayed scaling are shared by the threads of a process."""
         return self.recipe == "delayed"
 
     def mesh(self, device: torch.device) -> Any:
@@ -87,7 +87,7 @@ class Experts(nn.Module):
     """y = x + the sum of every expert's output, weighted by a router; each rank of a group computes its own experts.
 
     All experts receive all tokens: the choice of an expert is not continuous, and noise would change it. The ranks have
-    the parameters of all experts, so that `te.verify` averages their gradients; those of other ranks' experts are 0.
+    the parameters of all experts, so that `te.verify` averages their gradients, which are 0 for other ranks' experts.
     """
 
     def __init__(self, device: torch.device, group: Any) -> None:

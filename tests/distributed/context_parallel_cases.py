@@ -24,7 +24,7 @@ class Case:
     window: tuple[int, int] | None = None
     batch: int = 2
     tokens: int = 16
-    keys: int | None = None  # tokens of keys, if not those of queries
+    keys: int | None = None  # tokens of keys; None for the tokens of queries
     heads: int = 8
     groups: int = 8
     head_dim: tuple[int, int] = (8, 8)
@@ -160,7 +160,7 @@ def exact(case: Case) -> dict[str, Tensor]:
 
 
 def held_tokens(lengths: tuple[int, ...], size: int, rank: int) -> list[int]:
-    """Tokens of a rank: of 2 * size chunks of each sequence those numbered rank and 2 * size - 1 - rank."""
+    """Return the tokens of a rank: chunks `rank` and `2 * size - 1 - rank` of the 2 * size chunks of each sequence."""
     held, start = [], 0
     for length in lengths:
         chunk = length // (2 * size)

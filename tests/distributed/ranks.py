@@ -19,13 +19,13 @@ TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
 
 
 def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: Path) -> list[Any]:
-    """What function(device) returns on each of `size` ranks, on the CPU; raises what every rank raises, in words."""
+    """Return the results of function(device) on each of `size` ranks on the CPU; raise with the errors of all ranks."""
     try:
         multiprocessing.start_processes(
             _rank, (function, size, str(directory)), nprocs=size, start_method=CONTEXT.get_start_method()
         )
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-        # What is raised is the first rank's, which is often that another one has gone.
+        # torch raises the error of the first rank, often only the disconnection of another rank.
         told = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
         raise RuntimeError("\n".join(told)) from error
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]

@@ -41,7 +41,7 @@ def width_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to train: what is resharded when, what is gathered ahead, and backwards to an optimizer step."""
+    """Settings of a training run: resharding, prefetching, and backward passes per optimizer step."""
 
     reshard: bool | int | None = True
     prefetch: bool = False

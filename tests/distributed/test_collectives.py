@@ -42,7 +42,7 @@ def _quantizers(device):
 
 
 def _gathered(quantizer, device):
-    """Gathered after quantizing, as a tensor and as a storage, beside quantized after gathering."""
+    """Return a matrix quantized after gathering, and gathered after quantizing as a tensor and as a storage."""
     whole = quantizer(gather_along_first_dim(_rows(device), None)[0])
     as_tensor = gather_along_first_dim(quantizer(_rows(device)), None)[0]
     assert type(as_tensor) is type(whole)
@@ -190,7 +190,7 @@ def test_quantized_rows_travel_as_codes(results, name):
         assert torch.equal(as_tensor, whole) and torch.equal(as_storage, whole)
 
 
-def test_a_quantizer_sees_what_was_gathered(results):
+def test_a_quantizer_receives_the_gathered_tensor(results):
     assert all(torch.equal(result["gather_quantized"], torch.cat((X0, X1)) * 2) for result in results)
 
 
@@ -252,7 +252,7 @@ def test_a_gather_of_one_rank_fills_the_given_tensor_too():
     assert allreduce(x) == (x, None)
 
 
-def test_an_unknown_symmetric_all_reduce_is_refused():
+def test_an_unknown_symmetric_all_reduce_is_rejected():
     with pytest.raises(ValueError, match="two_shot"):
         symmetric_all_reduce(torch.ones(2), None, all_reduce_type="three_shot")
 

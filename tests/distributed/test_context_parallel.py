@@ -336,7 +336,7 @@ def test_causal_work_is_balanced_over_ranks_and_steps():
                 assert rows * columns == (64 // size) ** 2 // 2
 
 
-def test_merged_attention_ignores_keys_that_nobody_sees():
+def test_merged_attention_ignores_fully_masked_keys():
     out, other = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     lse = torch.tensor([[0.3, -torch.inf, -torch.inf], [0.1, 2.0, -torch.inf]])
     nothing = torch.full_like(lse, -torch.inf)

@@ -1,4 +1,4 @@
-"""Calls that ranks cannot share raise on every rank, before communication, and say what to do."""
+"""Calls that ranks cannot share raise on every rank before communication, with the remedy."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_codes_of_the_caller_are_read_with_the_scale_of_their_rank(recipe, comm,
 def _steps_with_own_maxima(
     case: Case, recipe, values: list[torch.Tensor], alone: bool, backward: str, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the outputs of three steps on this rank, whose maxima are those of its own tokens.
+    """Return the outputs of three steps on this rank, with the maxima of its local tokens.
 
     Args:
         case: The attention.

@@ -1,4 +1,4 @@
-"""A vocabulary that is cut over two ranks: one loss on both, and each the gradient of its own columns."""
+"""A vocabulary sharded over two ranks: both compute the same loss, and each the gradient of its columns."""
 
 from __future__ import annotations
 

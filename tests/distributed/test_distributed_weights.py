@@ -290,7 +290,7 @@ def test_a_chain_of_shards_accumulates_gradients_of_whole_weights_into_main_grad
     assert torch.equal(ours[2].weight.main_grad.bfloat16(), whole[2].weight.grad)
 
 
-def test_biases_are_no_distributed_weights():
+def test_sharded_biases_are_rejected():
     grouped = te.ops.GroupedLinear(2, 64, 64, device="cpu")
     sharded(grouped, [["weight0", "weight1"], ["bias0", "bias1"]])
     with pytest.raises(

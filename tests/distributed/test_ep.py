@@ -1,4 +1,4 @@
-"""Expert parallelism on threads as ranks: values and every gradient equal those of one device in float64."""
+"""Expert parallelism on threads as ranks: values and all gradients equal one device in float64."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_an_invalid_call_of_one_rank_is_an_error_on_all_and_leaves_the_buffer(name):
+def test_an_invalid_call_of_one_rank_raises_on_all_ranks(name):
     changed, kind, words = INVALID[name]
     valid = {
         "tokens": torch.rand(4, HIDDEN),

@@ -17,7 +17,7 @@ CASES = (Case((7, 4), alignment=4), Case((7, 4), capacity=32))
 
 
 def on_a_process(device: torch.device) -> dict[str, Any]:
-    """What the example prints, then the tensors of each case; the processes belong to a group already."""
+    """Return the output of the example and the tensors of each case, in an existing process group."""
     kept = dist.init_process_group, dist.destroy_process_group
     module: Any = dist
     printed = io.StringIO()

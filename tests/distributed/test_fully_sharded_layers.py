@@ -21,13 +21,13 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EVERY_FORMAT = {
     "resharded": Run(accumulate=2),
-    # Accumulating as well would meet a race of torch 2.11's fully_shard on GPUs: after a forward without a backward
-    # it gathers a wrong layer ahead, and what it has gathered changes, of plain bfloat16 parameters too.
+    # Accumulation would trigger a race in torch 2.11's fully_shard on GPUs: after a forward without a backward pass,
+    # it prefetches the wrong layer and the gathered values change, even with plain bfloat16 parameters.
     "evaluated": Run(evaluate=True),
     "kept": Run(reshard=False),
     "prefetched": Run(prefetch=True, accumulate=2, recompute=True),
 }
-# What has nothing to do with how many tensors a format gathers.
+# Settings that do not depend on the number of tensors that a format gathers.
 TWO_FORMATS = {
     "default": Run(reshard=None),
     "resharded_to_one_rank": Run(reshard=1),
@@ -94,7 +94,7 @@ def _alone(case: str) -> tuple[str, Run]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[tuple[int, tuple[str, ...]], list[dict[str, Any]]]:
-    """{(ranks, cases): what each rank returned}, filled on demand: both tests read the same runs."""
+    """{(ranks, cases): results of each rank}, filled on demand: both tests read the same runs."""
     return {}
 
 

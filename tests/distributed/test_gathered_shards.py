@@ -224,7 +224,7 @@ def test_results_and_gradients_have_the_bits_of_whole_matrices(measured, kind, n
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["column", "norm_linear", "mlp", "operations"])
-def test_a_rank_saves_its_share_of_what_one_device_saves(measured, kind, name):
+def test_a_rank_saves_its_share_of_the_tensors_of_one_device(measured, kind, name):
     for rank in measured:
         found = rank[f"{kind}/{name}/{TOKENS}"]
         assert found["saved"] <= found["alone"] / SIZE + 64, found  # 64 bytes: scales of whole tensors

@@ -1,4 +1,4 @@
-"""FusedAdam on what two ranks hold of parameters, and weights that both write from their shards of the masters."""
+"""FusedAdam on sharded parameters of two ranks, and weights that both ranks write from their shards of the masters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _loss(layer, recipe, device):
 
 
 def _zero_redundancy(device):
-    """Losses of a model whose masters are cut over the ranks, and of one where every rank has all."""
+    """Return the losses of a model with masters sharded over the ranks, and of one with all masters on every rank."""
     recipe = Float8CurrentScaling()
     rank, found = dist.get_rank(), []
     layer, replica = _layer(device, recipe), _layer(device, recipe)
@@ -94,7 +94,7 @@ def _zero_redundancy(device):
     return torch.stack(found).view(STEPS, 2)
 
 
-def test_masters_that_are_cut_over_ranks_give_the_losses_of_whole_ones(tmp_path):
+def test_sharded_masters_give_the_losses_of_whole_ones(tmp_path):
     for losses in run_on_ranks(_zero_redundancy, 2, tmp_path):
         assert torch.equal(losses[:, 0], losses[:, 1])
         assert losses[-1, 0] < losses[0, 0]

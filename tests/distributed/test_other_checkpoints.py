@@ -44,7 +44,7 @@ def test_a_second_run_that_does_not_keep_its_scales_is_announced(reentrant, devi
 
 @BOTH
 @pytest.mark.parametrize("way", ["ours", "without history"])
-def test_what_the_warning_recommends_gives_the_plain_gradients_without_one(way, reentrant, device):
+def test_the_recommended_checkpoint_gives_plain_gradients_without_a_warning(way, reentrant, device):
     recipe = DelayedScaling if way == "ours" else Float8CurrentScaling
     run = te.checkpoint if way == "ours" else torch_checkpoint
     plain = trained(device, recipe(), lambda f, x: f(x))
@@ -54,7 +54,7 @@ def test_what_the_warning_recommends_gives_the_plain_gradients_without_one(way, 
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-def test_a_layer_that_a_hook_of_a_backward_calls_is_no_second_run(device):
+def test_a_layer_called_by_a_backward_hook_does_not_count_as_recomputation(device):
     layer, x = te.Linear(WIDTH, WIDTH, device=device), torch.randn(16, WIDTH, device=device)
     y = torch.randn(16, WIDTH, device=device, requires_grad=True)
     called = []

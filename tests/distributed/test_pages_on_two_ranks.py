@@ -1,4 +1,4 @@
-"""The examples of the pages on context parallelism and te.verify run on two processes and print what the pages show."""
+"""The examples of the pages on context parallelism and te.verify print the documented output on two processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.pages import DOCS, examples
     ("page", "before"),
     [("context_parallel.md", "With two processes it prints\n\n```\n"), ("verify.md", "It prints\n\n```\n")],
 )
-def test_the_example_of_a_page_prints_what_the_page_shows(page, before, tmp_path):
+def test_the_example_of_a_page_prints_the_output_on_the_page(page, before, tmp_path):
     program = tmp_path / "example.py"
     (example,) = examples(page)
     program.write_text(example)

@@ -145,7 +145,7 @@ def test_without_gradients_the_function_just_runs(reentrant, device):
 
 
 class _Probe(torch.nn.Module):
-    """Multiplies by a weight and writes down what surrounds each of its runs."""
+    """Multiplies by a weight and records the context of each of its runs."""
 
     def __init__(self, device):
         super().__init__()
@@ -207,7 +207,7 @@ def test_an_exception_leaves_no_marks(reentrant, device):
 
 
 @BOTH
-def test_tracked_random_states_repeat_and_then_go_on(reentrant, device):
+def test_tracked_random_states_repeat_and_then_continue(reentrant, device):
     def seeded():
         torch.manual_seed(3)
         tracker = CudaRNGStatesTracker()
@@ -347,7 +347,7 @@ def test_a_reentrant_checkpoint_ignores_the_check_of_determinism(device):
         checkpoint(torch.sin, x, determinism_check="strict", use_reentrant=False)
 
 
-def test_a_reentrant_checkpoint_refuses_autograd_grad(device):
+def test_a_reentrant_checkpoint_rejects_autograd_grad(device):
     x = torch.ones(2, device=device, requires_grad=True)
     y = checkpoint(torch.sin, x)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):

@@ -64,7 +64,7 @@ def test_three_steps_have_the_bits_of_steps_that_keep_everything(recipe, way, de
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_dropout_under_a_tracker_drops_the_same_values_again(recipe, reentrant, device):
-    """Two layers in a row draw from the tracker's state; the draws behind them are those without recomputation."""
+    """Two layers in a row draw from the tracker's state; later draws are the same as without recomputation."""
     results = []
     for recomputes in (False, True):
         tracker = CudaRNGStatesTracker()

@@ -1,4 +1,4 @@
-"""te.checkpoint under delayed scaling: every second run quantizes as its own first run did, whatever came between."""
+"""te.checkpoint under delayed scaling: recomputation quantizes like its forward pass, despite later forward passes."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_an_autocast_inside_moves_scales_on_once_a_step(reentrant, device):
     assert not current().enabled
 
 
-def test_a_second_run_that_differs_from_the_first_is_refused(device):
+def test_a_second_run_that_differs_from_the_first_raises(device):
     layer, runs = te.Linear(WIDTH, WIDTH, device=device), []
 
     def function(x):
@@ -288,7 +288,7 @@ def test_runs_that_are_marked_by_hand_are_paired_oldest_first(device):
 # Checkpoints of other libraries.
 
 
-def test_torchs_reentrant_checkpoint_is_refused_where_it_loses_the_autocast(device):
+def test_torchs_reentrant_checkpoint_raises_if_it_loses_the_autocast(device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     with te.autocast(recipe=Float8CurrentScaling()):
         y = torch.utils.checkpoint.checkpoint(layer, tokens(device), use_reentrant=True)
@@ -309,7 +309,7 @@ def test_torchs_reentrant_checkpoint_is_refused_where_it_loses_the_autocast(devi
     ],
     ids=["layernorm_linear", "layernorm_mlp", "grouped", "after another layer", "checkpointed inside"],
 )
-def test_every_layer_refuses_to_be_repeated_under_another_autocast(make, device):
+def test_every_layer_raises_if_recomputed_under_another_autocast(make, device):
     module = make(device)
     with te.autocast(recipe=Float8CurrentScaling()):
         y = torch.utils.checkpoint.checkpoint(module, tokens(device), use_reentrant=True)
@@ -334,7 +334,7 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.layer, x)
 
 
-def test_torchs_checkpoint_by_hooks_is_refused_where_it_loses_the_autocast(device):
+def test_torchs_checkpoint_by_hooks_raises_if_it_loses_the_autocast(device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     with te.autocast(recipe=Float8CurrentScaling()):
         y = torch.utils.checkpoint.checkpoint(layer, tokens(device), use_reentrant=False)

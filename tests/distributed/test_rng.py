@@ -1,4 +1,4 @@
-"""Named random states: independence, continuation, and what is refused."""
+"""Named random states: independence, continuation, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_named_state_continues_from_fork_to_fork(tracker, device):
     assert torch.equal(torch.cat(parts), expected)
 
 
-def test_states_are_their_seeds_and_differ_by_name(tracker, device):
+def test_each_named_state_starts_from_its_seed(tracker, device):
     with tracker.fork():
         first = _draw(device)
     with tracker.fork("other"):
@@ -99,7 +99,7 @@ def test_names_and_seeds_are_used_once_and_unknown_names_list_the_known(tracker)
         pass
 
 
-def test_reset_forgets_names_and_seeds(tracker):
+def test_reset_clears_names_and_seeds(tracker):
     tracker.reset()
     assert tracker.get_states() == {}
     tracker.add("other", 1)
@@ -116,7 +116,7 @@ def test_get_states_is_a_new_dict_that_set_states_takes(tracker):
     assert list(get_all_rng_states()) == ["model-parallel-rng"]
 
 
-def test_all_states_are_what_was_set_last():
+def test_all_states_are_the_ones_set_last():
     before = get_all_rng_states()
     states = {"name": torch.get_rng_state()}
     set_all_rng_states(states)
@@ -128,7 +128,7 @@ def test_graph_safe_states_need_cuda(device):
     assert graph_safe_rng_available() == (device.type == "cuda")
 
 
-def test_a_snapshot_replays_all_states_as_often_as_asked_and_then_goes_on(tracker, device):
+def test_a_snapshot_replays_all_states_repeatedly_and_then_continues(tracker, device):
     def block():
         with tracker.fork():
             tracked = _draw(device)

@@ -23,7 +23,7 @@ def printed_by_page(name):
 
 
 def run(name, folder, *arguments):
-    """What two processes print, on the CPU."""
+    """Return the output of two processes on the CPU."""
     programs = examples(PAGE)
     assert len(programs) == len(PROGRAMS)
     program = folder / f"{name}.py"

@@ -1,4 +1,4 @@
-"""Shards that ranks quantized with the maxima of their own rows: their codes are joined under one scale."""
+"""Shards quantized with the maxima of their rows: gathering joins their codes under one scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A column- and a row-parallel layer on two ranks compute what one rank computes, forward and backward."""
+"""A column- and a row-parallel layer on two ranks equal one rank, forward and backward."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_no_mode_means_no_communication():
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_missing_group_says_how_to_set_it(sequence):
+def test_a_missing_group_raises_with_the_remedy(sequence):
     with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
         TensorParallel("row", None, 2, sequence).leave_forward(torch.ones(4, 2))
 
 
-def test_settings_that_cannot_be_are_refused():
+def test_invalid_settings_are_rejected():
     with pytest.raises(ValueError, match="diagonal"):
         TensorParallel("diagonal")
     with pytest.raises(ValueError, match="tp_size=0"):

@@ -1,4 +1,4 @@
-"""Layers sharded over two ranks compute what the whole layer computes on one, forward and backward."""
+"""Layers sharded over two ranks equal the whole layer on one rank, forward and backward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sharded(device, kind: str, recipe: str, sequence: bool):
         x, dy = x.chunk(SIZE)[rank].contiguous(), dy.chunk(SIZE)[rank].contiguous()
     y, dx, grads = run(model, x, dy, RECIPES[recipe])
     marked = [n for n, p in model.named_parameters() if getattr(p, "sequence_parallel", False)]
-    for name in marked:  # such parameters see a part of the sequence; their users reduce the gradients
+    for name in marked:  # their gradients cover a part of the sequence; the user reduces them
         dist.all_reduce(grads[name])
     return {"y": y, "dx": dx, "grads": grads, "marked": marked}
 

@@ -26,7 +26,7 @@ HIDDEN, INNER, TOKENS, BATCH = 32, 64, 32, 2
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh, and what the model does with it."""
+    """A mesh and the settings of the model on it."""
 
     names: tuple[str, ...] = ("tp",)
     sequence: bool = False
@@ -90,7 +90,7 @@ def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
 
 
 def fill(model: nn.Module, shard: int, start: int = 0) -> None:
-    """Fill parameters by name; shards differ and replicated parameters do not."""
+    """Fill parameters with random values; shards differ, replicated parameters are equal."""
     with torch.no_grad():
         for number, (name, p) in enumerate(model.named_parameters(), start):
             sharded = (p.dim() == 2 and not name.startswith("0.")) or getattr(
@@ -175,7 +175,7 @@ def test_a_planted_error_is_named(error: str, name: str, emulated):
 
 
 def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device():
-    """Both models are loaded from one checkpoint: the whole weights are those of the shards, joined."""
+    """Both models are loaded from one checkpoint: the whole weights are the joined shards."""
 
     def model_fn(plan: Plan, mesh: Any) -> nn.Sequential:
         model = model_of(plan, mesh)

@@ -1,4 +1,4 @@
-"""Bad calls of attention: sequences, masks, rotations, biases and caches that do not fit the tensors beside them."""
+"""Bad calls of attention: sequences, masks, rotations, biases and caches that do not fit the other tensors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SLOPES = (*NOT_A_TENSOR, tensor(3), tensor(4, dtype=torch.int64), tensor(3, 4), 
 
 
 def attention_calls() -> list[Call]:
-    """What is attended to, of the attention alone and of the layers around it."""
+    """Return bad calls of attention alone and of the layers that contain it."""
     calls = [*_packed(), *_padded(), *_cached(), _pre_step()]
     for name in ("high precision", "delayed"):
         calls += _layers(name)

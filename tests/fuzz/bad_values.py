@@ -45,10 +45,10 @@ class Made:
 
 @dataclass
 class Call:
-    """What makes a callable, and by argument the values that it must refuse.
+    """A function that makes a callable, and the values that each of its arguments must reject.
 
-    context   what the calls run in
-    stateful  are the refused calls also to be made before the first good one?
+    context   context manager of the calls
+    stateful  the rejected calls are also made before the first accepted one
     """
 
     name: str

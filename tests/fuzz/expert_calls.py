@@ -1,4 +1,4 @@
-"""Bad calls of what a mixture of experts is made of (permutation, router, padding), and of the optimizers' methods."""
+"""Bad calls of the parts of a mixture of experts (permutation, router, padding) and of the optimizers' methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBS = (*WRONG_KIND, tensor(4, 3))
 
 
 def expert_calls() -> list[Call]:
-    """One call a function."""
+    """Return one call per function."""
     return [*_permutation(), *_router(), *_padding(), *_optimizers()]
 
 

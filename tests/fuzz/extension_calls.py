@@ -1,4 +1,4 @@
-"""Bad calls of the flat names of transformer_engine_torch and of what wraps them."""
+"""Bad calls of the flat names of transformer_engine_torch and of their wrappers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _of(name: str, function: Callable[..., Any], arguments: dict[str, Any], bad:
 
 
 def extension_calls() -> list[Call]:
-    """One call a function."""
+    """Return one call per function."""
     return [*_activations(), *_norms(), *_softmaxes(), *_casts(), *_products(), *_attention(), *_others()]
 
 
@@ -176,7 +176,7 @@ def _attention() -> list[Call]:
     heads = (*WRONG_KIND, tensor(2, 4, 2, 15), tensor(4, 16), tensor())
     numbers = (99, "x", None, 2.5)
     return [
-        _of("fused_attn_fwd by name", cpp_extensions.fused_attn_fwd, arguments,
+        _of("fused_attn_fwd with keywords", cpp_extensions.fused_attn_fwd, arguments,
             {"q": heads, "k": heads, "v": (*WRONG_KIND, tensor(2, 3, 2, 16), tensor(4, 16), tensor()),
              "fake_dtype": ("float32", None, torch.int32, 3),
              "fused_attention_backend": (kinds.NVTE_No_Backend, "F16", None), "qkv_layout": (WORD, 3, None),

@@ -1,4 +1,4 @@
-"""fingerprint(objects) = {where: what}: every bit of state that a refused call could have changed.
+"""fingerprint(objects) = {place: value}: all state that a rejected call could have changed.
 
 Tensors count with their bytes, their gradients and their identity, objects of the package with all their attributes.
 """
@@ -31,13 +31,13 @@ from transformer_engine.pytorch.quantization.autocast import here, snapshot
 from transformer_engine.pytorch.runtime import device_checks
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
-# What follows from shapes and names, remembered: no result depends on who asked first.
+# Caches keyed by shapes and names: no result depends on the order of calls.
 MEMORIES = ("_foreseen", "_plans")
 OURS = ("transformer_engine", "transformer_engine_torch")
 
 
 def fingerprint(*watched: Any) -> dict[str, Any]:
-    """What the watched objects and the process hold at this moment."""
+    """Return the current state of the watched objects and of the process."""
     found: dict[str, Any] = {}
     visit = _Visit(found)
     for number, value in enumerate(watched):

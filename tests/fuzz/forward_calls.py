@@ -61,7 +61,7 @@ def of_forward(
 
 
 def forward_calls() -> list[Call]:
-    """Every layer, those with products under every recipe."""
+    """Return calls of every layer; layers with matrix products under every recipe."""
     calls = [*_norms(), *_dot_product_attention(), *_inference(), *_composites()]
     for name, under in RECIPES.items():
         calls += _products(name, under)

@@ -39,7 +39,7 @@ def _quiet():
 
 
 class Trial:
-    """Bad calls of one callable, one after the other, each beside the state that it found."""
+    """Makes bad calls of one callable in sequence and compares the state before and after each."""
 
     def __init__(self, made: Made):
         self.made = made
@@ -59,7 +59,7 @@ class Trial:
         after = self._state()
         changed = differences(self.before, after)
         self.before = after
-        return f"{fault or 'refused'}, and changed {', '.join(changed[:3])}" if changed else fault
+        return f"{fault or 'rejected'}, and changed {', '.join(changed[:3])}" if changed else fault
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def _is_ours(file: str) -> bool:
 
 def _fault(error: Exception, value: object) -> str | None:
     raised = f"{type(error).__name__}: {error}"
-    # Subclasses of the named errors that Python raises by itself (KeyError is no ValueError, UnicodeError is one).
+    # Python itself raises subclasses of the named errors: UnicodeError is a ValueError, KeyError is not.
     if not isinstance(error, NAMED) or isinstance(error, (RecursionError, UnicodeError)):
         return f"raised {raised}"
     trace = error.__traceback__

@@ -47,7 +47,7 @@ def _convert_float(values, source, target, rounding):
         numbers = numbers.clamp(-_MAXIMUM[str(target)], _MAXIMUM[str(target)])
     narrow = numbers.to(target_dtype)
     size = narrow.element_size()
-    if str(target) in _MAXIMUM:  # the instruction's canonical NaN, whatever the sign
+    if str(target) in _MAXIMUM:  # the instruction's canonical NaN, for both signs
         narrow = torch.where(numbers.isnan(), 0x7F, narrow.view(torch.uint8))
     return narrow.view(_SIGNED[size]).numpy().view(_UNSIGNED[size]).reshape(values.shape)
 
@@ -65,10 +65,10 @@ _patched: set[str] = set()
 
 
 def _call_device_function(self, *arguments, **keywords):
-    """The function's result. The original patches the language before every such call, a third of a test's time.
+    """Return the function's result, without patching the language each time: a third of a test's time in Triton.
 
-    The kernel that calls has patched what kernels import. What only Triton's own functions import (sums, maxima) is
-    patched before the first of them and stays so, as it does in the original.
+    The calling kernel has patched the names that kernels import. Names that only Triton's own functions import (sums,
+    maxima) are patched before the first such call and stay patched, as in Triton.
     """
     module = self.fn.__module__
     if module.startswith("triton.") and module not in _patched:
@@ -135,9 +135,9 @@ _POISON = 0xA5
 
 
 def _watched(record, tensors):
-    """A starter that raises AssertionError where a launch changes a tensor that its record does not name.
+    """Return a launch function that raises AssertionError if a launch changes a tensor that its record does not name.
 
-    What the record makes holds other bytes before every start: no kernel counts on what lay there.
+    The outputs are filled with other bytes before every launch, so no kernel may rely on their earlier contents.
     """
     start = _original_compile(record, tensors)
     name = record.kernel.fn.__name__
@@ -177,7 +177,7 @@ def _same_memory(actual, expected):
 
 
 def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Equal shapes and bits; float32 NaNs count as equal whatever their sign and payload."""
+    """Return whether shapes and bits are equal; float32 NaNs are equal for any sign and payload."""
     if actual is None or expected is None:
         return actual is None and expected is None
     if actual.shape != expected.shape or actual.dtype != expected.dtype:

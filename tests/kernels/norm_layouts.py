@@ -63,7 +63,7 @@ def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[s
 def stop_at_layouts(backend=None, stages=None, options=None, language=None, capability=None) -> Any:
     """Leave out LLVM and ptxas, which follow the representation that has the layouts.
 
-    Called without arguments, return the key and the hash that tell these compilations from whole ones.
+    Called without arguments, return the key and the hash that distinguish these compilations from complete ones.
     """
     if stages is None:
         return "layouts", "layouts"

@@ -1,4 +1,4 @@
-"""Quantize random matrices by the kernels of NVFP4's variants in Triton's interpreter; print what differs as JSON."""
+"""Quantize random matrices by kernels of NVFP4's variants in Triton's interpreter; print the differences as JSON."""
 
 from __future__ import annotations
 

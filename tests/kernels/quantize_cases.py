@@ -77,7 +77,7 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
 
 
 def of_nothing() -> dict[tuple[float, str], bool]:
-    """A given multiplier of 0 is taken as it is, or, where a caller says so, as 1, by both kernels."""
+    """Both kernels use a given multiplier of 0 unchanged, or as 1 if the caller requests it."""
     x, equal = matrix(80, 130, "normal", torch.bfloat16), {}
     zero, one = torch.zeros(1), torch.ones(1)
     for spec in (SPECS["float8"], SPECS["float8-both"]):

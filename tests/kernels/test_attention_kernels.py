@@ -1,4 +1,4 @@
-"""The attention kernels without a GPU: their tests in Triton's interpreter, and what its compiler makes of them."""
+"""The attention kernels without a GPU: their tests in Triton's interpreter, and their compiled code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, int]]:
-    """What each kernel compiles to, by capability and name."""
+    """The compiled code of each kernel, by capability and name."""
     script = ROOT / "tests" / "kernels" / "attention_compile_cases.py"
     command = [sys.executable, "-W", "ignore", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

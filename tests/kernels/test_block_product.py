@@ -44,7 +44,7 @@ def test_nothing_is_spilled_and_no_product_waits_for_the_one_before(tmp_path, by
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 16
 
 
-def test_a_program_asks_for_memory_for_its_maps_of_matrices(tmp_path):
+def test_a_program_allocates_memory_for_its_tensor_maps(tmp_path):
     from transformer_engine.common.kernels.block_product import product
 
     for by_row, maps in ((False, 4), (True, 5)):
@@ -55,7 +55,7 @@ def test_a_program_asks_for_memory_for_its_maps_of_matrices(tmp_path):
         assert [scalar.value for scalar in kernel.scalars] == [512, 512, 512]
 
 
-def test_there_are_no_more_programs_than_tiles_or_processors():
+def test_programs_do_not_outnumber_tiles_or_processors():
     from transformer_engine.common.kernels.block_product import product
 
     of = {m: product(m, 1024, 512, "bfloat16", by_row=False, processors=132).grid for m in (4, 260, 8192)}

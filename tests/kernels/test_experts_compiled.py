@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def printed(*arguments: str, **variables: str) -> str:
-    """What a Python process prints; it has to succeed."""
+    """Return the output of a Python process, which must succeed."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
     )

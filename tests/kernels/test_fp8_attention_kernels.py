@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_kernels_do_what_plain_torch_does():
+def test_interpreted_kernels_equal_plain_torch():
     command = ["-W", "ignore", str(HERE / "fp8_attention_cases.py")]
     facts = json.loads(forked.output(command, HERE, interpreting(), patience=300).splitlines()[-1])
     assert len(facts) == 16

@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels over lists of tensors for Hopper, without a GPU."""
+"""The code that Triton compiles for Hopper from the kernels over lists of tensors, without a GPU."""
 
 from __future__ import annotations
 

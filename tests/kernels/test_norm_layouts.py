@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_rows_are_dealt_to_threads_alike_whatever_is_stored():
+def test_rows_have_the_same_thread_layout_in_every_variant():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "norm_layouts.py")],
         capture_output=True,
@@ -33,8 +33,8 @@ def test_rows_are_dealt_to_threads_alike_whatever_is_stored():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width"), [(4, 512), (16, 100), (64, 4096), (8192, 4096)])
-def test_codes_of_a_norm_are_turned_by_the_kernel_that_moves_them_in_pairs(dtype, rows, width):
-    """The norm's own kernel would take them one by one, which ptxas 12.8 gets wrong: see `kernels.tile`."""
+def test_codes_of_a_norm_are_transposed_in_pairs(dtype, rows, width):
+    """The norm kernel would transpose codes one at a time, which ptxas 12.8 miscompiles: see `kernels.tile`."""
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import norm_codes
     from transformer_engine.common.kernels.cast import OneScale

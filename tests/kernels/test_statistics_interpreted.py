@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def printed(*arguments: str, **variables: str) -> str:
-    """What a Python of its own prints; its words where it fails."""
+    """Return the output of a separate Python process; if it fails, raise with its output."""
     environment = {**os.environ, "PYTHONPATH": search_path(), **variables}
     made = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True

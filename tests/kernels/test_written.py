@@ -1,4 +1,4 @@
-"""Every launch names what its kernel writes, and nothing else: so any framework can start it."""
+"""Every launch names exactly the arguments that its kernel writes, so any framework can launch it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def facts(request) -> dict[str, dict]:
 
 
 def started_kernels() -> set[str]:
-    """module.kernel of every kernel that a launch of the package is made of."""
+    """Return module.kernel of every kernel that the package launches."""
     found = set()
     for path in KERNELS.glob("*.py"):
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -41,11 +41,11 @@ def started_kernels() -> set[str]:
     return found
 
 
-def test_every_kernel_that_is_started_is_looked_at(facts):
+def test_every_launched_kernel_is_checked(facts):
     assert started_kernels() == {case["kernel"] for case in facts.values()}
 
 
-def test_a_launch_declares_what_its_kernel_writes_and_nothing_else(facts):
+def test_a_launch_declares_exactly_the_arguments_that_its_kernel_writes(facts):
     different = {name: case for name, case in facts.items() if case["declared"] != case["written"]}
     assert different == {}
 
@@ -56,7 +56,7 @@ def test_a_launch_declares_the_tables_that_its_kernel_takes_addresses_from(facts
     assert sum(bool(case["tables"]) for case in facts.values()) >= 7
 
 
-def test_what_a_record_leaves_out_or_adds_is_seen():
+def test_missing_and_extra_declarations_are_found():
     from tests.kernels.written_cases import FLOAT, HALF, SHAPE, facts_of
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
@@ -95,7 +95,7 @@ class TestProgram:
         strips, total = column_sums.column_sums((128, 64), 64), column_sums.sum_columns((2, 64), "float32")
         return Program, ProgramStep, strips, total
 
-    def test_a_step_reads_only_what_is_given_or_made_before(self):
+    def test_a_step_reads_only_inputs_and_earlier_results(self):
         Program, ProgramStep, strips, total = self.steps()
         late = (
             ProgramStep(total, ("partials",), ("sums", None)),
@@ -104,7 +104,7 @@ class TestProgram:
         with pytest.raises(ValueError, match=r"sum_partials reads 'partials'"):
             Program(("x",), late, ("sums",))
 
-    def test_a_step_names_exactly_what_its_launch_makes(self):
+    def test_a_step_names_exactly_the_outputs_of_its_launch(self):
         Program, ProgramStep, strips, _ = self.steps()
         with pytest.raises(ValueError, match=r"column_sums_kernel makes None, and it is called 'amax'"):
             Program(("x",), (ProgramStep(strips, ("x",), ("amax", "partials")),), ("partials",))

@@ -131,7 +131,7 @@ def _statistics() -> Iterator[Case]:
 
 def norms() -> Iterator[Case]:
     for number, (width, centered) in enumerate(itertools.product((1024, 5120, 9000, 20480), (False, True))):
-        # Every kind meets every width and both norms; the cover leaves out the other norm of that width.
+        # The cover has every kind with every width and with both norms, but not all three-way combinations.
         kinds = (_norm_forwards(width, centered), _norm_backwards(width, centered))
         for kind, case in enumerate(itertools.chain(*kinds)):
             if EVERY_COMBINATION or (number // 2 + number + kind) % 2 == 0:
@@ -261,7 +261,7 @@ def grouped() -> Iterator[Case]:
             launch = grouped_gemm.product_of_columns(
                 1024, 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
             )
-            given = [FLOAT] if by_address or accumulates else []  # a result that is made is no input
+            given = [FLOAT] if by_address or accumulates else []  # an allocated result is not an input
             inputs = (HALF, HALF, None, None, INDEX, table, *given)
             yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
     for by_row in (False, True):
@@ -340,7 +340,7 @@ def attentions() -> Iterator[Case]:
 
 
 def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[str] | str]:
-    """What the record declares, and what the code does."""
+    """Return the written arguments and tables, as declared by the record and as found in the code."""
     names = launch.kernel.arg_names
     found = pointers_of(code_of(launch, inputs))
     outputs = zip(names[launch.inputs :], launch.outputs, strict=False)

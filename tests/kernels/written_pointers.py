@@ -22,7 +22,7 @@ _Reach = tuple[str, bool]
 
 
 class Pointers(NamedTuple):
-    """Arguments that a kernel writes, those that it takes addresses from, and those it writes through addresses of."""
+    """Names of arguments that a kernel writes, reads addresses from, or writes through addresses of."""
 
     written: set[str]
     tables: set[str]
@@ -56,7 +56,7 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
 
 
 def pointers_of(code: str) -> Pointers:
-    """Follow every pointer that the code stores to back to the arguments that it can come from."""
+    """Trace every pointer that the code stores to back to its possible arguments."""
     if "ttng.tensormap_create" in code:
         return Pointers(_written_by_the_copy_engine(code), set(), set())
     flow = _Flow(code)
@@ -104,11 +104,11 @@ def _written_by_the_copy_engine(code: str) -> set[str]:
 
 
 class _Flow:
-    """What pointers come from.
+    """The data flow of pointers.
 
-    edges       (value, value that it comes from, is it loaded from there?)
+    edges       (value, its source, whether it is loaded from the source)
     stored      pointers that are stored to
-    addresses   numbers that are made pointers
+    addresses   numbers that are converted to pointers
     """
 
     def __init__(self, code: str):
@@ -116,7 +116,7 @@ class _Flow:
         self.edges: list[tuple[str, str, bool]] = []
         self.stored: list[str] = []
         self.addresses: list[str] = []
-        # Of every region round a line: its values' unique names, and what its yields become.
+        # For every region that encloses a line: unique names of its values, and targets of its yields.
         self._scopes: list[tuple[dict[str, str], tuple[list[str], ...]]] = [({}, ())]
         self._count = 0
         for line in code.splitlines():
@@ -155,11 +155,11 @@ class _Flow:
         elif results and operands:
             if operation == "tt.int_to_ptr":
                 self.addresses.append(operands[0])
-            # Of the others a pointer comes from the first operand: what is added to it is a number.
+            # In other operations the pointer comes from the first operand; the second is a numeric offset.
             self.edges += [(result, operands[0], operation == "tt.load") for result in results]
 
     def _defined(self, head: str) -> list[str]:
-        """Unique names of the values that a line defines: regions beside each other use the same ones."""
+        """Return unique names of the values that a line defines, because sibling regions reuse names."""
         name, _, count = head.partition(":")
         names = [f"{name}#{i}" for i in range(int(count))] if count else [name] if name else []
         for name in names:

@@ -1,4 +1,4 @@
-"""Fused functions of pytorch.jit equal plain PyTorch, and the decorators decide what is compiled."""
+"""Fused functions of pytorch.jit equal plain PyTorch, and the decorators select the compiled functions."""
 
 from __future__ import annotations
 

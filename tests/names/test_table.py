@@ -41,7 +41,7 @@ def kind(value: object) -> str:
     return "function" if callable(value) else "value"
 
 
-def test_the_file_states_how_each_name_stands(table):
+def test_the_file_states_the_status_of_each_name(table):
     stale = [(row, table.status(row.name)) for row in table.listed() if table.status(row.name) != row.status]
     assert not stale, f"run python docs/names_table.py: {stale}"
 

@@ -106,7 +106,7 @@ def test_a_parameter_without_dimensions_steps_as_one_of_one_element(options, dty
 
 @pytest.mark.parametrize("way", COPIES)
 @WAYS
-def test_a_copy_of_adam_goes_on_as_the_original(options, way, device):
+def test_a_copy_of_adam_continues_as_the_original(options, way, device):
     dtypes = (torch.float32, torch.bfloat16)
     params = [torch.nn.Parameter(torch.ones(4, 3, device=device, dtype=dtype)) for dtype in dtypes]
     ours = FusedAdam(params, lr=0.1, **options)
@@ -127,7 +127,7 @@ def test_a_copy_of_adam_goes_on_as_the_original(options, way, device):
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_of_gradient_descent_goes_on_as_the_original(way, device):
+def test_a_copy_of_gradient_descent_continues_as_the_original(way, device):
     p = torch.nn.Parameter(torch.ones(4, device=device))
     ours = FusedSGD([p], lr=0.1, momentum=0.9, weight_decay=0.1, wd_after_momentum=True)
     give_gradients(ours, 0)

@@ -1,4 +1,4 @@
-"""FusedAdam: the steps of torch's optimizers, whatever its states and masters are kept in."""
+"""FusedAdam: the steps of torch's optimizers, for every dtype of states and masters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam, multi_t
 from transformer_engine.pytorch.primitives.multi_tensor import joined
 
 SHAPES = ((7, 5), (33,), (0,), (16, 16))
-# After fifty steps, relative to a parameter: what a state in fewer bits costs its moment.
+# Error relative to the change of a parameter, by the dtype of the states.
 KEPT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.uint8: 3e-1}
 
 
@@ -239,7 +239,7 @@ STORED = [
 
 
 @pytest.mark.parametrize("options", STORED, ids=str)
-def test_a_saved_optimizer_goes_on_where_it_stopped(options, device, tmp_path):
+def test_a_loaded_optimizer_resumes(options, device, tmp_path):
     dtype = torch.bfloat16 if options.get("master_weights") else torch.float32
     ours, params, _, _ = both(device, dtype, steps=3, **options)
     torch.save(ours.state_dict(), tmp_path / "optimizer.pt")
@@ -334,7 +334,7 @@ def test_autograd_notices_that_parameters_have_changed(device):
         loss.backward()
 
 
-REFUSED = [
+REJECTED = [
     ({"amsgrad": True}, "FusedAdam has no AMSGrad"),
     ({"master_weights": True, "master_weight_dtype": torch.bfloat16}, "master_weight_dtype"),
     ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype"),
@@ -345,7 +345,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("options", "words"), REJECTED, ids=lambda value: str(value)[:40])
 def test_combinations_that_do_not_exist_are_rejected(options, words, device):
     with pytest.raises(RuntimeError, match=words):
         FusedAdam(parameters(device), **options)

@@ -72,7 +72,7 @@ def test_weight_decay_may_come_after_the_momentum(device):
     torch.testing.assert_close(p.detach(), torch.full_like(p, first - 0.1 * (1.5 + 0.1 * first)))
 
 
-def test_a_saved_optimizer_goes_on_where_it_stopped(device):
+def test_a_loaded_optimizer_resumes(device):
     params, exact = made(device)
     ours, theirs = FusedSGD(params, 0.1, momentum=0.9), torch.optim.SGD(exact, 0.1, momentum=0.9)
     for _ in range(3):

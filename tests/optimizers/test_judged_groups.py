@@ -94,7 +94,7 @@ def test_a_number_of_a_later_group_is_rejected_before_the_first_group_steps(kind
     assert same(before, everything(optimizer))
 
 
-def test_a_number_written_into_the_same_object_is_judged_again():
+def test_a_number_written_into_the_same_object_is_checked_again():
     optimizer = stepped("adam")
     optimizer.param_groups[1]["betas"] = betas = [0.9, 0.999]
     optimizer.step()
@@ -144,7 +144,7 @@ def test_a_state_of_torchs_that_steps_otherwise_is_rejected_with_nothing_changed
     assert same(before, everything(optimizer))
 
 
-def test_a_state_of_torchs_without_momentum_goes_on():
+def test_a_state_of_torchs_without_momentum_is_loaded():
     theirs = TORCHS["sgd"]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)])
     give_gradients(theirs)
     theirs.step()
@@ -169,7 +169,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("kind", ["adam", "capturable"])
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_a_state_of_adam_is_judged_whole_before_it_replaces_anything(kind, spoiled):
+def test_a_state_of_adam_is_checked_completely_before_it_is_loaded(kind, spoiled):
     optimizer = stepped(kind)
     spoil, error, words = SPOILED[spoiled]
     saved = copy.deepcopy(optimizer.state_dict())
@@ -211,7 +211,7 @@ def test_a_momentum_of_another_shape_is_rejected_with_nothing_changed():
 
 
 @pytest.mark.parametrize("kind", ["adam", "capturable"])
-def test_a_cleared_state_begins_anew(kind):
+def test_a_cleared_state_starts_over(kind):
     cleared, fresh = stepped(kind, steps=5), stepped(kind, steps=0)
     for old, new in zip(cleared.param_groups, fresh.param_groups, strict=True):
         old["params"][0].detach().copy_(new["params"][0].detach())

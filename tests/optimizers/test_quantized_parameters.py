@@ -53,7 +53,7 @@ def test_losses_fall_as_with_parameters_of_bfloat16(name, device):
         found[quantized] = train(model, optimizer, recipe, device)
     first, last = found[True][0], found[True][-1]
     assert last < 0.85 * first
-    # A weight in codes and one that is cast at every use take the same values: what differs is scales a step old.
+    # A quantized weight and a weight that is cast at every use have equal values, except for the older scales.
     assert last == pytest.approx(found[False][-1], rel=0.1 if name == "nvfp4" else 0.03)
 
 
@@ -84,7 +84,7 @@ def test_a_step_writes_the_codes_of_the_masters(name, device):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
-def test_a_saved_model_and_its_optimizer_go_on_where_they_stopped(name, device, tmp_path):
+def test_a_loaded_model_and_its_optimizer_resume(name, device, tmp_path):
     recipe = RECIPES[name]
     model = model_of(recipe, device)
     optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
@@ -117,7 +117,7 @@ def test_values_of_bfloat16_load_into_codes_and_codes_into_bfloat16(name, device
     assert torch.equal(plain[0].weight.detach(), quantized[0].weight.dequantize())
 
 
-def test_codes_that_lie_in_another_buffer_are_the_ones_that_are_trained(device):
+def test_codes_moved_to_another_buffer_are_trained(device):
     recipe = RECIPES["current"]
     model = model_of(recipe, device)
     weight = model[0].weight

@@ -57,9 +57,9 @@ class Reference:
 
 
 class Kernels:
-    """The functions of a module, while one operation's kernels are forced; what else they call is left alone.
+    """The functions of a module with the kernels of one operation forced; other operations choose freely.
 
-    On a CPU the backend would refuse: it is bound all the same, and everything else goes to its reference.
+    The backend rejects tensors on a CPU. It is bound nevertheless, and other operations use their reference.
     """
 
     def __init__(self, module: ModuleType, operation: str):

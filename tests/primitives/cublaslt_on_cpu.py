@@ -1,8 +1,8 @@
 """A stand-in for nvmath.bindings.cublasLt that reads the same descriptors and computes in float32 on the CPU.
 
 It takes column-major matrices, operations, scales by mode, bias, beta, GELU and its gradient, FP8 results and pointers
-as the library documents them, so what a plan describes can be checked without a GPU. Its algorithms are numbered
-bytes: any of them is accepted but one.
+as the library documents them, so the description of a plan can be checked without a GPU. Its algorithms are numbered
+bytes, and it accepts all but one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformer_engine.common.memory import Memory
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_plan
 
 ALGORITHMS = [bytes([i]) * 64 for i in range(1, 5)]
-REFUSED = bytes([99]) * 64
+REJECTED = bytes([99]) * 64
 
 _DTYPES = {
     0: torch.float32,
@@ -123,7 +123,7 @@ class CublasLt:
         ctypes.c_int.from_address(found).value = min(count, len(self.algorithms))
 
     def matmul_algo_check(self, handle, descriptor, a, b, c, d, algorithm, result) -> None:
-        if ctypes.string_at(algorithm, 64) == REFUSED:
+        if ctypes.string_at(algorithm, 64) == REJECTED:
             raise cuBLASLtError("the algorithm does not fit")
 
     def matmul(

@@ -39,7 +39,7 @@ def slots() -> ScaleSlots:
 
 
 def quantized(name: str, spec: QuantizeSpec, values, groups) -> dict[str, bool]:
-    """Codes, scales and recorded maxima of the kernels, against those of a loop."""
+    """Compare the codes, scales and recorded maxima of the kernels with a loop over groups."""
     ours, theirs = (slots(), slots()) if "given" in name else (None, None)
     by_matrices = isinstance(values, Matrices)
     count, shape = (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))

@@ -89,7 +89,7 @@ def test_clamped_swiglu_by_hand(device):
     torch.testing.assert_close(activation_forward("clamped_swiglu", x)[0].cpu(), expected)
 
 
-def test_clamped_swiglu_has_no_gradient_where_it_clamps_and_has_it_at_the_limit(device):
+def test_clamped_swiglu_has_a_gradient_up_to_its_limit(device):
     # A gate below -limit is not clamped; both halves are free at exactly their limits.
     x = torch.tensor([[7.5, -7.5, 7.0, 7.5, -7.5, 7.0]], device=device)
     dx = activation_backward("clamped_swiglu", torch.ones(1, 3, device=device), x)[0]
@@ -129,7 +129,7 @@ def test_every_backend_agrees_with_the_reference(backend, name, dtype, device):
         _close(actual, expected.double(), dtype)
 
 
-def test_a_strided_input_gives_what_a_contiguous_one_gives(device):
+def test_a_strided_input_equals_its_contiguous_copy(device):
     x = torch.randn(16, 6, device=device)
     strided = x.t().contiguous().t()
     assert torch.equal(activation_forward("swiglu", strided), activation_forward("swiglu", x))

@@ -75,7 +75,7 @@ def test_rows_that_are_infinite_leave_their_neighbours_alone():
 @runs_kernels
 @DTYPES
 @sized("shape", [(3, 17), (5, 4096)], [(4096, 4099)], ids=str)
-def test_a_gradient_is_multiplied_where_it_lies(shape, dtype):
+def test_a_gradient_is_multiplied_in_place(shape, dtype):
     gradient = torch.randn(shape, device=DEVICE).to(dtype)
     for factor in (1.0, 0.3, 0.0):
         own = gradient.clone()
@@ -102,7 +102,7 @@ def test_columns_of_two_ranks_make_the_loss_and_the_gradient_of_the_whole(device
     torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
-def test_rows_are_cut_where_there_are_few():
+def test_few_rows_are_split_into_strips():
     assert [strips_of(*shape) for shape in ((8192, 128256), (1024, 128256), (64, 128256), (1, 100))] == [
         1,
         1,

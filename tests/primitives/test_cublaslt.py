@@ -1,6 +1,6 @@
-"""Plans for cuBLASLt: what they describe, on a stand-in for the library; and the library itself on a GPU.
+"""Plans for cuBLASLt: their descriptors, checked on a stand-in for the library, and the library itself on a GPU.
 
-Longer than 400 lines because plans, their choice and their tuning share the stand-in and what it records.
+Longer than 400 lines because plans, their choice and their tuning share the stand-in and its records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 
-from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
+from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REJECTED, installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.memory import Memory
@@ -119,7 +119,7 @@ def test_out_is_written_or_added_to_by_the_product_itself(library, pair, dtype):
     assert (wide[:, b.rows :] == 3.0).all()
 
 
-def test_a_bias_of_another_dtype_is_cast_to_the_one_that_the_library_reads(library):
+def test_a_bias_is_cast_to_the_dtype_that_the_library_reads(library):
     a, b = PAIRS["bf16"]()
     bias = torch.randn(b.rows)
     out = run(a, b, Epilogue(torch.bfloat16, bias))
@@ -142,7 +142,7 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
     assert alive[3] == alive[1]  # descriptors are used again
 
 
-def test_threads_that_run_one_plan_use_descriptors_of_their_own(library, monkeypatch):
+def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypatch):
     a, b = PAIRS["float8"]()
     epilogue = Epilogue(torch.float32)
     together = threading.Barrier(2, timeout=60)
@@ -152,8 +152,8 @@ def test_threads_that_run_one_plan_use_descriptors_of_their_own(library, monkeyp
         used.append(descriptor)
         together.wait()
 
-    monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function that it finds when it is made
-    # Every tensor of a CPU is aligned to 16 bytes; to 256 but some, which would lead a thread to another plan.
+    monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
+    # CPU tensors are aligned to 16 bytes, some of them to 256, which would select another plan in one thread.
     plan = cublaslt_plan.plan_for(cublaslt.problem_of(request_of(a, b, epilogue))._replace(alignment=16))
     threads = [threading.Thread(target=plan.run, args=(a, b, epilogue)) for _ in range(2)]
     for thread in threads:
@@ -164,7 +164,7 @@ def test_threads_that_run_one_plan_use_descriptors_of_their_own(library, monkeyp
     assert len(cublaslt_plan._plans) == 1
 
 
-def test_a_plan_that_goes_takes_its_descriptors_along(library):
+def test_a_deleted_plan_destroys_its_descriptors(library):
     a, b = PAIRS["bf16"]()
     run(a, b, Epilogue(torch.bfloat16))
     assert library.alive
@@ -172,7 +172,7 @@ def test_a_plan_that_goes_takes_its_descriptors_along(library):
     assert not library.alive
 
 
-def test_fast_accumulation_is_asked_for_only_where_fp8_allows_it(library):
+def test_fast_accumulation_is_requested_only_if_fp8_allows_it(library):
     for pair, fast in (("float8", True), ("bf16", False), ("1d x 1d", False)):
         a, b = PAIRS[pair]()
         assert cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
@@ -195,7 +195,7 @@ def test_pointers_of_little_alignment_give_the_same_result(library, spec, accumu
     torch.testing.assert_close(out, expected(a, b) + accumulate, rtol=1e-4, atol=1e-3)
 
 
-REFUSALS = {
+REJECTIONS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
     "< 8.0": {"capability": (7, 5)},
@@ -207,7 +207,7 @@ REFUSALS = {
     "rows of `out`": {"out_layout": MatrixLayout(False, 32)},
     "bias is torch.float64": {"bias": torch.float64},
 }
-FP8_REFUSALS = {
+FP8_REJECTIONS = {
     "multiple of 16 bytes": {"b_layout": MatrixLayout(True, 72)},
     "K-contiguous": {"a_layout": MatrixLayout(False, 48)},
     "K=72": {"k": 72},
@@ -228,11 +228,11 @@ FP8_REFUSALS = {
 
 @pytest.mark.parametrize(
     ("pair", "reason", "change"),
-    [("bf16", reason, change) for reason, change in REFUSALS.items()]
-    + [("float8", reason, change) for reason, change in FP8_REFUSALS.items()],
+    [("bf16", reason, change) for reason, change in REJECTIONS.items()]
+    + [("float8", reason, change) for reason, change in FP8_REJECTIONS.items()],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_it_does_not_cover_is_rejected_with_the_reason(library, pair, reason, change):
+def test_an_unsupported_request_is_rejected_with_the_reason(library, pair, reason, change):
     request = request_of(*PAIRS[pair](), Epilogue(torch.bfloat16))
     assert cublaslt.unsupported_reason(request) is None
     assert reason in (cublaslt.unsupported_reason(dataclasses.replace(request, **change)) or "")
@@ -292,8 +292,8 @@ def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
     assert tuned(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[0]
 
 
-@pytest.mark.parametrize("code", [REFUSED.hex(), "00"], ids=["refused", "short"])
-def test_a_stored_algorithm_that_the_library_rejects_is_timed_anew(timed, code):
+@pytest.mark.parametrize("code", [REJECTED.hex(), "00"], ids=["rejected", "short"])
+def test_a_stored_algorithm_that_the_library_rejects_is_timed_again(timed, code):
     a, b = PAIRS["bf16"]()
     plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))
     path = tuning.choices_of(0).path
@@ -314,7 +314,7 @@ def test_a_damaged_file_of_choices_is_reported_and_replaced(timed, text):
     assert len(json.loads(path.read_text())) == 1
 
 
-def test_tuning_writes_nothing_of_the_callers(timed, monkeypatch):
+def test_tuning_does_not_write_the_callers_output(timed, monkeypatch):
     monkeypatch.setattr(
         tuning, "_seconds", lambda plan, a, b, epilogue: plan.run(a, b, epilogue).sum() * 0 + 1
     )
@@ -384,7 +384,7 @@ def test_the_result_is_that_of_the_same_library_through_torch(pair, exact, biase
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", GPU_PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_accumulation_adds_to_what_was_there(pair, dtype):
+def test_accumulation_adds_to_the_output(pair, dtype):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
     a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
     before = torch.randn(256, 384, device="cuda").to(dtype)
@@ -403,7 +403,7 @@ def test_accumulation_adds_to_what_was_there(pair, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", ["bf16", "float8", "1d x 2d"])
-def test_a_captured_product_reads_its_operands_anew_at_every_replay(pair):
+def test_a_replayed_product_reads_its_current_operands(pair):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
     a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
     epilogue = Epilogue(torch.bfloat16)
@@ -480,8 +480,8 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cublaslt", "scaled_mm"])
-def test_scales_may_lie_side_by_side(backend):
-    """As those of the members of a stack: cuBLASLt itself reads multiples of 16 bytes alone."""
+def test_scales_may_be_adjacent_in_memory(backend):
+    """Members of a stack have adjacent scales; cuBLASLt itself accepts only addresses aligned to 16 bytes."""
     a, b = on_gpu(FLOAT8, 64, 128), on_gpu(FLOAT8, 64, 128)
     scales = torch.cat([torch.ones(1, device="cuda"), a.scale, b.scale])
     epilogue = Epilogue(torch.bfloat16)

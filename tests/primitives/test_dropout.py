@@ -39,7 +39,7 @@ def _seed(value=1234567890123, device=DEVICE):
         (10, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ],
 )
-def test_the_random_words_are_the_published_answers_of_the_generator(rounds, words):
+def test_random_words_equal_the_published_values_of_the_generator(rounds, words):
     zero = torch.zeros(1, dtype=torch.int64)
     assert [int(word) for word in reference._philox(zero, zero, rounds)] == words
 
@@ -63,7 +63,7 @@ def test_bits_of_the_mask_are_the_elements_in_order(device):
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
-def test_the_limits_keep_everything_and_nothing(p, device):
+def test_probabilities_of_0_and_1_keep_all_or_no_elements(p, device):
     x = torch.randn(5, 13, device=device)
     y, mask = dropout_forward(x, p)
     dx = dropout_backward(x, mask, p)

@@ -65,7 +65,7 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     if (name not in ALL_SHAPES and (shape != (128, 128) or tiles is BLOCK_2D or not columnwise)) or (
         tiles is BLOCK_2D and name != "swiglu"
     ):
-        pytest.skip("what a tile is made of does not depend on what is done with it")
+        pytest.skip("tiles are computed the same way for every fused operation")
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)
@@ -118,9 +118,9 @@ def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape
 @pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8], ids=["1d", "2d", "current", "mxfp8"])
 def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape, tiles):
     if tiles is MXFP8 and (INTERPRETED or shape[0] % 32 or shape[1] % 32):
-        pytest.skip("a format of whole blocks, with a kernel of its own")
+        pytest.skip("MXFP8 needs whole blocks and a separate kernel")
     if dtype is torch.float16 and shape != (257, 130):
-        pytest.skip("one shape shows that it is read as what it is")
+        pytest.skip("one shape suffices to check that float16 is read")
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec = QuantizeSpec(tiles, E5M2, True, True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4)
     made, sums = sums_of.column_sums(x, dtype, Cast(spec))
@@ -246,7 +246,7 @@ def test_a_forced_reference_quantization_is_not_fused_away():
 @pytest.mark.gpu
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
 @pytest.mark.parametrize("tiles", [BLOCK_1D, FLOAT8], ids=["1d", "current"])
-def test_observers_hear_of_each_quantization_once(tiles, columnwise):
+def test_observers_are_called_once_per_quantization(tiles, columnwise):
     x = torch.randn(64, 256, device="cuda").bfloat16()
     spec, seen = QuantizeSpec(tiles, E4M3, True, columnwise), []
     with observing(lambda operation, request: seen.append(operation)):

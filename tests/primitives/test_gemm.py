@@ -54,7 +54,7 @@ def values_of(x: Operand) -> torch.Tensor:
 
 
 def bound_of(a: Operand, b: Operand, tensor_cores: bool) -> torch.Tensor:
-    """What sums may lose of sum |a||b|: Hopper's FP8 tensor cores cut terms to about 13 bits, float32 keeps 24."""
+    """Error relative to sum |a||b|: Hopper's FP8 tensor cores truncate terms to about 13 bits, float32 keeps 24."""
     return (values_of(a).abs() @ values_of(b).abs().t()) * (2.0**-11 if tensor_cores else 2.0**-18) + 1e-30
 
 
@@ -135,7 +135,7 @@ def test_operands_that_contract_different_extents_are_rejected(device):
         )
 
 
-def test_a_forced_backend_that_rejects_says_why():
+def test_a_forced_backend_raises_its_reason():
     a = operand("float8", 16, 16, "cpu")
     with use_backend(gemm="widen"), pytest.raises(Unsupported, match="for GPUs"):
         gemm(a, a, Epilogue(torch.float32))
@@ -149,7 +149,7 @@ def test_every_rejection_is_a_sentence():
 
 
 @pytest.mark.parametrize("b_format", [formats.BLOCK_2D, formats.BLOCK_1D])
-def test_torch_is_asked_for_no_gradient_in_blocks(b_format):
+def test_torch_rejects_e5m2_operands_in_blocks(b_format):
     operands = operand("block1d", 256, 256, "cpu"), operand("block1d", 256, 256, "cpu")
     request = dataclasses.replace(
         GemmRequest.of(*operands, Epilogue(torch.bfloat16)),

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, pl
 
 @pytest.fixture
 def described(monkeypatch):
-    """The requests that were described anew, with an empty memory of earlier calls."""
+    """A list that records each request that is described; the cache of earlier calls is empty at first."""
     seen = []
     describe = TABLE.describe
 
@@ -43,7 +43,7 @@ def test_a_backend_is_selected_once_for_calls_that_look_the_same(described, devi
     assert len(described) == 1
 
 
-def test_whatever_a_backend_may_judge_makes_another_call(described, device):
+def test_each_property_that_a_backend_checks_is_selected_separately(described, device):
     a, b = operands(device)
     bias, out = torch.zeros(32, device=device), torch.zeros(16, 32, device=device)
     calls = [
@@ -79,7 +79,7 @@ def test_a_forced_backend_is_used_though_the_call_is_warm(described, device, mon
     assert ran == [described[0]]
     assert len(described) == 3
     gemm(a, b, Epilogue(torch.bfloat16))
-    assert len(described) == 3  # what was forced has not taken the place of what is remembered
+    assert len(described) == 3  # the forced choice did not replace the cached one
 
 
 def test_an_observer_sees_every_warm_call(described, device):
@@ -119,7 +119,7 @@ def test_operands_on_two_devices_are_an_error(device):
         gemm(a, plain(b.codes.to("meta")), Epilogue(torch.bfloat16))
 
 
-def test_the_operators_of_a_graph_compute_what_gemm_does(device):
+def test_the_operators_of_a_graph_equal_gemm(device):
     a, b = operands(device)
     bias = torch.randn(32, device=device).bfloat16()
     tensors = (a.codes, None, None, b.codes, None, None, bias)

@@ -77,12 +77,12 @@ OPERANDS = pytest.mark.parametrize("element", [None, formats.E4M3], ids=["bf16",
 
 
 def lost(a: Operand, b: Operand) -> torch.Tensor:
-    """What a sum may lose: Hopper's FP8 tensor cores cut terms to about 13 bits."""
+    """Return the error bound of a sum: Hopper's FP8 tensor cores truncate terms to about 13 bits."""
     return (values_of(a).abs() @ values_of(b).abs().t()) * 2.0**-11
 
 
 def close(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor | float = 0.0, slack=1e-6) -> None:
-    """Within two roundings to bfloat16 of the result and one of what it was computed from, and some slack."""
+    """Assert an error of at most two bfloat16 roundings of the result, one of its input `rounded`, and `slack`."""
     bound = 2.0**-7 * exact.abs() + 2.0**-8 * rounded + slack
     assert ((got.double() - exact).abs() <= bound).all(), float(((got.double() - exact).abs() / bound).max())
 
@@ -178,7 +178,7 @@ CASTS = {
 
 @pytest.mark.parametrize("spec", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("given", [False, True], ids=["", "multiplier"])
-def test_a_product_takes_every_cast_and_gives_what_quantizing_it_gives(spec, given, device):
+def test_a_product_with_a_cast_equals_the_quantized_product(spec, given, device):
     if given and spec.format.block is not None:
         pytest.skip("blocks make their own scales")
     a, b, bias = operand(M, K, device), operand(N, K, device), torch.randn(N, device=device).to(BF16)
@@ -214,12 +214,12 @@ def test_an_empty_product_has_results_of_the_right_shapes(sizes, device):
     ],
     ids=["out", "bias", "depth", "x", "gradient bias"],
 )
-def test_what_does_not_fit_is_an_error(call, message, device):
+def test_inputs_that_do_not_fit_are_rejected(call, message, device):
     with pytest.raises(ValueError, match=message):
         call(operand(M, K, device), operand(N, K, device))
 
 
-def test_a_choice_is_remembered_by_what_it_depends_on(monkeypatch, device):
+def test_a_choice_is_cached_by_its_inputs(monkeypatch, device):
     seen, describe = [], fused.TABLE.describe
     monkeypatch.setattr(fused.TABLE, "describe", lambda *key: seen.append(key) or describe(*key))
     fused.TABLE.forget()
@@ -251,7 +251,7 @@ def test_a_backend_forced_for_a_part_is_used_for_it(choice, device):
     assert seen == ["gemm_epilogue", "gemm", "activation"]
 
 
-def test_the_operators_of_a_graph_compute_what_eager_mode_does(device):
+def test_the_operators_of_a_graph_equal_eager_mode(device):
     a, b = operand(M, K, device), operand(N, K, device)
     x, bias = torch.randn(M, N, device=device).to(BF16), torch.randn(N, device=device).to(BF16)
     tensors = (a.codes, None, None, b.codes, None, None)
@@ -353,7 +353,7 @@ def shifted(rows: int, columns: int, by: int) -> torch.Tensor:
 
 
 def alignments(library, monkeypatch) -> list[int]:
-    """The alignments that algorithms are asked for from now on."""
+    """Return a list that records the alignment of each later request for algorithms."""
     asked: list[int] = []
     heuristic = library.matmul_algo_get_heuristic
 
@@ -366,7 +366,7 @@ def alignments(library, monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("by", [16, 32, 128])
-def test_a_part_of_a_larger_tensor_has_a_plan_for_its_own_alignment(library, monkeypatch, by):
+def test_a_part_of_a_tensor_has_a_plan_for_its_alignment(library, monkeypatch, by):
     a, b, x = plain(shifted(M, K, by)), operand(N, K, "cpu"), shifted(M, N, by)
     asked = alignments(library, monkeypatch)
     y, kept = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
@@ -382,7 +382,7 @@ def test_a_part_of_a_larger_tensor_has_a_plan_for_its_own_alignment(library, mon
 
 
 @pytest.mark.parametrize("reason", ["less than 16 bytes", "no algorithm for less than 256"])
-def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, reason):
+def test_matrices_without_a_plan_take_separate_steps(library, monkeypatch, reason):
     a, b = plain(shifted(M, K, 2 if reason == "less than 16 bytes" else 16)), operand(N, K, "cpu")
     gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
     x = torch.randn(M, N).to(BF16)
@@ -398,7 +398,7 @@ def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, r
     close(dx, product * slope(x.double()), product.abs(), slack=1e-4)
 
 
-def test_matrices_that_no_plan_is_for_are_let_go(library):
+def test_matrices_without_a_plan_are_freed(library):
     a, b = plain(shifted(M, K, 16)), operand(N, K, "cpu")
     gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
     library.algorithms = []
@@ -412,7 +412,7 @@ def test_matrices_that_no_plan_is_for_are_let_go(library):
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_descriptors_are_used_again_and_go_with_their_plan(library):
+def test_descriptors_are_reused_and_destroyed_with_their_plan(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     request = on_h200(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn)
     one, alive = torch.ones(1), []
@@ -426,7 +426,7 @@ def test_descriptors_are_used_again_and_go_with_their_plan(library):
 
 
 QUANTIZED = {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D}
-REFUSALS = {
+REJECTIONS = {
     "needs a CUDA device": (GELU, {"device": "cpu"}),
     "kept in bfloat16 or float16": (GELU, {"dtype": torch.float32}),
     "N=100 is not a multiple of 8": (GELU, {"n": 100}),
@@ -439,9 +439,9 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSALS)
-def test_what_the_library_does_not_list_is_rejected_with_the_reason(library, reason):
-    kind, change = REFUSALS[reason]
+@pytest.mark.parametrize("reason", REJECTIONS)
+def test_combinations_outside_the_library_are_rejected_with_the_reason(library, reason):
+    kind, change = REJECTIONS[reason]
     if "a_element" in change:
         change = {"b_element": change["a_element"], **change}
     x = torch.zeros(M, N, dtype=BF16) if kind == GELU_GRADIENT else None
@@ -451,7 +451,7 @@ def test_what_the_library_does_not_list_is_rejected_with_the_reason(library, rea
     assert reason in (cublaslt_fused.unsupported_reason(request) or "")
 
 
-def test_other_rejections_name_what_they_look_at(library):
+def test_other_rejections_name_the_reason(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     codes = on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
     assert "E5M2 only if" in (cublaslt_fused.unsupported_reason(codes) or "")
@@ -474,7 +474,7 @@ def test_other_rejections_name_what_they_look_at(library):
     assert "no algorithm" in cublaslt_fused.bind(planned).reason
 
 
-def test_problems_that_differ_in_what_follows_are_different_to_the_store_of_algorithms(library):
+def test_problems_with_different_epilogues_have_different_keys(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     x = torch.zeros(M, N, dtype=BF16)
     requests = [

@@ -69,7 +69,7 @@ def added(x, y):
     return total.view(2, 4, 16), None, x, sums
 
 
-def test_a_generated_pass_starts_the_same_kernels_on_its_inputs(started):
+def test_a_generated_pass_launches_the_same_kernels_on_its_inputs(started):
     generated = listed(added, tensors(2))
     assert started == []
     x, y = tensors(2)
@@ -83,7 +83,7 @@ def test_a_generated_pass_starts_the_same_kernels_on_its_inputs(started):
     assert made == total.data_ptr() and of_sums == sums.data_ptr()
 
 
-def test_every_call_makes_tensors_of_its_own(started):
+def test_every_call_allocates_new_tensors(started):
     generated = listed(added, tensors(2))
     first, second = generated(tensors(2)), generated(tensors(2))
     assert first[0].data_ptr() != second[0].data_ptr()
@@ -175,7 +175,7 @@ def test_tensors_of_subclasses_and_empty_tensors_are_not_listed(given):
         Instructions([given], CPU)
 
 
-def test_a_tensor_that_a_function_holds_is_the_given_one_with_its_address(started):
+def test_a_held_tensor_is_replaced_by_the_given_one(started):
     (state,) = tensors(1)
 
     def work(x, _):
@@ -199,7 +199,7 @@ def test_memory_that_is_used_again_is_that_of_its_second_buffer(started):
     assert [addresses[1] == second.data_ptr() for _, addresses in started] == [False, True]
 
 
-def test_scratch_lies_apart_while_it_lives_together():
+def test_scratch_buffers_with_overlapping_lifetimes_do_not_share_memory():
     lives = [
         Life(0, 0, 3, 1000),
         Life(1, 1, 2, 500),

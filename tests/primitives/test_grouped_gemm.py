@@ -43,7 +43,7 @@ def spec_of(kind: str, element, square: bool = False) -> QuantizeSpec:
 
 
 def values_of(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the row codes and the column codes of x stand for, in float64."""
+    """Return the values of the row codes and the column codes of x in float64."""
     with use_backend(quantize="reference"):
         made = quantize(x, spec)
     rows = dequantize(Operand(made.codes, made.scale, spec.format))

@@ -113,7 +113,7 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_what_one_group_holds_leaves_the_scales_of_the_others(value, device):
+def test_the_values_of_one_group_do_not_change_the_scales_of_others(value, device):
     x = values(256, device)
     x[:128] = value
     spec = QuantizeSpec(FLOAT8, E4M3, True, True)
@@ -125,7 +125,7 @@ def test_what_one_group_holds_leaves_the_scales_of_the_others(value, device):
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_a_layout_made_on_the_device_is_the_one_made_on_the_host(splits, device):
+def test_layouts_made_on_device_and_host_are_equal(splits, device):
     listed = groups_of(splits, sum(splits), device)
     for dtype in (torch.int32, torch.int64):
         made = groups_of(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
@@ -155,6 +155,6 @@ def test_formats_without_a_grouped_form_are_rejected(device):
     [(3, 4), (8, -1), torch.tensor([[7]]), torch.tensor([3.5, 3.5])],
     ids=["sum", "sign", "2d", "float"],
 )
-def test_splits_that_are_no_rows_are_rejected(splits, device):
+def test_invalid_splits_are_rejected(splits, device):
     with pytest.raises(ValueError, match="splits"):
         groups_of(splits, 8, device)

@@ -92,7 +92,7 @@ def totals():
     ],
     ids=["even", "two-sizes", "narrowed"],
 )
-def test_every_token_lands_behind_its_sequence_and_nothing_else_changes(
+def test_tokens_are_appended_to_their_sequences_and_nothing_else_changes(
     run, tensor_format, paged, heads, sizes, dtypes
 ):
     new = [new_tokens(tensor_format, heads, size, dtypes[0], seed) for seed, size in enumerate(sizes)]
@@ -160,7 +160,7 @@ def test_appending_traces_and_writes_in_a_compiled_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
-def test_the_kernel_says_why_it_rejects(dtype):
+def test_the_kernel_rejects_with_a_reason(dtype):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert "needs a CUDA device" in str(
         triton.unsupported_reason(CacheRequest(torch.float32, torch.float32, cpu))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 class _Kernel:
-    """What a record reads of a kernel: its name and those of its arguments."""
+    """The attributes of a kernel that a record reads: its name and the names of its arguments."""
 
     def __init__(self, name: str, arguments: int):
         self.fn = self
@@ -55,7 +55,7 @@ def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
     return seen
 
 
-def test_outputs_are_made_as_the_record_says(started, device):
+def test_outputs_are_allocated_as_the_record_declares(started, device):
     x = torch.ones(3, device=device)
     codes, nothing, turned, zero, low = run(
         record(
@@ -78,13 +78,13 @@ def test_outputs_are_made_as_the_record_says(started, device):
     assert again[0].data_ptr() != zero.data_ptr()
 
 
-def test_a_second_call_makes_tensors_of_its_own(started, device):
+def test_a_second_call_allocates_new_tensors(started, device):
     launch, x = record("made", 1, Output((4,), "float32")), torch.ones(3, device=device)
     (first,), (second,) = run(launch, (x,)), run(launch, (x,))
     assert first.data_ptr() != second.data_ptr() and len(launch.handles) == 1
 
 
-def test_a_launch_without_outputs_of_its_own_takes_those_of_the_caller(started, device):
+def test_a_launch_that_allocates_no_outputs_writes_those_of_the_caller(started, device):
     x, out = torch.ones(3, device=device), torch.empty(2, 2, device=device)
     launch = record("given", 1, Output(None, "float32"))
     run_into(launch, (x, out), x.device)
@@ -93,7 +93,7 @@ def test_a_launch_without_outputs_of_its_own_takes_those_of_the_caller(started, 
         run(launch, (x,))
 
 
-def test_other_dtypes_of_inputs_and_other_alignment_are_compiled_anew(started, device):
+def test_other_input_dtypes_and_alignments_are_compiled_separately(started, device):
     launch = record("made", 1, Output((4,), "float32"))
     whole = torch.ones(64, device=device)
     for x in (whole[:32], whole[4:36], whole[1:33], whole.half()):
@@ -101,7 +101,7 @@ def test_other_dtypes_of_inputs_and_other_alignment_are_compiled_anew(started, d
     assert len(launch.handles) == 3  # at multiples of 16 bytes, elsewhere, float16
 
 
-def test_a_program_hands_buffers_from_step_to_step_and_returns_what_it_is_asked_for(started, device):
+def test_a_program_passes_buffers_between_steps_and_returns_the_listed_results(started, device):
     first = record("first", 2, Output((4,), "float32"), None)
     second = record("second", 3, Output((2,), "float32", begins=0.0), Output((3,), "float32"))
     program = Program(
@@ -120,7 +120,7 @@ def test_a_program_hands_buffers_from_step_to_step_and_returns_what_it_is_asked_
     assert two[0] is one[2] and two[1] is y and two[2] is x and two[3] is sums and two[4] is other
 
 
-def test_a_program_writes_into_what_the_caller_makes(started, device):
+def test_a_program_writes_into_the_callers_buffer(started, device):
     first = record("first", 1, Output((1,), "float32", begins=0.0))
     second = record("second", 2, Output(None, "uint8"), None, Output((1,), "float32"))
     program = Program(

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
 )
 
 kernels = Kernels(multi_tensor, "multi_tensor")
-# Sizes that end inside of a block, of a chunk, at one, and nowhere; then such whose every address is aligned.
+# Sizes that end inside a block, inside a chunk, at a chunk, and empty ones; then sizes with aligned addresses.
 SIZES = sized(
     "sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str
 )
@@ -32,7 +32,7 @@ RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
 
 
 def lists_of(sizes, *kinds, device=DEVICE, seed=0):
-    """Parallel lists of random numbers, those of the fourth list positive; int16: the lower halves of numbers."""
+    """Return parallel lists of random numbers, positive in the fourth list; int16: the lower halves of numbers."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for place, kind in enumerate(kinds):
@@ -72,7 +72,7 @@ def test_the_scaling_kernel_is_the_reference_to_the_bit(sizes, dtype):
 
 @runs_kernels
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_the_scaling_kernel_flags_what_is_not_finite(value):
+def test_the_scaling_kernel_flags_nonfinite_values(value):
     lists, flag = (
         lists_of((5, 9000), torch.float16, torch.float32),
         torch.zeros(1, dtype=torch.int32, device=DEVICE),
@@ -127,7 +127,7 @@ def test_a_step_of_adam_is_that_of_the_reference(sizes, kinds, decoupled):
 
 
 @runs_kernels
-def test_a_flag_that_is_set_leaves_everything_as_it_is():
+def test_a_set_flag_leaves_all_tensors_unchanged():
     flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
     lists = lists_of((5, 300), *STATES["bf16, remainders"])
     before = copied(lists)
@@ -181,7 +181,7 @@ def test_the_first_bias_is_exact_in_float32():
     assert abs(second.item() / 0.001 - 1) < MULTIPLIED[torch.float32]
 
 
-def test_what_the_kernels_do_not_take_is_said():
+def test_the_kernels_reject_tensors_on_the_cpu():
     kinds = (torch.float32, torch.float32)
     assert "on cpu" in (triton.unsupported_reason(MultiTensorRequest("scale", CPU, kinds)) or "")
     if triton.unsupported_elementwise(torch.device("cpu"), torch.float32):
@@ -189,7 +189,7 @@ def test_what_the_kernels_do_not_take_is_said():
         assert [v.backend for v in multi_tensor.TABLE.explain(request) if v.chosen] == ["reference"]
 
 
-def test_a_table_is_kept_while_its_tensors_stay_where_they_are(monkeypatch):
+def test_a_table_is_reused_while_the_addresses_of_its_tensors_are_unchanged(monkeypatch):
     def addresses_equal(tensors, where, places):
         return [tensors[place].data_ptr() for place in places] == where
 

@@ -126,7 +126,7 @@ def test_no_rows_give_no_rows_and_zero_parameter_gradients(kind, device):
     assert all(not grad.any() for grad in grads)
 
 
-def test_strided_inputs_give_what_contiguous_ones_give(device):
+def test_strided_inputs_equal_their_contiguous_copies(device):
     x, weight, bias, _ = _inputs(32, 12, torch.float32, device, False)
     strided = x.t().contiguous().t()
     assert not strided.is_contiguous()
@@ -184,7 +184,7 @@ def test_every_backend_agrees_with_the_reference(name, dtype, device):
         _close(actual, expected.double(), dtype)
 
 
-def test_a_backend_that_is_not_there_is_named_with_those_that_are():
+def test_an_unknown_backend_raises_with_the_known_ones():
     with pytest.raises(ValueError, match="reference"), use_backend(norm="nonesuch"):
         pass
 

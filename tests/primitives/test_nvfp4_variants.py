@@ -34,7 +34,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def block(*values: float) -> torch.Tensor:
-    """A row of 16 values, zeros behind those given."""
+    """Return a row of 16 values: the given ones, padded with zeros."""
     return torch.tensor([[*values, *[0.0] * (16 - len(values))]])
 
 
@@ -105,7 +105,7 @@ class TestWorkedValues:
         for name in ("codes_t", "scale_t", "amax_t"):
             assert torch.equal(getattr(q, name), getattr(plain, name)), name
 
-    def test_gathered_rows_of_their_own_scales_are_the_rows_of_the_whole(self):
+    def test_gathered_rows_with_one_scale_each_equal_the_rows_of_the_whole(self):
         x = torch.randn(8, 32) * torch.exp2(torch.arange(8.0))[:, None]
         spec = QuantizeSpec(NVFP4_ROWS, E2M1)
         whole, parts = quantize(x, spec), [quantize(part, spec) for part in x.split(3)]

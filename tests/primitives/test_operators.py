@@ -95,7 +95,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operator_on_a_gpu_that_is_not_there_returns_what_the_reference_does(name: str):
+def test_an_operator_on_a_fake_gpu_returns_the_shapes_of_the_reference(name: str):
     table, request, arguments = CASES[name]()
     expected = tree_leaves(table.backends[-1].bind(request)(*arguments))
     with FakeTensorMode():
@@ -113,11 +113,11 @@ def on_gpu(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("table", [product.TABLE, quantization.TABLE], ids=lambda table: table.operation)
-def test_a_feature_that_nobody_has_declared_is_rejected_by_every_backend(table, monkeypatch):
+def test_an_undeclared_feature_is_rejected_by_every_backend(table, monkeypatch):
     case = product_case() if table is product.TABLE else quantize_case("float8")
     request = case[1]
     assert table.chosen(request)
     monkeypatch.setattr(type(request), "features", ("a rotation",))
-    with pytest.raises(dispatch.Unsupported) as refused:
+    with pytest.raises(dispatch.Unsupported) as raised:
         table.chosen(request)
-    assert str(refused.value).count("it does not support a rotation") == len(table.backends)
+    assert str(raised.value).count("it does not support a rotation") == len(table.backends)

@@ -25,7 +25,7 @@ literal = Reference(permutation, "permutation")
 
 
 def mask_of(tokens, experts, places, device="cpu", seed=0):
-    """bool [T, E]: each token to `places` experts, but for every fifth, which goes to none."""
+    """bool [T, E]: each token is routed to `places` experts, every fifth token to no expert."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(tokens, experts, generator=generator).topk(places, dim=1).indices
     mask = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
@@ -179,7 +179,7 @@ class TestKernels:
         ):
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-5)
 
-    def test_nothing_is_launched_for_nothing(self):
+    def test_no_kernel_is_launched_for_empty_inputs(self):
         routes = Routes(kernels.rows_of_mask(torch.zeros(0, 4, device=DEVICE, dtype=torch.bool)), MASK, 0, 4)
         assert kernels.send(torch.ones(0, 8, device=DEVICE), routes, 3)[0].abs().sum() == 0
         assert kernels.collect(torch.ones(3, 8, device=DEVICE), routes)[0].shape == (0, 8)
@@ -204,7 +204,7 @@ class TestKernels:
         ({}, "it needs a CUDA device"),
     ],
 )
-def test_the_kernels_reject_what_they_cannot_by_name(changes, reason):
+def test_the_kernels_reject_unsupported_requests(changes, reason):
     request = permutation.PermutationRequest("map", (8, 4), torch.bool, torch.device("cpu"))
     assert reason in triton.unsupported_reason(request._replace(**changes))
 

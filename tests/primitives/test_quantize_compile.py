@@ -90,7 +90,7 @@ def test_a_spec_made_inside_the_graph_traces(device):
     ],
 )
 def test_inductor_gives_the_same_bits_for_ragged_rows(name, device):
-    """But for the Hadamard transform, whose rounding to bfloat16 Inductor leaves out."""
+    """The Hadamard transform is excluded: Inductor omits its rounding to bfloat16."""
     spec, x = SPECS[name], sample(50, 130, device)
 
     def there_and_back(x):

@@ -190,7 +190,7 @@ class TestChoices:
         assert q.amax is not None and q.amax_t is not None
         assert q.amax.item() == q.amax_t.item() == 9.0
 
-    def test_the_reference_takes_every_request_by_name(self, device):
+    def test_the_forced_reference_takes_every_request(self, device):
         x = sample(32, 48, device)
         request = QuantizeRequest(SPECS["mxfp8"], (32, 48), x.dtype, x.device)
         reference = TABLE.named("reference")
@@ -267,11 +267,11 @@ class TestRejections:
             ("nvfp4-hadamard", 18, 16, "M=18 is not a multiple of 16"),
         ],
     )
-    def test_nvfp4_rejects_what_does_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
+    def test_nvfp4_rejects_shapes_that_do_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
         with pytest.raises(ValueError, match=message):
             quantize(torch.zeros(rows, depth, device=device), SPECS[name])
 
-    def test_an_odd_axis_is_fine_in_the_direction_that_does_not_pack_it(self, device):
+    def test_an_odd_axis_is_accepted_if_it_is_not_packed(self, device):
         assert quantize(sample(15, 16, device), QuantizeSpec(NVFP4, E2M1)).codes is not None
         turned = QuantizeSpec(NVFP4, E2M1, rowwise=False, columnwise=True)
         assert quantize(sample(16, 15, device), turned).codes_t is not None

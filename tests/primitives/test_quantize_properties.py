@@ -1,4 +1,4 @@
-"""What holds of every quantization, whatever the numbers."""
+"""Properties of every quantization for random inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPECS = {
     "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True),
     "nvfp4-2d": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
 }
-# Quantizing what was dequantized cannot change it where the scales are powers of two.
+# If the scales are powers of two, quantizing the dequantized values again does not change them.
 EXACT_SCALES = ("float8-power-of-two", "block1d", "block2d", "mxfp8-e4m3", "mxfp8-e5m2", "mxfp8-2d")
 # Largest relative distance of a number in the normal range to the nearest code's value.
 HALF_GAP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}

@@ -193,7 +193,7 @@ def test_an_empty_matrix_has_empty_codes(shape):
 
 
 @pytest.mark.gpu
-def test_scales_of_rows_lie_as_the_block_product_reads_them():
+def test_scales_of_rows_have_the_layout_of_the_block_product():
     result = quantize(
         matrix((256, 384), torch.bfloat16, "normal"), QuantizeSpec(BLOCK_1D, E4M3, columnwise=True)
     )
@@ -247,11 +247,11 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     ("device", "dtype", "reason"),
     [("cpu", torch.bfloat16, "needs a CUDA device"), ("cuda", torch.float64, "float64")],
 )
-def test_what_the_kernels_cannot_do_is_rejected_with_the_reason(device, dtype, reason, monkeypatch):
+def test_unsupported_requests_are_rejected_with_the_reason(device, dtype, reason, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
-    refusal = TRITON.unsupported_reason(request)
-    assert refusal is not None and reason in refusal
+    found = TRITON.unsupported_reason(request)
+    assert found is not None and reason in found
 
 
 def test_a_missing_triton_is_a_rejection(monkeypatch):
@@ -262,12 +262,12 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "refused"), [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)]
+    ("capability", "rejected"), [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)]
 )
-def test_architectures_without_a_correctly_rounded_cast_are_rejected(capability, refused, monkeypatch):
+def test_architectures_without_a_correctly_rounded_cast_are_rejected(capability, rejected, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    refusal = TRITON.unsupported_reason(request)
-    assert (refusal is not None) == refused
-    assert refusal is None or f"{capability[0]}.{capability[1]}" in refusal
+    reason = TRITON.unsupported_reason(request)
+    assert (reason is not None) == rejected
+    assert reason is None or f"{capability[0]}.{capability[1]}" in reason

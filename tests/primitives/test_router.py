@@ -31,7 +31,7 @@ literal = Reference(router, "router")
 
 
 def logits_of(tokens, experts, device="cpu", dtype=torch.float32):
-    """A grid of distinct numbers a token, so that no two scores are equal; a few beyond softplus' straight end."""
+    """Distinct numbers per token, so that no two scores are equal; a few are in the linear range of softplus."""
     grid = torch.linspace(-6, 6, experts)
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.stack([grid[torch.randperm(experts, generator=generator)] for _ in range(tokens)])
@@ -197,10 +197,10 @@ class TestKernels:
             by.count_margins(x, bias, k, histogram, bounds)
             made.append(histogram)
         assert all(int(histogram.sum()) == experts * (tokens + 16) for histogram in made)
-        # A margin within rounding of a bin's border may count in the bin beside it.
+        # A margin within rounding of a bin's border may be counted in the adjacent bin.
         assert (made[0] - made[1]).abs().sum() <= max(2, tokens * experts // 10_000)
 
-    def test_margins_that_are_no_numbers_count_in_the_first_bin(self):
+    def test_nan_margins_count_in_the_first_bin(self):
         x = torch.full((1, 8), float("nan"), device=DEVICE)
         for by in (kernels, literal):
             histogram = torch.zeros(8, 4, dtype=torch.int32, device=DEVICE)
@@ -216,6 +216,6 @@ class TestKernels:
         ({}, "it needs a CUDA device"),
     ],
 )
-def test_the_kernels_reject_what_they_cannot_by_name(changes, reason):
+def test_the_kernels_reject_unsupported_requests(changes, reason):
     request = router.RouterRequest("choose", (8, 4), torch.float32, torch.float32, torch.device("cpu"))
     assert reason in triton.unsupported_reason(request._replace(**changes))

@@ -78,7 +78,7 @@ def test_states_of_different_lengths_are_stepped_together(device):
         assert all(torch.equal(a, b) for a, b in zip(bits(expected), bits(actual), strict=True))
 
 
-def test_the_kernel_says_which_states_it_does_not_take():
+def test_the_kernel_rejects_unsupported_states_with_the_reason():
     reason = scale_update.triton.unsupported_reason
     assert "on cpu" in str(reason(ScaleUpdateRequest("cpu", 16, 4)))
     if scale_update.triton.launch.MISSING is None:

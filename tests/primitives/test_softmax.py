@@ -90,7 +90,7 @@ def test_bad_masks_and_shapes_raise_with_the_remedy(device):
 
 
 @pytest.mark.parametrize("kind", ["causal", "causal_bottom_right", "padding", "arbitrary"])
-def test_the_module_gives_one_answer_for_a_bool_and_a_float_mask(kind, device):
+def test_bool_and_float_masks_give_equal_results(kind, device):
     x = torch.randn(2, 2, 4, 6, device=device)
     mask = torch.rand(2, 1, 4, 6, device=device) < 0.3
     module = FusedScaleMaskSoftmax(lambda scores, hidden: scores.masked_fill(hidden > 0, float("-inf")))

@@ -102,7 +102,7 @@ def test_values_beyond_the_largest_code_are_counted(run):
 
 @RUN
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_not_finite_is_counted_and_left_out(run, dtype: torch.dtype):
+def test_nonfinite_values_are_counted_and_left_out(run, dtype: torch.dtype):
     x = torch.ones(40, 200, dtype=dtype, device=DEVICE)
     x[3, 5], x[17, 199], x[39, 0] = float("nan"), float("inf"), -float("inf")
     kept = new_row(DEVICE)
@@ -112,7 +112,7 @@ def test_what_is_not_finite_is_counted_and_left_out(run, dtype: torch.dtype):
 
 @RUN
 @pytest.mark.parametrize("shape", [(64, 256), (40, 200)], ids=["whole tiles", "parts"])
-def test_what_is_not_finite_is_left_out_of_what_its_codes_are_compared_with(run, shape):
+def test_nonfinite_values_are_left_out_of_the_comparison_with_codes(run, shape):
     x = sample(*shape).clamp(-7, 7)
     expected, kept = new_row(DEVICE), new_row(DEVICE)
     broken = x.clone()
@@ -125,7 +125,7 @@ def test_what_is_not_finite_is_left_out_of_what_its_codes_are_compared_with(run,
 
 
 @RUN
-def test_a_row_takes_in_one_matrix_after_another(run):
+def test_a_row_accumulates_over_matrices(run):
     kept = new_row(DEVICE)
     run(torch.full((8, 16), 2.0, device=DEVICE), None, kept)
     run(torch.full((8, 16), -1.0, device=DEVICE), None, kept)
@@ -133,7 +133,7 @@ def test_a_row_takes_in_one_matrix_after_another(run):
 
 
 @RUN
-def test_rows_that_lie_apart_are_read_where_they_are(run):
+def test_noncontiguous_rows_are_read_in_place(run):
     wide = sample(40, 512)
     kept, same = new_row(DEVICE), new_row(DEVICE)
     run(wide[:, 128:256], None, kept)

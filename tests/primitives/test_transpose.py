@@ -1,4 +1,4 @@
-"""Transposed codes are the same bytes, whatever computes them."""
+"""Every backend transposes codes to the same bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_kernel_is_used_on_a_gpu():
     assert transpose.TABLE.name_of(facts) == "triton"
 
 
-def test_the_kernel_says_what_it_does_not_take():
+def test_the_kernel_rejects_unsupported_requests_with_the_reason():
     facts = transpose.TransposeRequest((8, 8), torch.float8_e4m3fn, torch.device("cuda"), True, True)
     for change, reason in (
         ({"dtype": torch.bfloat16}, "one byte"),

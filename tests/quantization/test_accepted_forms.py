@@ -181,7 +181,7 @@ def test_unknown_fields_of_matrix_products_are_ignored_with_a_warning():
     assert recipe == Float8CurrentScaling(fp8_gemm_fprop=SPLIT)
 
 
-def test_a_users_subclass_keeps_fields_of_its_own():
+def test_a_users_subclass_keeps_its_fields():
     class Named(DelayedScaling):
         steps: int = "many"  # pyright: ignore[reportAssignmentType]
 

@@ -17,7 +17,7 @@ def test_outside_of_blocks_nothing_is_enabled():
     assert not Manager.fp8_graph_capturing()
 
 
-def test_a_block_shows_what_it_was_given_and_ends():
+def test_a_block_exposes_its_settings_until_it_ends():
     recipe = Float8CurrentScaling()
     with q.autocast(True, True, recipe, None, True):
         assert q.current() == q.AutocastState(True, True, recipe, None, True)
@@ -200,7 +200,7 @@ def test_the_skip_flag_is_one_device_tensor_written_in_place(device):
         (q.fp8_autocast, "recipe", "use fp8_recipe="),
     ],
 )
-def test_a_keyword_of_the_other_name_is_told_its_own(block, given, remedy):
+def test_a_keyword_of_the_other_name_raises_with_the_right_keyword(block, given, remedy):
     with pytest.raises(TypeError, match=rf"{block.__name__}\(\) takes no {given}=; {remedy}"):
         block(**{given: None})
     assert q.current() == q.AutocastState()

@@ -1,4 +1,4 @@
-"""An autocast block belongs to its thread, and to what runs in a copy of its context."""
+"""An autocast block is local to its thread and to code that runs in a copy of its context."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_thread_outside_of_any_block_computes_in_high_precision(device):
     assert not torch.equal(quantized, plain)
 
 
-def test_a_block_of_another_thread_ends_nothing_here():
+def test_a_block_that_ends_in_another_thread_has_no_effect_here():
     recipe, other = DelayedScaling(), Float8CurrentScaling()
 
     def elsewhere():
@@ -51,7 +51,7 @@ def test_a_block_of_another_thread_ends_nothing_here():
     assert not current().enabled
 
 
-def test_leaving_the_outermost_block_of_a_thread_updates_its_scales_although_another_is_in_one(device):
+def test_leaving_the_outermost_block_updates_scales_despite_blocks_of_other_threads(device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     x = torch.randn(16, WIDTH, device=device)
 
@@ -81,7 +81,7 @@ async def _in_a_worker():
     return await asyncio.to_thread(lambda: current().recipe)
 
 
-def test_tasks_of_one_thread_keep_their_blocks_apart():
+def test_tasks_of_one_thread_have_separate_blocks():
     recipes = DelayedScaling(), Float8CurrentScaling()
     seen: list[tuple[int, object]] = []
 

@@ -398,7 +398,7 @@ def test_compiled_layers_get_the_scales_of_eager_ones(way, device):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
-    """However often the graph calls it: its update is that of the call whose backward comes last."""
+    """For any number of calls per graph, the update is that of the call whose backward pass runs last."""
 
     def outcome(compiles):
         Manager.reset()
@@ -426,7 +426,7 @@ def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
     assert [torch.equal(eager, compiled) for eager, compiled in pairs] == [True] * 12
 
 
-def test_a_pass_that_raised_is_not_remembered_for_ever(device):
+def test_a_pass_that_raised_is_forgotten(device):
     layer = linear(device)
     for _ in range(scale_update._MAX_RUNNING_PASSES + 10):
         with te.autocast(recipe=delayed()):

@@ -1,4 +1,4 @@
-"""Quantizers written elsewhere: the original's methods alone, with tensors of this package, or of their own."""
+"""Third-party quantizers: with only the original's methods, with tensors of this package, or with their own class."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Halved(QuantizedTensorStorage):
 
 
 class ByValues(Quantizer):
-    """A tensor of its own that dequantizes."""
+    """A quantizer whose tensor class, defined here, can dequantize."""
 
     def __init__(self):
         super().__init__(rowwise=True, columnwise=True)
@@ -88,13 +88,13 @@ class ByValues(Quantizer):
 
 
 class ByProduct(ByValues):
-    """A tensor of its own that only this quantizer multiplies; kinds: the products it was asked for."""
+    """A quantizer that multiplies its tensors itself; kinds: the requested products."""
 
     kinds: list[str] = []
 
     def quantize_impl(self, tensor):
         made = super().quantize_impl(tensor)
-        made.dequantize = None  # the values are nobody else's
+        made.dequantize = None  # only this quantizer reads the values
         return made
 
     def qgemm(
@@ -207,7 +207,7 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_both_ways_to_multiply_agree(offloaded, device, monkeypatch):
-    monkeypatch.setattr(offloading, "used", offloaded)  # then a backward asks early for what was saved
+    monkeypatch.setattr(offloading, "used", offloaded)  # then the backward pass reads the saved tensors early
     module = te.Linear(64, 32, device=device)
     x = torch.randn(32, 64, device=device)
     by_values, by_product = (step(module, x, recipe_of(kind, device)) for kind in (ByValues, ByProduct))
@@ -228,7 +228,7 @@ def test_general_gemm_takes_tensors_of_custom_quantizers(device):
         general_gemm(ByProduct()(w), x, out_dtype=torch.float32)
 
 
-def test_a_quantizer_without_a_way_to_quantize_says_what_to_define(device):
+def test_a_quantizer_without_quantize_impl_raises_with_the_remedy(device):
     class Nothing(Quantizer):
         pass
 
@@ -241,7 +241,7 @@ def test_a_quantizer_without_a_way_to_quantize_says_what_to_define(device):
     assert quantizer != Nothing(rowwise=True, columnwise=False)
 
 
-def test_quantize_impl_of_the_quantizers_here_is_what_quantize_makes(device):
+def test_quantize_impl_of_our_quantizers_equals_quantize(device):
     quantizer = te.Float8CurrentScalingQuantizer(E4M3, device)
     x = torch.randn(16, 16, device=device)
     assert torch.equal(quantizer.quantize_impl(x).dequantize(), quantizer(x).dequantize())

@@ -209,7 +209,7 @@ def test_registering_again_changes_nothing_and_another_group_moves_the_state():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copied_module_registers_itself_and_is_updated_apart(duplicate):
+def test_a_copied_module_registers_itself_and_is_updated_separately(duplicate):
     original = meta(DelayedScaling(amax_history_len=2))
     twin = duplicate(original)
     Manager.add_fp8_tensors_to_global_buffer(twin)

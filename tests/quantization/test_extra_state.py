@@ -245,7 +245,7 @@ def test_a_hostile_pickle_is_rejected_and_runs_nothing(tmp_path, name, kind):
     assert not marker.exists()
 
 
-def test_the_rejection_names_what_was_asked_for(tmp_path):
+def test_the_error_names_the_rejected_function(tmp_path):
     with pytest.raises(ExtraStateError, match=r"posix\.system"):
         q.decode_extra_state(encoded(Exploit(os.system, f"touch {tmp_path / 'ran'}")))
     assert list(tmp_path.iterdir()) == []
@@ -328,7 +328,7 @@ def test_tensor_views_are_read_with_their_values(tensor):
         (encoded({"recipe": Exploit(Format, 7)}), "7"),
     ],
 )
-def test_damaged_states_are_rejected_with_what_is_wrong(state, words):
+def test_damaged_states_are_rejected_with_the_reason(state, words):
     with pytest.raises(ExtraStateError, match=words):
         q.decode_extra_state(state)
 

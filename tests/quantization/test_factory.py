@@ -161,7 +161,7 @@ def test_scopes_of_4over6_choose_forward_slots_and_never_gradients(device, scope
     assert {quantizer.nvfp4_e4m3_max for quantizer in backward} == {448}
 
 
-def test_weights_take_4over6_beside_transformed_activations(device):
+def test_weights_use_4over6_while_activations_are_transformed(device):
     forward, _ = both_directions(NVFP4BlockScaling(nvfp4_4over6="weights"), device)
     assert [quantizer.nvfp4_use_4over6 for quantizer in forward] == [False, True, False]
     assert forward[1].with_2d_quantization
@@ -195,7 +195,7 @@ def test_padding_follows_the_recipe(recipe, rows):
     assert q.get_align_size_for_quantization(recipe) == rows
 
 
-def test_a_custom_factory_is_asked_by_string_once_a_slot(device):
+def test_a_custom_factory_is_called_with_a_string_once_per_slot(device):
     asked = []
 
     def factory(role):
@@ -332,7 +332,7 @@ def test_a_state_serves_equal_recipes_and_continues_into_a_changed_one(device):
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, [1.0]), (2, [1.0, 2.0]), (4, [1.0, 2.0, 0.0, 0.0])])
-def test_a_history_is_cut_or_padded_with_zeros(device, length, expected):
+def test_a_history_is_truncated_or_padded_with_zeros(device, length, expected):
     state = q.RecipeState.create(DelayedScaling(amax_history_len=2), mode="forward", device=device)
     state.amax_history.copy_(torch.tensor([[1.0], [2.0]]))
     state.resize_history(length)

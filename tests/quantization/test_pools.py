@@ -67,7 +67,7 @@ def _state(recipe, columns, device):
     return RecipeState.create(recipe, mode="forward", num_quantizers=columns, device=device)
 
 
-def test_states_of_two_devices_are_updated_apart():
+def test_states_of_two_devices_are_updated_separately():
     recipe = DelayedScaling(amax_history_len=2)
     states = [_state(recipe, 2, device) for device in ("cpu", "meta", "cpu", "meta")]
     for i, state in enumerate(states):
@@ -79,7 +79,7 @@ def test_states_of_two_devices_are_updated_apart():
     assert [state.scale.tolist() for state in states[::2]] == [[448.0, 448.0], [112.0, 112.0]]
 
 
-def test_the_dead_keep_their_place_in_what_ranks_reduce(device, monkeypatch):
+def test_deleted_states_keep_their_place_in_the_reduced_buffer(device, monkeypatch):
     reduced = []
 
     def all_reduce(tensor, op, group):

@@ -49,7 +49,7 @@ def test_a_factory_gives_the_bits_of_its_recipe(device, layer, name, monkeypatch
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_call_makes_a_quantizer_and_no_role_stands_for_an_input(name):
+def test_every_call_makes_a_quantizer_and_no_role_means_an_input(name):
     factory = getattr(factories, name)
     of_input = te.QuantizerRole("linear", "input", "decoder.0")
     assert factory(None) == factory(of_input) == factory("linear_input")

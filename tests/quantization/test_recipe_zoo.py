@@ -94,7 +94,7 @@ def test_grouped_layers_alone_are_row_scaled():
         (QuantizerRole("", "", "layer.dpa_grad_input"), te.DType.kFloat8E5M2),
     ],
 )
-def test_attention_has_fp8_beside_nvfp4_layers(role, element):
+def test_attention_uses_fp8_in_models_with_nvfp4_layers(role, element):
     factory = quantizer_factory_zoo.nvfp4_linear_fp8_dpa_factory
     made = factory(role)
     assert isinstance(made, te.Float8CurrentScalingQuantizer) and made.dtype == element
@@ -168,7 +168,7 @@ def test_custom_gemm_chooses_the_operands_by_the_layout(layout):
     torch.testing.assert_close(out, expected + 1)
 
 
-def test_custom_gemm_rejects_what_it_cannot_multiply():
+def test_custom_gemm_rejects_unsupported_operands():
     quantizer = current.CurrentScalingQuantizerRef(torch.float8_e4m3fn, columnwise=False)
     made = quantizer(torch.randn(4, 4))
     with pytest.raises(TypeError, match="general_gemm"):

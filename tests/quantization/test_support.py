@@ -25,7 +25,7 @@ CHECKS = {
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend to be a GPU of some capability, with nothing asked of emulation."""
+    """Simulate a GPU of a given capability, with the variable of emulation unset."""
 
     def pretend(capability, cuda=(12, 9)):
         monkeypatch.delenv("TE_EMULATE", raising=False)
@@ -48,7 +48,7 @@ def machine(monkeypatch):
         ((12, 0), set(CHECKS) - {"mxfp8"}),
     ],
 )
-def test_a_gpu_claims_what_its_hardware_computes_and_gives_a_reason_for_the_rest(machine, capability, native):
+def test_a_gpu_supports_the_formats_of_its_hardware_and_gives_reasons_for_others(machine, capability, native):
     machine(capability)
     for kind, (check, is_available) in CHECKS.items():
         available, reason = check()
@@ -73,7 +73,7 @@ def test_block_scaling_needs_a_recent_cuda(machine):
     assert "12.9" in reason
 
 
-def test_emulation_is_the_default_without_a_gpu_and_says_so(machine):
+def test_emulation_is_the_default_without_a_gpu(machine):
     machine(None)
     for kind, (check, _) in CHECKS.items():
         assert check() == (True, "")
@@ -145,7 +145,7 @@ def test_an_unknown_kind_is_rejected(machine):
         q.support_of("fp6")
 
 
-def test_the_state_manager_answers_with_reasons(machine):
+def test_the_state_manager_returns_reasons(machine):
     machine((8, 9))
     manager = q.FP8GlobalStateManager
     assert manager.is_fp8_available() == (True, "")
@@ -160,7 +160,7 @@ def test_the_state_manager_answers_with_reasons(machine):
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-def test_a_question_is_one_function_wherever_it_is_found(kind):
+def test_a_support_check_is_one_function_in_every_module(kind):
     name = f"is_{kind}_available"
     assert getattr(te, name) is getattr(q, name) is pickle.loads(pickle.dumps(getattr(te, name)))
     assert getattr(q, f"check_{kind}_support").__name__ == f"check_{kind}_support"

@@ -1,6 +1,6 @@
 """A format and its recipe in one file: described, registered, put through the suites of the formats that ship, removed.
 
-E4M3 (or E5M2) codes, 1 x 64 blocks, power-of-two scales in float32. What stands above the tests is all that it takes.
+E4M3 (or E5M2) codes, 1 x 64 blocks, power-of-two scales in float32. The code above the tests is complete.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from transformer_engine.pytorch.tensor.block_scaling import BlockScalingQuantize
 from transformer_engine.pytorch.tensor.elements import element_of
 from transformer_engine.pytorch.tensor.storage.block_scaled import BlockScaledStorage
 
-# The row and the folder: what the format is, and how it is encoded.
+# The row of the format table, and the functions that encode and decode it.
 
 TOY = TensorFormat("toy", (1, 64), "float32")
 
@@ -96,7 +96,7 @@ def make_toy_tensor(tensors, element, quantizer, dtype, shape) -> ToyTensor:
 
 
 class ToyQuantizer(BlockScalingQuantizer):
-    """Any matrix fits: blocks at the edges are cut off."""
+    """Accepts any matrix: blocks at the edges may be partial."""
 
     TENSOR = ToyTensor
     MULTIPLE = 1
@@ -193,7 +193,7 @@ def _arguments(test) -> list[dict[str, Any]]:
         elif len(keys) == 1:
             choices.append([{keys[0]: value} for value in mark.args[1]])
         elif "name" in keys:
-            # Of pairs, those of LIKE that run always; lists of other kinds are not for every format.
+            # Take the pairs of LIKE that always run; lists of other kinds do not apply to every format.
             pairs = [dict(zip(keys, case.values, strict=True)) for case in mark.args[1] if _runs_always(case)]
             named = any(pair["name"] == LIKE for pair in pairs)
             choices.append([{**pair, "name": "toy"} for pair in pairs if pair["name"] == LIKE])
@@ -232,7 +232,7 @@ def test_the_toy_passes_the_suites(test, keywords, device):
     test(**keywords, **({"device": device} if "device" in parameters else {}))
 
 
-# What the suites do not ask of every format.
+# Properties that the suites do not check for every format.
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (64, 64), (65, 65), (7, 200), (130, 1)])
@@ -261,7 +261,7 @@ def _values(quantizer: Quantizer, tensor: Tensor, axis: str) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 97])
-def test_a_linear_multiplies_what_the_toy_rounds_to(rows, device):
+def test_a_linear_layer_multiplies_the_rounded_values(rows, device):
     layer = Linear(96, 80, device=device)
     x = torch.randn(rows, 96, device=device, requires_grad=True)
     dy = torch.randn(rows, 80, device=device)

@@ -1,1 +1,1 @@
-"""What tests of several folders share: layers and recipes, comparisons, tolerances, oracles, settings to change."""
+"""Code shared by tests of several folders: layers and recipes, comparisons, tolerances, oracles, settings to change."""

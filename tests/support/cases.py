@@ -1,9 +1,9 @@
 """Which cases of a parametrized test always run, and which only when all are requested (`make test ARGS="-m slow"`).
 
-cases [A x B]: every pair of two lists, of which a cover runs always.
+cases [A x B]: every pair of two lists, of which a cover always runs.
 
-A pair tells of its two members and of the two together. Where the second is rare and a pair takes seconds, the cover
-holds every member of both lists and the pairs that have failed for reasons of their own.
+A pair tests each of its two members and their combination. If combinations rarely fail and a pair takes seconds, the
+cover holds every member of both lists and the combinations that have failed before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def crossed(firsts: Iterable[str], seconds: Iterable[str], always: Collection[tu
     left_out = {*firsts, *seconds} - {name for pair in always for name in pair}
     unknown = [pair for pair in always if pair[0] not in firsts or pair[1] not in seconds]
     if left_out or unknown:
-        raise ValueError(f"no pair that runs always holds {sorted(left_out)}; {unknown} are no pairs")
+        raise ValueError(
+            f"no pair that runs always holds {sorted(left_out)}; {unknown} are not pairs of the lists"
+        )
     return [
         pytest.param(a, b, marks=() if (a, b) in always else pytest.mark.slow)
         for a in firsts
@@ -73,7 +75,7 @@ def mark_all_but_samples_slow(items: Iterable[pytest.Item]) -> None:
     The arguments of the mark are those of `cover`.
     """
     sampled = [item for item in items if item.get_closest_marker("sampled") is not None]
-    # Cases for GPUs have a cover of their own: where they are skipped, the others still hold every value.
+    # Cases for GPUs have a separate cover: if they are skipped, the other cases still hold every value.
     on_gpu = [item for item in sampled if item.get_closest_marker("gpu") is not None]
     elsewhere = [item for item in sampled if item.get_closest_marker("gpu") is None]
     for cases in (*by_test(on_gpu).values(), *by_test(elsewhere).values()):

@@ -137,7 +137,7 @@ def plain(op: Any, x: Tensor, extra: Iterator[Tensor], made: list[Tensor]) -> Te
 
 
 def run_plain(chain: Any, x: Tensor, *extra: Tensor) -> Any:
-    """Return what a Sequential returns, in torch operations."""
+    """Return the results of a Sequential, computed by torch operations."""
     given, made = iter(extra), []
     for op in chain:
         x = plain(op, x, given, made)

@@ -1,4 +1,4 @@
-"""Small layers of every public kind, the recipes, and one call of a layer with everything that comes out of it."""
+"""Small layers of every public kind, the recipes, and one call of a layer with all its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUANTIZED = [name for name in RECIPES if name != "none"]
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-# {public layer: what its constructor is called with}
+# {public layer: arguments of its constructor}
 KINDS: dict[type[torch.nn.Module], dict[str, Any]] = {
     te.Linear: {"in_features": HIDDEN, "out_features": FFN},
     te.LayerNormLinear: {"in_features": HIDDEN, "out_features": FFN},
@@ -70,7 +70,7 @@ def layer_of(name: str, /, device: torch.device | str | None = None, **options: 
 
 
 def call_of(layer: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Callable]:
-    """(an input that wants a gradient, the call of the layer with it)."""
+    """Return an input that requires a gradient, and a function that calls the layer with it."""
     packed = isinstance(layer, te.DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
     nowhere = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -128,7 +128,7 @@ LAYERS = {
 def sample(
     device: torch.device | str, rows: tuple[int, ...] = (2, 32), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """An input [.., HIDDEN] that wants a gradient."""
+    """Return an input [.., HIDDEN] that requires a gradient."""
     return torch.randn(*rows, HIDDEN, device=device, dtype=dtype, requires_grad=True)
 
 

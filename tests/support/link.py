@@ -1,4 +1,4 @@
-"""A link between "device" and host for machines that have neither: it writes down what is asked of it, and counts."""
+"""A stand-in for the link between device and host on machines without a GPU; it records requests and counts bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class RecordedLink:
-    """Every plain tensor of the CPU counts as one of the device; a host tensor is one that this link has made.
+    """Treats plain CPU tensors as device tensors, and the buffers that it allocates as host tensors.
 
-    What comes back holds noise until somebody waits for it.
+    A tensor that is copied back holds noise until `wait` is called.
 
-    log       what was asked for, in order
-    copied    bytes that went to the host
+    log       requests in order
+    copied    bytes copied to the host
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class RecordedLink:
 
 
 class TimedLink(RecordedLink):
-    """The same with clocks: how long a step takes that computes and copies, each in its order, waits included.
+    """A `RecordedLink` that simulates the time of a step: computation and copies run in order, with waits.
 
-    now    the computation's clock; whoever computes adds to it
-    free   when the link has made all copies that it was asked for
+    now    time of the computation, which the caller advances
+    free   time at which the link has finished all requested copies
     """
 
     def __init__(self, seconds_a_byte: float) -> None:

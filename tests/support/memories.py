@@ -1,4 +1,4 @@
-"""forget(): every memory of the process begins empty again, as in a process that has called nothing yet."""
+"""forget(): clear every cache of the process, as in a new process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _memories(loaded: int) -> tuple[dict, ...]:
 
 
 def forget() -> None:
-    """Empty the tables' choices, the bound calls, the plans: whatever outlives a layer."""
-    # A dozen tables are in modules that are imported with their first use, which may be after the first forget().
+    """Clear the caches that outlive a layer: the tables' choices, the bound calls, the plans."""
+    # A dozen tables are in modules that are imported at first use, possibly after the first forget().
     for memory in _memories(sum(name.startswith("transformer_engine.") for name in sys.modules)):
         memory.clear()

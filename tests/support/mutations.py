@@ -1,6 +1,6 @@
-"""Everything that a caller may change between two calls of a layer, found by looking: no list of names to keep.
+"""All settings that a caller may change between two calls of a layer, found by inspection instead of in a list.
 
-`attributes(name)` are the public settings of a layer; `values_for` what each may be changed to, by trying a pool of
+`attributes(name)` are the public settings of a layer; `values_for` finds values for each, by trying a pool of
 values on the constructor; `recipe_changes` and `variables` are the fields of recipes and our environment variables.
 """
 
@@ -22,7 +22,7 @@ from transformer_engine.pytorch.primitives.activation import ACTIVATIONS
 
 from . import layers
 
-# Attributes that are not changed here: what they are, and what happens to a change of them.
+# Attributes that are not changed here, with the reason.
 NOT_CHANGED = {
     "activation_params": "a record, whose fields tests/module/test_changed_settings.py changes",
     "bias_names": "made by the constructor, as the parameters are",
@@ -90,7 +90,7 @@ def argument_of(name: str, attribute: str) -> str | None:
 
 
 def values_for(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
-    """Other values that the attribute may have: those of the pool that the constructor takes, else of the same type."""
+    """Yield other values of an attribute, from the pool if the constructor accepts them, otherwise of the same type."""
     present = getattr(layers.layer_of(name), attribute)
     argument = argument_of(name, attribute)
     found = 0
@@ -130,7 +130,7 @@ def recipe_changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _others(present: Any) -> Iterator[Any]:
-    """Values of the same kind as one that a field has: of a record, with one of its fields changed."""
+    """Yield values of the same kind as `present`; for a record, copies with one field changed."""
     if isinstance(present, bool):
         yield not present
     elif isinstance(present, enum.Enum):
@@ -168,11 +168,11 @@ def variables() -> Iterator[tuple[str, str]]:
 
 
 def outcome(layer: torch.nn.Module, recipe: Recipe | None) -> list[torch.Tensor] | str:
-    """What a call gives: its results, or the words of its refusal."""
+    """Return the results of a call, or the text of its error."""
     try:
         return layers.results(layer, recipe)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as refusal:
-        return f"{type(refusal).__name__}: {refusal}"
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def agree(first: list[torch.Tensor] | str, second: list[torch.Tensor] | str) -> bool:
@@ -182,16 +182,16 @@ def agree(first: list[torch.Tensor] | str, second: list[torch.Tensor] | str) -> 
 
 
 def refusal_of(layer: torch.nn.Module, attribute: str, value: Any) -> str | None:
-    """None after the write, else the words with which it was refused."""
+    """Write an attribute. Return the text of the error if the write is rejected, otherwise None."""
     try:
         setattr(layer, attribute, value)
-    except (AttributeError, TypeError, ValueError) as refusal:
-        return str(refusal)
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
     return None
 
 
 def continue_from(layer: torch.nn.Module, fresh: torch.nn.Module) -> None:
-    """Give fresh the layer's parameters and scaling states, as far as it has such; RuntimeError for other shapes."""
+    """Load the parameters and scaling states that both layers have into `fresh`; RuntimeError for other shapes."""
     saved = layer.state_dict()
     present = {key: saved[key] for key in fresh.state_dict() if key in saved}
     if any(name not in present for name, _ in fresh.named_parameters()):

@@ -15,7 +15,7 @@ def examples(page: str) -> list[str]:
 
 
 def run(page: str) -> dict[str, Any]:
-    """The names that the examples of a page leave, each with those before it."""
+    """Run the examples of a page in sequence and return the names that they define."""
     names: dict[str, Any] = {}
     for number, example in enumerate(examples(page)):
         exec(compile(example, f"{page}, example {number}", "exec"), names)

@@ -1,4 +1,4 @@
-"""A library's plans of products, where there is no library: what holds one finds out whether it is still asked."""
+"""A stand-in for a library's matrix product plans that counts how often plans are made and run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PlanByAddress:
-    """A library's plan: it reads memory at an operand's address as the request said that it lies, and nothing else."""
+    """A plan that reads an operand's memory with the layout of its request, whatever the operand's strides are."""
 
     made = runs = 0
 

@@ -1,4 +1,4 @@
-"""Programs, each in a process of its own."""
+"""Programs, each in a separate process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OURS = ("TE_", "NVTE_", "TRITON_")
 
 
 def search_path(*folders: Path) -> str:
-    """PYTHONPATH with these folders, then this tree, before whatever else packages are found in."""
+    """Return a PYTHONPATH of these folders, this repository, and the current PYTHONPATH."""
     return os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def output(
     arguments: list[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
 ) -> str:
-    """What Python prints for these arguments; its last words as the failure's message where it fails."""
+    """Return the output of Python for these arguments; if it fails, raise with the end of its output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -48,9 +48,9 @@ def interpreting(**more: str) -> dict[str, str]:
 
 
 def output_without_gpu(*arguments: str) -> str:
-    """What a program of the tree prints that sees no GPU.
+    """Return the output of a program of this repository that runs without a GPU.
 
-    Without our environment variables: one that is set is read at every call.
+    Our environment variables are unset, because each call of a function reads them.
     """
     unset = {name: text for name, text in os.environ.items() if not name.startswith(OURS)}
     environment = unset | {"PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""}

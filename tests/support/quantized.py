@@ -31,7 +31,7 @@ def sample(
 
 
 def uniform(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stochastic rounding of x and of its transpose draws."""
+    """Return the random numbers for the stochastic rounding of x and of its transpose."""
     generator = torch.Generator().manual_seed(1)
     u = torch.rand(x.shape, generator=generator)
     return u.to(x.device), torch.rand(x.shape[::-1], generator=generator).to(x.device)

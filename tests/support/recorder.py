@@ -8,7 +8,7 @@ import torch
 
 
 class RerunRecording:
-    """results are static: every replay writes the body's new ones into them, as a graph does."""
+    """A recording with static results: every replay writes new values into them, as a graph does."""
 
     def __init__(self, body, log):
         self.body = body
@@ -31,7 +31,7 @@ class RerunRecording:
 
 
 class RerunRecorder:
-    """log: what was recorded, then what was replayed, by the names of the bodies."""
+    """Records bodies as `RerunRecording`; log: the names of the replayed bodies in order."""
 
     def __init__(self):
         self.log = []

@@ -1,4 +1,4 @@
-"""How far a result may lie from an exact one: a property of the format that it is in, in one place.
+"""Tolerances of a result against an exact one: a property of the result's format, in one place.
 
 A number is rounded to its format once, which costs half a unit in the last place; a kernel computes in float32 and may
 round to the other side of a tie, which makes it one unit: 2^-(mantissa bits). float32 has no wider format to compute
@@ -18,7 +18,7 @@ UNIT = {
     torch.float8_e4m3fn: 2**-3,
     torch.float8_e5m2: 2**-2,
 }
-# What a kernel's result may lie off a literal one, relative. float32: 84 units, after sums and exponentials.
+# Relative error of a kernel against literal code. float32: 84 units, after sums and exponentials.
 ROUNDED = {**UNIT, torch.float32: 1e-5}
 # The same where a float32 result is an exponential times a product (42 units), a sum of products in another order (34),
 # or one product (17).
@@ -29,8 +29,8 @@ MULTIPLIED = {**UNIT, torch.float32: 2e-6}
 ATTENDED = {"rtol": 2e-5, "atol": 2e-5}
 # A layer over several devices against one, by recipe and the largest element of each result. In bfloat16 sums in
 # another order move a value by a few units, and a code next to a tie by one of its format; gradients are in E5M2 under
-# recipes with one scale a tensor. Under recipes of blocks layers are in float32: what is left is the one code that such
-# a sum may move, one of the many terms of an element, an eighth of a unit of its format.
+# recipes with one scale per tensor. Under block-scaling recipes layers are in float32. The remaining error is the one
+# code that a sum may move: one of the many terms of an element, an eighth of a unit of its format.
 _IN_BFLOAT16 = {"output": 4 * UNIT[torch.bfloat16], "gradients": UNIT[torch.float8_e5m2]}
 LAYERS_OVER_DEVICES = {
     "values": {"output": 2 * UNIT[torch.bfloat16], "gradients": 4 * UNIT[torch.bfloat16]},
@@ -39,7 +39,7 @@ LAYERS_OVER_DEVICES = {
     "mxfp8": dict.fromkeys(("output", "gradients"), UNIT[torch.float8_e4m3fn] / 8),
     "nvfp4": dict.fromkeys(("output", "gradients"), 2**-1 / 8),  # E2M1
 }
-# Where no operand is the result of another product, codes are those of one device, and sums alone are in another order.
+# If no operand is the result of another product, codes equal the single-device codes; only the order of sums differs.
 EQUAL_CODES_OVER_DEVICES = ROUNDED[torch.float32]
 
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)

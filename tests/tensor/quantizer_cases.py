@@ -52,10 +52,10 @@ CASES = {
 }
 NAMES = tuple(CASES)
 QUANTIZED = tuple(name for name in NAMES if name != "identity")
-# Column-wise codes that follow from row-wise ones, and those that need the values again.
+# Formats whose column-wise codes are computed from the row-wise codes, and formats that need the values again.
 TRANSPOSABLE = ("delayed", "state", "current", "mxfp8_2d", "block_2d", "nvfp4_2d")
 INDEPENDENT = ("mxfp8", "block_1d", "nvfp4", "nvfp4_rht", "hybrid")
-# Quantizing what was dequantized gives the same codes; stochastic rounding of other values does not.
+# Quantizing the dequantized values gives the same codes, except with stochastic rounding.
 DETERMINISTIC = tuple(name for name in NAMES if name != "nvfp4_rht")
 
 

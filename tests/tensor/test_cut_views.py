@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, values
 
 ROWS, COLUMNS = 256, 256
-# What cuts the blocks of every format, those with one scale for the whole tensor apart, whose rows are views.
+# Views that cut through blocks. Formats with one scale per tensor have no blocks: their rows are views.
 CUTS = {
     "an element's row": lambda q: q.view(-1)[1:],
     "columns": lambda q: q[:, 3:5],

@@ -28,7 +28,7 @@ def test_matrices_of_one_shape_are_a_stack_whose_members_share_its_memory():
     assert data[0] == 7.0 and (grouped * 1)[0, 0, 0] == 7.0 and type(grouped * 1) is torch.Tensor
 
 
-def test_matrices_of_other_shapes_lie_one_behind_the_other():
+def test_matrices_of_different_shapes_are_stored_consecutively():
     shapes = [(2, 4), (0, 4), (3, 4)]
     grouped = GroupedTensor.make_grouped_tensor_with_shapes(3, shapes, dtype=torch.bfloat16)
     assert grouped.shape == grouped.logical_shape == (5, 4)
@@ -50,7 +50,7 @@ def test_offsets_are_cumulative():
     assert GroupedTensorStorage.make_tensor_offsets([2, 0, 3], 8) == [0, 16, 16, 40]
 
 
-def test_what_does_not_fit_is_rejected():
+def test_inputs_that_do_not_fit_are_rejected():
     with pytest.raises(ValueError, match="2 tensors of 24 elements do not fill a buffer of 23"):
         GroupedTensor.make_grouped_tensor_from_rowwise_data(
             num_tensors=2, tensor_shape=(3, 4), rowwise_data=torch.zeros(23)
@@ -77,7 +77,7 @@ def test_matrices_of_other_shapes_are_quantized_each_by_itself(name, device):
         assert all(same_payload(h, quantizer(t)) for h, t in zip(held, tensors, strict=True))
 
 
-def test_extents_may_lie_on_the_device(device):
+def test_extents_may_be_device_tensors(device):
     firsts = torch.tensor([16, 0, 48], device=device)
     grouped = GroupedTensor.make_grouped_tensor(3, firsts, None, 64, 32, device=device)
     assert grouped.tensor_shapes == [(16, 32), (0, 32), (48, 32)] and grouped.shape == (64, 32)

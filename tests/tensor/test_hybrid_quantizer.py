@@ -47,7 +47,7 @@ def test_high_precision_columns_are_the_rows_values(device):
     assert torch.equal(columns_of(hybrid("original", columns=te.IdentityQuantizer())(x)), x)
 
 
-def test_the_source_is_part_of_what_makes_quantizers_equal():
+def test_quantizers_with_different_sources_are_unequal():
     rows, columns = te.MXFP8Quantizer(E4M3), te.NVFP4Quantizer(E2M1)
     of_x, of_rows = (hybrid(source, rows, columns) for source in ("original", "rowwise_dequantized"))
     assert of_x != of_rows and of_x == hybrid("original", rows, columns)

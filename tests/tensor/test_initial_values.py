@@ -35,7 +35,7 @@ WAYS = {
 @pytest.mark.parametrize("cleared", [False, True], ids=["kept", "cleared"])
 @pytest.mark.parametrize("detached", [False, True], ids=["parameter", "detached"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_saved_parameter_answers_with_its_initial_values(name, detached, cleared, way, device):
+def test_a_saved_parameter_returns_its_initial_values(name, detached, cleared, way, device):
     x = values(device, 32, 64)
     parameter = torch.nn.Parameter(quantizer_of(name, device)(x))
     keep_initial_values(parameter, x)

@@ -46,7 +46,7 @@ def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_one_process_writes_what_quantize_would(name, device):
+def test_one_process_writes_the_result_of_quantize(name, device):
     weight = weight_of(name, device)
     cast_master_weights_to_fp8([weight], [master(device).view(-1)], [0], None)
     if weight.transposable:
@@ -116,7 +116,7 @@ def test_ranks_write_the_same_weights_together(tmp_path, device):
                 assert torch.equal(rank[name][field], part), (name, field)
 
 
-def test_codes_can_go_to_a_shard_of_their_own(device):
+def test_codes_can_be_written_to_a_separate_shard(device):
     flat = master(device).view(-1)
     weight, expected = weight_of("mxfp8", device), quantizer_of("mxfp8", device)(master(device).bfloat16())
     before = weight._rowwise_data.clone()
@@ -133,7 +133,7 @@ def test_codes_can_go_to_a_shard_of_their_own(device):
     assert torch.equal(target[0], expected._data.view(-1)[:3072])
 
 
-def test_what_cannot_be_written_is_rejected(device):
+def test_unsupported_arguments_are_rejected(device):
     flat = master(device).view(-1)
     with pytest.raises(ValueError, match="check start_offsets"):
         quantize_master_weights([weight_of("current", device)], [flat], [1], None)
@@ -191,7 +191,7 @@ def test_hybrid_columns_that_follow_from_rows_have_no_master_weights(device):
         quantize_master_weights([weight], [master(device).view(-1)], [0], None)
 
 
-def test_weights_without_codes_are_written_as_they_are(device):
+def test_weights_without_codes_are_written_in_high_precision(device):
     flat, weight = master(device).view(-1), weight_of("identity", device)
     quantize_master_weights([weight], [flat[:100]], [7], None)
     assert torch.equal(weight.dequantize().view(-1)[7:107], flat[:100].bfloat16())
@@ -199,7 +199,7 @@ def test_weights_without_codes_are_written_as_they_are(device):
 
 
 @pytest.mark.parametrize("name", ["current", "block_2d"])
-def test_columns_stay_until_the_caller_makes_them_where_it_says_so(name, device):
+def test_columns_are_updated_by_the_callers_post_processing(name, device):
     weight = weight_of(name, device)
     quantize_master_weights(
         [weight], [master(device).view(-1)], [0], None, manual_post_all_gather_processing=True
@@ -276,7 +276,7 @@ SEEN = {
 
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
-def test_columns_out_of_date_are_made_again_for_who_asks(name, seen, device):
+def test_stale_columns_are_updated_on_request(name, seen, device):
     weight = weight_of(name, device)
     weight.update_usage(columnwise_usage=True)
     arguments = [weight], [master(device).view(-1)], [0], None
@@ -303,7 +303,7 @@ def test_columns_out_of_date_do_not_stay_alone(name, device):
 
 
 @pytest.mark.parametrize("name", ["delayed", "block_2d"])
-def test_a_weight_that_takes_over_another_knows_whether_its_columns_are_out_of_date(name, device):
+def test_assigned_data_keeps_whether_its_columns_are_stale(name, device):
     stale, fresh = weight_of(name, device), quantizer_of(name, device)(master(device).bfloat16())
     for weight in (stale, fresh):
         weight.update_usage(columnwise_usage=True)
@@ -315,7 +315,7 @@ def test_a_weight_that_takes_over_another_knows_whether_its_columns_are_out_of_d
     assert same_payload(target, fresh)
 
 
-def test_columns_made_again_in_place_are_those_that_a_gather_frees(device):
+def test_updated_columns_are_the_tensors_that_the_gather_frees(device):
     shard = weight_of("current", device)
     tensors, metadata = shard.fsdp_pre_all_gather(None, None, None, None, None)
     whole, derived = shard.fsdp_post_all_gather(tensors, metadata, shard.dtype)

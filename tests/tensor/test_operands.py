@@ -1,4 +1,4 @@
-"""Quantizer.operands: what products read, with the codes and scales of `encode`; codes that kernels make themselves."""
+"""Quantizer.operands: operands of matrix products with the codes and scales of `encode`, and codes made by kernels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def assert_equal(actual: Operand, expected: Operand) -> None:
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
-            # A copy with the usual strides: contiguous() keeps those of a transposed column.
+            # A copy with the usual strides: contiguous() keeps the strides of a transposed column.
             first, second = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
             assert torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 @pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
-def test_operands_are_what_a_storage_gives_to_products(device, name, directions):
+def test_operands_equal_those_of_a_storage(device, name, directions):
     device = torch.device(device)
     x = matrix(device)
     rowwise, columnwise = quantizer_of(name, device).operands(x, *directions)
@@ -57,7 +57,7 @@ def test_delayed_scaling_records_the_maximum_in_its_slot(device):
     assert state.amax_history[0].tolist() == [0.0, float(expected), 0.0]
 
 
-def test_a_state_whose_tensors_are_replaced_is_read_anew(device):
+def test_a_state_whose_tensors_are_replaced_is_read_again(device):
     state = State(torch.device(device))
     quantizer = Float8Quantizer.from_state(state, 1, DType.kFloat8E4M3)
     x = matrix(device)
@@ -94,7 +94,7 @@ def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "identity"])
-def test_other_quantizers_ask_no_kernel(device, name):
+def test_other_quantizers_launch_no_kernel(device, name):
     quantizer = quantizer_of(name, torch.device(device))
     assert quantizer.cast(True, True) is None
     with pytest.raises(TypeError, match="cannot run inside another kernel"):

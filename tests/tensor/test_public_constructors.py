@@ -116,7 +116,7 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
         te.IdentityQuantizer(dtype=torch.int8)
 
 
-def test_a_layer_multiplies_what_identity_quantizers_converted(device):
+def test_a_layer_multiplies_the_values_of_identity_quantizers(device):
     x = values(device, 32, 64).requires_grad_()
     layer = te.Linear(64, 32, bias=False, device=device)
     with te.autocast(recipe=CustomRecipe(qfactory=lambda role: te.IdentityQuantizer(dtype=torch.bfloat16))):
@@ -139,7 +139,7 @@ def float8(x, **changed):
     return te.Float8Tensor(**(settings | payload | changed))
 
 
-def test_a_shape_or_dtype_that_the_payload_has_not_is_rejected(device):
+def test_a_shape_or_dtype_that_differs_from_the_payload_is_rejected(device):
     x = values(device, 32, 64)
     assert float8(x).shape == float8(x, shape=None).shape == (32, 64)
     assert float8(x, fp8_dtype=torch.float8_e4m3fn)._fp8_dtype is E4M3
@@ -151,7 +151,7 @@ def test_a_shape_or_dtype_that_the_payload_has_not_is_rejected(device):
         float8(x, fp8_dtype="e4m3")
 
 
-def test_settings_of_four_over_six_are_taken_as_they_are_by_default():
+def test_settings_of_four_over_six_accept_the_default_values():
     given = te.NVFP4Quantizer(fp4_dtype=E2M1, nvfp4_e4m3_max=448, nvfp4_4over6_err_mode="MAE")
     assert given == te.NVFP4Quantizer(E2M1)
     for changed in ({"nvfp4_e4m3_max": 256}, {"nvfp4_4over6_err_mode": "MSE"}):

@@ -57,7 +57,7 @@ def test_adam_keeps_plain_state(name, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_state_dict_goes_round(name, device):
+def test_a_state_dict_round_trips(name, device):
     layer, other = Layer(name, device), Layer(name, device)
     with torch.no_grad():
         other.weight.zero_()

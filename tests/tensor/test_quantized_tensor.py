@@ -109,7 +109,7 @@ def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
         x = q.dequantize()
         wanted = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    # A part that has no codes of its own is a copy that counts writes, which no inference tensor does.
+    # A part without separate codes is a copy with a version counter, which inference tensors do not have.
     for view in views:
         assert view.is_inference() == (made_inside and not isinstance(view, CutView))
 
@@ -190,7 +190,7 @@ def test_quantize_in_place_writes_the_directions_there_are(name, device):
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_setting_data_takes_over_a_payload_or_quantizes(name, device):
+def test_setting_data_adopts_a_payload_or_quantizes(name, device):
     quantizer = quantizer_of(name, device)
     x = values(device, 32, 64)
     q = quantizer(x)
@@ -315,7 +315,7 @@ def test_no_bytes_hang_on_the_wrapper_itself(name, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_make_like_shares_what_is_not_given(name, device):
+def test_make_like_shares_parts_that_are_not_given(name, device):
     q = quantized(name, device, 32, 64)
     twin = type(q).make_like(q, dtype=torch.float32, requires_grad=True)
     assert twin.dtype == torch.float32 and twin.requires_grad and same_payload(twin, q)

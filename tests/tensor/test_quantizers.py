@@ -1,4 +1,4 @@
-"""Quantizers: codes and scales are those of the primitives, in the original's public layouts."""
+"""Quantizers: codes and scales equal the primitives' results, in the original's public layouts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_hadamard_transform_is_undone_by_dequantize(device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_directions_are_those_asked_for(name, device):
+def test_only_the_requested_directions_are_quantized(name, device):
     x = values(device, 32, 64)
     if name == "identity":
         return
@@ -363,7 +363,7 @@ def test_shapes_of_codes_and_scales_are_known_before_quantizing(name, shape, dev
         q.copy_from_storage(src=torch.zeros(shape, device=device))
 
 
-def test_row_wise_codes_do_not_ask_for_whole_blocks_of_rows(device):
+def test_row_wise_codes_do_not_require_whole_blocks_of_rows(device):
     x = values(device, 5, 64)
     quantizer = quantizer_of("mxfp8", device, True, False)
     assert quantizer.is_quantizable(x)
@@ -387,7 +387,7 @@ def test_a_wrong_destination_is_rejected_before_anything_changes(name, device):
     assert all(torch.equal(part, before[field]) for field, part in payload(q).items())
 
 
-def test_arguments_that_mean_nothing_are_rejected():
+def test_meaningless_arguments_are_rejected():
     with pytest.raises(ValueError, match="kFloat8E4M3 or kFloat8E5M2"):
         MXFP8Quantizer(DType.kFloat4E2M1)
     with pytest.raises(ValueError, match="not a quantized element"):

@@ -59,7 +59,7 @@ def test_pieces_that_cut_a_block_are_values(name, device):
     assert torch.equal(q.as_strided((64, 2), (64, 2)), x.as_strided((64, 2), (64, 2)))
 
 
-def test_rows_of_leading_dimensions_are_cut_together(device):
+def test_rows_of_leading_dimensions_are_sliced_together(device):
     q = quantizer_of("mxfp8", device)(values(device, 4, 16, 64))
     assert type(q[:2]) is type(q) and torch.equal(q[:2].dequantize(), q.dequantize()[:2])
     assert not isinstance(q[:1], QuantizedTensor)
@@ -116,7 +116,7 @@ def test_a_gather_carries_no_direction_that_follows_from_the_other(device):
     [("delayed", 0.5), ("current", 0.5), ("block_2d", 0.5), ("nvfp4_2d", 0.28), ("mxfp8", 1.03)],
 )
 def test_a_gather_sends_this_share_of_the_bytes_of_bfloat16(name, share, device):
-    """MXFP8 codes of one direction do not follow from those of the other, so both are sent."""
+    """MXFP8 codes of one direction cannot be computed from the other direction, so both are sent."""
     q = quantizer_of(name, device)(values(device, 256, 256))
     sent, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
     assert sum(part.numel() * part.element_size() for part in sent) / (2 * q.numel()) == pytest.approx(
@@ -143,13 +143,13 @@ def test_an_unsharded_tensor_that_changed_its_directions_is_taken_over(device):
 
 
 def _free(tensors):
-    """What fully_shard does to a gathered parameter."""
+    """Free tensors as fully_shard frees a gathered parameter."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_what_was_saved_of_a_gathered_tensor_is_there_again_after_the_next_gather(name, device):
+def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, device):
     q = quantizer_of(name, device)(values(device, 2 * granularity(name), 64))
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     gathered = tuple(part.clone() for part in sent)

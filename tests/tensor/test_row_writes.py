@@ -7,13 +7,13 @@ import torch
 
 from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of, values
 
-# What one element may be off by, relative to the largest of all: half a step of the coarsest format in use.
+# Largest error of an element relative to the largest element: half a step of the coarsest format in use.
 OFF = {name: 0.3 if name.startswith("nvfp4") else 0.1 for name in QUANTIZED}
 ROWS_WRITTEN = slice(128, 256)
 
 
 def others(device, rows):
-    """Values [rows, 64] bfloat16 other than those of `values`, without an outlier."""
+    """Return bfloat16 values [rows, 64] without an outlier, different from `values`."""
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(11)).to(device, torch.bfloat16)
 
 
@@ -80,7 +80,7 @@ def test_rows_written_after_a_delayed_scale_has_moved_leave_the_others(device):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "block_1d", "block_2d", "mxfp8_2d"])
-def test_codes_of_other_blocks_stay_as_they_are(name, device):
+def test_codes_of_other_blocks_stay_unchanged(name, device):
     q = quantizer_of(name, device)(values(device, 384, 64))
     before = q.dequantize()
     q[ROWS_WRITTEN].copy_(others(device, 128))

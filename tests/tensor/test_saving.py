@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor import (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_flatten_and_rebuild_change_nothing(name, device):
+def test_flatten_and_rebuild_round_trip(name, device):
     storage = quantizer_of(name, device).encode(values(device, 2, 32, 64), True, True)
     tensors, rebuild = storage.flatten()
     twin = rebuild(tensors)
