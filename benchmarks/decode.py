@@ -1,11 +1,11 @@
-"""Microseconds and TB/s of one decoding step, contiguous and paged, beside torch's SDPA and compiled FlexAttention.
+"""Microseconds and TB/s of one decoding step, contiguous and paged, with torch's SDPA and compiled FlexAttention.
 
     python benchmarks/decode.py [--json FILE] [--only TEXT] [--flex]
 
-32 query heads on 8 key heads of 128 in bfloat16, one new token a sequence, all sequences as long as the context. TB/s
-counts the keys and values once, which is what a step cannot avoid to read; the copy's rate is measured in the same
-way and counts what it reads and writes. GPU times are medians with the L2 cache overwritten before each call; host
-times are of calls that nobody waits for.
+32 query heads on 8 key heads of 128 in bfloat16, one new token per sequence, all sequences as long as the context. TB/s
+counts the keys and values once, the least that a step must read; the copy's rate is measured in the same way and counts
+its reads and writes. GPU times are medians with the L2 cache overwritten before each call; host times are of calls that
+are not synchronized.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
     try:
         gpu_ms, host_ms, _ = measure(step.call, GPU)
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        return {"refused": str(error).splitlines()[0]}
+        return {"error": str(error).splitlines()[0]}
     assert gpu_ms is not None and host_ms is not None
     rate = size / gpu_ms / 1e9
     return {

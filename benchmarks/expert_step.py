@@ -4,9 +4,9 @@
 
 The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
 unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
-backward, quantization included, on as many rows for each expert as the layer's router sent. Milliseconds of kernels are
-what the profiler saw them run, those of a loop a call's wall time in it: the host waits for the counts of the router
-once a call. A recipe that this GPU does not compute is a row with the reason.
+backward, quantization included, on as many rows for each expert as the layer's router sent. Kernel times come
+from the profiler. Loop times are wall times per call: the host waits for the router's counts once per call. A recipe
+that this GPU does not support is a row with the reason.
 """
 
 from __future__ import annotations

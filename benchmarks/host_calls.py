@@ -7,7 +7,7 @@ python   calls of Python functions in one call
 ours     those of this package, which do not depend on torch's version
 c        calls of C functions from Python
 A case is `module/recipe/pass`: f is a forward without gradients, fb forward and backward, each in its own `autocast`.
-See `pretended_gpu` for what is real. Two trees are compared by running this file with each on PYTHONPATH, in turns.
+`pretended_gpu` states which parts are real. To compare two trees, run this file with each on PYTHONPATH in turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-ROWS, WIDTH = 128, 512  # what every format takes as it is
+ROWS, WIDTH = 128, 512  # every format supports these sizes without padding
 RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
     "none": lambda: None,
     "delayed": recipes.DelayedScaling,

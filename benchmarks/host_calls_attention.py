@@ -3,7 +3,7 @@
     python benchmarks/host_calls_attention.py [--json FILE] [--only TEXT] [--base TREE] [--rounds N]
 
 calls     Python functions that the attention's own code enters, itself among them. Backends compute, and projections
-          are layers of their own: neither is counted, nor is what they call
+          are separate layers: neither they nor their callees are counted
 before    those entered until the first backend or projection begins
 us        the best call of all rounds, on tensors so small that computing them costs little; it holds everything
 --base    another checkout of this package, run in turns with this one in processes of their own
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Python calls of one call: before what is apart first begins, and in all."""
+    """Python calls of one call: before the first backend or projection begins, and in total."""
 
     before: int
     calls: int
@@ -98,7 +98,7 @@ def measured(only: str) -> dict[str, dict[str, float]]:
 
 
 def in_process_of(tree: Path, only: str) -> dict[str, dict[str, float]]:
-    """measured(only) of another checkout, in a process of its own."""
+    """Run measured(only) of another checkout in a separate process."""
     script = f"import json, host_calls_attention as h; print(json.dumps(h.measured({only!r})))"
     paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
     done = subprocess.run(

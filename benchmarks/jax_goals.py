@@ -2,8 +2,8 @@
 
     python benchmarks/jax_goals.py benchmarks/results/jax_h200.json [--write] [--plot PICTURE] [--families FOLDER]
 
-Prints every goal with what was reached. --write puts them into the file, under "goals"; --plot draws all of them into
-one picture, --families the times of every provider, a picture a family of cases. It needs no GPU.
+Prints every goal with its measured value. --write adds the goals to the file, under "goals"; --plot draws all of them
+in one picture, --families the times of every provider, one picture per family of cases. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ FIGURES = {
 }  # fmt: skip
 FP8_PEAK = 1.25  # memory of the layer under delayed scaling over that in bfloat16
 WITHOUT_THE_FLAG = 30.0  # seconds that no program of ours compiles longer
-OF_CUDNN = 0.6  # rate of our attention where cuDNN takes none, over cuDNN's on the same rows
+OF_CUDNN = (
+    0.6  # least rate of our attention where cuDNN does not support a case, over cuDNN's on the same rows
+)
 ATTENTION = [
     f"dpa_fb/bf16/{kind}_b2_s8192_h32_8_d128"
     for kind in ("causal", "bottom_right", "sinks", "packed", "packed_sinks")
@@ -108,7 +110,7 @@ def _over(first: float | None, second: float | None) -> float | None:
 
 
 def goals(content: dict[str, Any]) -> Iterator[Goal]:
-    """Every goal, with what the rows of a file say of it: one whose row is absent or without a figure has none."""
+    """Every goal with the value in a file's rows, or None if the row or its value is missing."""
     yield from _beside_others(content["results"])
     yield from _of_figures(content["results"])
     yield _without_the_flag(content.get("without_the_flag", {}).get("results", []))
@@ -126,7 +128,7 @@ def goals(content: dict[str, Any]) -> Iterator[Goal]:
 
 
 def _row(rows: list[dict[str, Any]], **names: str) -> dict[str, Any]:
-    """The first row of these names, an empty one where there is none."""
+    """The first row with these names; an empty row if the file has no such row."""
     return next((row for row in rows if all(row[key] == name for key, name in names.items())), {})
 
 
@@ -169,7 +171,7 @@ def _without_the_flag(rows: list[dict[str, Any]]) -> Goal:
 
 
 def plot(path: Path, found: list[Goal], title: str) -> None:
-    """A bar a goal: how far it is reached, with the figure and the limit beside it."""
+    """Draw one bar per goal: the share that is reached, labelled with the value and the limit."""
     shown = [goal for goal in found if goal.found is not None]
     figure = Figure(figsize=(10, 1 + 0.22 * len(shown)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,9 +1,9 @@
-"""One GPU against two from JAX: a Llama 8B layer whose batch, width or parameters are cut, attention of a cut sequence.
+"""One GPU against two from JAX: a Llama 8B layer with sharded batch, width or parameters, and context parallelism.
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_two_gpus.py two_gpus.json
 
-Wall milliseconds of a forward and backward step in a loop of steps; speedup: work a second of two over that of one.
-Rows are written one by one.
+Wall milliseconds of a forward and backward step in a loop of steps. The speedup is the work per second of two GPUs over
+that of one. Rows are written one by one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def ended(text: str, most: int = 400) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes, for a look at the program itself")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to test the program itself")
     parser.add_argument("--recipe", action="append", choices=list(RECIPES))
     parser.add_argument("--layer", action="store_true", help="the layer's rows alone")
     options = parser.parse_args()

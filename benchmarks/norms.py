@@ -1,4 +1,4 @@
-"""TB/s of the norms, the activations and RoPE on one GPU, forward and forward + backward, beside a plain copy.
+"""TB/s of the norms, the activations and RoPE on one GPU, forward and forward + backward, and of a plain copy.
 
     python benchmarks/norms.py [--json FILE] [--only TEXT]
 

@@ -1,10 +1,10 @@
-"""Time and peak memory of layers whose saved activations wait on the host, beside the same layers without.
+"""Time and peak memory of layers with and without offloading of saved activations to the host.
 
     python benchmarks/offload.py [--json FILE] [--only TEXT]
 
 A step is forward + backward of 8 layers, 6 of them offloaded. The floor of its time is the larger of the step without
 offloading and of the bytes moved, once in each direction, over the link's measured rate; the floor of its memory is
-what the layers that stay save.
+the saved activations of the layers that are not offloaded.
 """
 
 from __future__ import annotations

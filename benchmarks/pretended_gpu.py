@@ -1,9 +1,9 @@
 """A GPU that does nothing: the host's way of a warm call from a module down to launches and products, on any machine.
 
-Tensors lie on the CPU. Tables bind what they bind for compute capability 9.0, launches allocate their outputs, look
-up their handle and gather their arguments, cuBLASLt's plans set their pointers; only the last calls, into Triton's
-launcher and into cuBLASLt, go nowhere. What is left out: those two calls, about 2 us each, and the difference between
-a CPU's allocator and a GPU's. What is computed by torch itself is computed, so cases are small.
+Tensors are on the CPU. Tables bind their backends for compute capability 9.0, launches allocate their outputs, find
+their handle and gather their arguments, and cuBLASLt's plans set their pointers. Only the last calls, into Triton's
+launcher and into cuBLASLt, do nothing. Measured times therefore lack these two calls, about 2 us each, and use the
+CPU's allocator. Operations of torch itself run on the CPU, so cases are small.
 """
 
 from __future__ import annotations

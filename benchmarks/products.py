@@ -1,4 +1,4 @@
-"""Time of the products of a linear layer by cuBLASLt called directly, beside the same library called through torch.
+"""Time of the products of a linear layer by cuBLASLt called directly and through torch.
 
     python benchmarks/products.py [--json FILE] [--only TEXT]
 
@@ -45,7 +45,7 @@ HOST = Effort(warmup=20, fewest=200, most=200)  # a host time is the median of m
 
 
 class Case(NamedTuple):
-    """One product: what the backends are given, and which one torch would use."""
+    """One product: the backends' arguments, and the backend that torch would use."""
 
     name: str
     a: Operand
@@ -213,7 +213,7 @@ def host_cases() -> Iterator[Case]:
 
 
 def host_row(case: Case) -> dict[str, object]:
-    """Host time of a warm product by each backend, the other one out of the table meanwhile."""
+    """Host time of a warm product by each backend, with the other backend removed from the table."""
     backends, found = TABLE.backends, {}
     for label, absent in (("cublaslt_us", ""), ("torch_us", "cublaslt")):
         TABLE.backends = tuple(backend for backend in backends if backend.name != absent)

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, the machine, the file of figures, and the rate of a copy."""
+"""Shared by the scripts of this folder: options, the machine, the file of figures, and the rate of a copy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def machine(**libraries: Any) -> dict[str, Any]:
 
 
 def write(path: Path | None, about: dict[str, Any] | None = None, **figures: Any) -> None:
-    """The figures beside what ran them, if a file is asked for; about: machine(..)."""
+    """Write the figures and a description of the machine, if a path is given; about: machine(..)."""
     if path is not None:
         path.write_text(json.dumps({"machine": about or machine(), **figures}, indent=1) + "\n")
 

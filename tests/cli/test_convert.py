@@ -55,7 +55,7 @@ def test_failed_download_reports_the_hubs_reason_and_exit_code_1(monkeypatch: py
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
     result = te("owner/absent", "ours")
     assert result.exit_code == 1
-    assert "there is no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
+    assert "no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
     assert "hf auth login" in result.output
 
 
@@ -73,7 +73,7 @@ def test_revision_of_a_folder_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("absent", "ours"), "there is no folder absent; give one that holds a checkpoint"),
+        (("absent", "ours"), "no folder absent; give one that holds a checkpoint"),
         ((".", "ours", "--shard-size", "0"), "--shard-size 0 is not a positive number"),
     ],
 )

@@ -97,7 +97,7 @@ PROBLEMS = {
         replace(H200, copies=(("elsewhere/transformer_engine", "2.19.0"),)),
         ("package", "2.19.0 is also on the import path, in elsewhere", "remove this folder"),
     ),
-    "the original beside it": (
+    "the original is installed too": (
         with_another(H200, transformer_engine_torch="2.20.2"),
         ("original", "transformer-engine-torch 2.20.2", "pip uninstall -y transformer-engine"),
     ),
@@ -145,7 +145,7 @@ PROBLEMS = {
         replace(H200, gpu=Gpu(), failures={"torch.cuda": "torch.cuda raises RuntimeError: unknown error"}),
         ("gpu", "torch.cuda raises RuntimeError: unknown error", "nvidia-smi"),
     ),
-    "a platform that JAX has not": (
+    "a platform that JAX lacks": (
         replace(
             CPU,
             distributions={**CPU.distributions, **JAX},
@@ -208,7 +208,7 @@ NOTES = {
         "command",
         "typer, rich",
     ),
-    "commands beside JAX alone": (
+    "commands with JAX alone": (
         replace(CPU, distributions={**TOOLS, **JAX}),
         "command",
         "only te train --framework jax and te doctor are available",
@@ -326,7 +326,7 @@ def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
 
 
 def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
-    """A damaged flash-attn raises what it likes, FlashAttention 4 lies deeper in, JAX may be asked for any platform."""
+    """flash-attn raises TypeError, FlashAttention 4 fails in a submodule, JAX_PLATFORMS names an unknown platform."""
     installed_packages = {
         "flash_attn": ("flash-attn", "2.8.0", "__init__.py", "raise TypeError('no such operand')"),
         "flash_attn/cute": ("flash-attn-4", "4.0.0b36", "interface.py", "import a_part_that_is_missing"),

@@ -43,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(runs: Path, *options: str) -> str:
-    """What follows the prompt, without the last line."""
+    """The generated text after the prompt, without the last line."""
     result = te(PROMPT, "--name", "tiny", "--out", str(runs), "--device", "cpu", *options)
     assert result.exit_code == 0, result.output
     text, _, last = result.output.rstrip("\n").rpartition("\n")

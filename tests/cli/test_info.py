@@ -1,4 +1,4 @@
-"""`te info`: what it reports is what the tables would do."""
+"""`te info` reports the choices that the tables of backends make."""
 
 from __future__ import annotations
 

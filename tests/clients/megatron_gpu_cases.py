@@ -1,4 +1,4 @@
-"""Megatron-core as published, on GPUs: `python megatron_gpu_cases.py CASE` prints what the case gives as JSON.
+"""Megatron-core as published, on GPUs: `python megatron_gpu_cases.py CASE` prints the case's result as JSON.
 
 Models are trained by Megatron's own schedule, data parallelism and optimizer. Where a process is one of several (RANK,
 WORLD_SIZE), every rank runs the case and the first one prints.
@@ -272,7 +272,7 @@ def graphs_of_megatron(run: Run) -> list[float]:
 
 
 def distributed_checkpoint(run: Run) -> dict[str, Any]:
-    """Losses of a training that goes on, and of one that was saved, made anew and loaded."""
+    """Losses of an uninterrupted training, and of a training that is saved and loaded into a new model."""
     from megatron.core import dist_checkpointing
 
     first = Training(run)
@@ -324,7 +324,7 @@ PARAMETERS = {"fp8_param": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRAPHS = {"cuda_graph_warmup_steps": 2}
 
-# name: (what is computed, of which run)
+# name: (function that computes the result, its run)
 CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     "layers": (engine_layers, Run(model=EXPERTS)),
     **{f"train {name}": (trained, Run(model=recipe(name))) for name in RECIPES},

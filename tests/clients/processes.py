@@ -77,9 +77,9 @@ def _kept(key: str, compute: Callable[[Path], str]) -> str:
 
 
 def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
-    """What the first of several processes of one group prints; the last words of the first that fails.
+    """Return the output of rank 0 of a process group, or raise with the last lines of the first rank that fails.
 
-    A port that is free when it is looked for may be taken when the group asks for it: then by another one.
+    Another process may take the free port before the group binds it. The call then retries with another port.
     """
     for _ in range(ATTEMPTS):
         try:

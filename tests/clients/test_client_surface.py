@@ -12,7 +12,7 @@ from tests.clients.walk_surface import SURFACE
 
 CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
 
-# Beginnings of names that are not here, and why that stops nobody.
+# Prefixes of absent names, and why no client needs them.
 ABSENT = {
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for below version 2.0 only",
     "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
@@ -73,7 +73,7 @@ def test_every_absence_is_one_that_a_client_asks_for():
 
 
 def test_what_is_told_absent_is_absent():
-    """A row of the list goes when what it names has come."""
+    """An entry must be removed once its name exists."""
     for start in ABSENT:
         if start in PRESENT_ALL_THE_SAME:
             continue

@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def stock(family: str = "llama", kind: str = "ForCausalLM", **more: Any) -> Any:
-    """A tiny seeded model whose norms and biases are not what they begin as."""
+    """A tiny seeded model whose norms and biases differ from their initial values."""
     import transformers
 
     name, settings = FAMILIES[family]

@@ -27,7 +27,7 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def of(case: str, ranks: int = 1) -> Any:
-    """What a case prints, in processes of its own."""
+    """Run a case in separate processes and return its printed result."""
     emulation = {"TE_EMULATE": "1"} if case.endswith(EMULATED) else {}
     said = processes.once([CASES, case], ranks, **emulation)
     return json.loads(said.splitlines()[-1])

@@ -61,7 +61,7 @@ def trained_linear() -> te.Linear:
 
 
 def test_an_extra_state_may_name_megatrons_loader_of_storages(monkeypatch):
-    """Megatron puts safe_load_from_bytes in torch's place, and pickle writes the name down; nothing of it runs."""
+    """Megatron replaces torch's loader by safe_load_from_bytes, whose name pickle stores; loading does not run it."""
     module = types.ModuleType("megatron.core.safe_globals")
     ran = []
 
@@ -158,7 +158,7 @@ def test_collectives_write_into_a_callers_tensor():
 
 @contextmanager
 def replaced(owner, name, value):
-    """As nvidia-modelopt replaces a function: the former one is kept beside it."""
+    """Replace a function as nvidia-modelopt does: an attribute with a leading underscore keeps the former one."""
     former = getattr(owner, name)
     setattr(owner, name, value)
     setattr(owner, f"_{name}", former)
@@ -210,7 +210,7 @@ def test_a_replaced_product_rejects_quantized_operands():
 @pytest.mark.parametrize("place", ["the layer's file", "_common", "both"])
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
 def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
-    """Megatron replaces it in the file that it is from and in those that import it."""
+    """Megatron replaces the class in the module that defines it and in modules that import it."""
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
     files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[place]
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ def parameters_of(text: str) -> list[inspect.Parameter]:
 
 
 def differences(callable_, text: str, bound: bool = False) -> list[str]:
-    """What a call site written for the listed signature would notice."""
+    """Differences that break a call written for the listed signature."""
     ours = list(inspect.signature(callable_).parameters.values())[int(bound) :]
     wanted = parameters_of(text)
     by_name = {p.name: p for p in ours}
@@ -67,7 +67,7 @@ def differences(callable_, text: str, bound: bool = False) -> list[str]:
 
 
 def at(path: str):
-    """What a dotted path from transformer_engine.pytorch leads to, through modules and attributes."""
+    """Return the object at a dotted path from transformer_engine.pytorch, through modules and attributes."""
     *modules, _ = path.split(".")
     for count in range(len(modules), -1, -1):
         name = ".".join(["transformer_engine.pytorch", *modules[:count]])
@@ -209,9 +209,7 @@ def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
 
     x = torch.arange(12.0, device=device)[:, None]
     cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32, device=device)
-    last = (
-        12 if module is tex else 0
-    )  # the extension is told how many tokens there are, the package which axis
+    last = 12 if module is tex else 0  # the extension takes the number of tokens, the package the axis
     to, back = (
         getattr(module or context_parallel, name)
         for name in ("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")

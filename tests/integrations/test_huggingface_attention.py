@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Imported(Attention):
-    """Calls torch's attention by a name of its own file."""
+    """Calls torch's attention through a name imported into its file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
@@ -480,7 +480,7 @@ def test_the_interface_rejects_what_it_does_not_compute(name):
 
 
 def test_the_interface_takes_any_mask():
-    """A mask without a name goes to the attention as it is: booleans, or numbers that are added."""
+    """A mask that no mask type describes reaches the attention unchanged: booleans, or values added to the scores."""
     layer, (q, k, v) = nn.Module(), (torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS))
     mask = causal()
     mask[..., 5, 2] = False

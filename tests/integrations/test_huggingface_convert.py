@@ -229,7 +229,7 @@ def _interrupt(*call: Any) -> None:
 
 
 def test_a_machine_without_transformers_is_told(monkeypatch):
-    monkeypatch.setattr(optional, "failure", lambda *names: "importing transformers failed: there is none")
+    monkeypatch.setattr(optional, "failure", lambda *names: "importing transformers failed: not installed")
     with pytest.raises(ImportError, match="pip install transformers"):
         te.convert_hf(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="is not converted"):

@@ -391,7 +391,7 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
 
 
 def in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
-    """What a layer makes of a prompt of 4 tokens and of one token after the other."""
+    """Run a layer on a prompt of 4 tokens, then on one token at a time."""
     parts = []
     with torch.no_grad():
         for part in x.split((4, *[1] * (len(x) - 4))):

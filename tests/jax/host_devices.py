@@ -84,7 +84,7 @@ def restored_onto(mesh: Mesh, tree, placed):
 
 
 def reduced(mesh: Mesh) -> dict[str, list[float]]:
-    """What the collectives of te.sharding make of the numbers 0 to 7, one a device of 4 x 2: the first of each."""
+    """The first results of the collectives of te.sharding on the numbers 0 to 7, one number per device of 4 x 2."""
 
     def body(x):
         return jnp.concatenate(

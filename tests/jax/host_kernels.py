@@ -1,4 +1,7 @@
-"""Kernels cut over eight host devices, plain operations standing in for their calls: {case: difference} as JSON."""
+"""Kernels sharded over eight host devices, with plain operations in place of their calls.
+
+Prints {case: difference} as JSON.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +182,7 @@ CASES = {
     ),
     "a mask": (Masked("b m1 q k"), [random(6, 4, 2, 4, 8), mask(4, 1, 4, 8)], [("dp", "tp"), ("dp",)]),
     "a mask of whole scores": (Masked("b m1 q k"), [random(6, 4, 2, 4, 8), mask(4, 1, 4, 8)], [(), ("dp",)]),
-    "a mask whose keys are cut": (
+    "a mask with sharded keys": (
         Masked("b h q k"), [random(6, 4, 2, 4, 8), mask(4, 2, 4, 8)], [("dp",), (None, None, None, "tp")],
     ),
     "a mask of one row": (Masked("m0 m1 m2 k"), [random(6, 4, 2, 4, 8), mask(1, 1, 1, 8)], [("dp", "tp"), ()]),
@@ -284,7 +287,7 @@ def main() -> None:
         found[name] = largest(zip(made, wanted[name], strict=True))
         found[f"{name}: gathers"] = len(re.findall(r"all-gather(?:-start)?\(", compiled.as_text() or ""))
     x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))
-    for name, kernels_of in (  # which says on stderr, once, that there is no mesh
+    for name, kernels_of in (  # warns once on stderr that no mesh is set
         ("a kernel", lambda x, apply: apply(x)),
         ("kernels of kernels", lambda x, apply: apply(apply(apply(x)[1])[0])),
     ):

@@ -122,7 +122,7 @@ def step(kind, model, state, params, x):
 
 @functools.cache
 def of_one_device(kind: str, name: str) -> tuple[Any, Any, Any]:
-    """(the variables in boxes, x, what a step makes of them)"""
+    """Return the boxed variables, the input and the results of a step on them."""
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
     model = model_of(kind, sizes)
     tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS

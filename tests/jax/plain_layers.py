@@ -25,7 +25,7 @@ def fan_in(distribution: str = "truncated_normal") -> Callable:
 
 
 def in_parts(init: Callable, keys: Callable, divisors: tuple[float, ...] = ()) -> Callable:
-    """An initializer of [in, parts, out] that draws part by part, with the keys that are made of its own."""
+    """Return an initializer of [in, parts, out] that draws each part with one of the keys made from the given key."""
 
     def draw(key, shape, dtype=jnp.float32):
         each, parts = (shape[0], shape[-1]), shape[1]
@@ -60,7 +60,7 @@ def adapted(scope: str, product: str) -> bool:
 
 
 def low_rank(module: nn.Module, prefix: str, x, kernel, init: Callable, of: Callable):
-    """x @ a @ b * alpha / rank beside x @ kernel [in, *features]."""
+    """Compute the low-rank update x @ a @ b * alpha / rank of x @ kernel, with kernel [in, *features]."""
     rank, alpha, between = (
         of("low_rank_adaptation_dim", 32),
         of("low_rank_adaptation_alpha"),
@@ -374,7 +374,7 @@ class Experts(nn.Module):
         tokens = jnp.repeat(x.reshape(-1, 1, width), count, axis=1)
         hidden = CURVES[of("activation_type", "silu")](gate(tokens)) * linear(tokens)
         weights, chosen = chosen_weights(logits, bias, of)
-        # Weights in front of the last product leave its bias as it is.
+        # Weights applied before the last product do not scale its bias.
         factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)
         made = last(hidden * factors[0][..., None])
         y, coeff = (made * factors[1][..., None]).sum(1).reshape(x.shape), of("aux_loss_coeff", 0.0)

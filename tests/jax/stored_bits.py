@@ -102,7 +102,7 @@ def jax_digest(made: Any) -> str:
 
 
 def of_torch(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> Any:
-    """What the PyTorch reference makes of a matrix."""
+    """Quantize a matrix with the PyTorch reference."""
     import torch
 
     from transformer_engine.common.dispatch import use_backend

@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_rejected(name):
 
 
 def test_a_length_that_is_traced_is_cut_to_its_row():
-    """Kernels read as many tokens as they are told, those of the next row among them."""
+    """Without the clamp a kernel would read past its row into the next one."""
 
     def bounds(lengths, offsets):
         made = descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
@@ -305,7 +305,7 @@ def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys)
 
 
 def test_the_layout_of_one_group_is_no_constant():
-    """custom_partitioning, through which a kernel goes on several devices, takes no array of constants."""
+    """custom_partitioning, which runs kernels on several devices, does not support constant arrays."""
     for rows_of_one in (1, 128, 300):
         traced = jax.make_jaxpr(lambda rows=rows_of_one: codes_product.one_group(rows))()
         assert not traced.consts

@@ -76,7 +76,7 @@ def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
 
 
 def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
-    """seen(b, i, j) of a mask's name, in words of its own."""
+    """Return seen(b, i, j) for the name of a mask, written independently of the package."""
 
     def seen(b, i, j):
         n_q, n_k = (lengths_q[b], lengths_k[b]) if "padding" in mask else (queries, keys)

@@ -64,7 +64,7 @@ def _quantizers():
 
 
 def state(value) -> dict[str, object]:
-    """Everything that outlives a call: contexts, switches, random numbers, quantizers, and what the call was given."""
+    """State that outlives a call: contexts, switches, random numbers, quantizers and the call's arguments."""
     arrays = [leaf for leaf in jax.tree.leaves((held(), value)) if isinstance(leaf, (np.ndarray, jax.Array))]
     return {
         "recipe": quantize.get_global_quantize_recipe(),
@@ -165,7 +165,7 @@ def in_groups(**arguments):
 
 
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
-# (what is called with one argument replaced, that argument, its bad values)
+# (function of the replaced argument, name of the argument, its bad values)
 CASES = [
     (lambda x: te.dense.dense(x, ones(8, 2), quantizer_set=held()), "dense x", ARRAYS | SHAPES),
     (lambda k: te.dense.dense(ones(4, 8), k, quantizer_set=held()), "dense kernel", ARRAYS | SHAPES),
@@ -661,7 +661,7 @@ CASES = [
             mask=m,
         ),
         "DotProductAttention mask",
-        {"beside a descriptor": np.zeros((2, 1, 4, 4), bool)},
+        {"together with a descriptor": np.zeros((2, 1, 4, 4), bool)},
     ),
     (
         lambda v: attention.reorder_causal_load_balancing(ones(2, 16), **(DEALT | v)),

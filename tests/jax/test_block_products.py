@@ -16,9 +16,9 @@ from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.operand import Operand
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 CODES, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
 REQUEST = GemmRequest(BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", 90, True)

@@ -101,11 +101,11 @@ def test_threads_share_an_object():
 def test_a_function_may_be_decorated_and_call_itself():
     @te.autocast(True, CURRENT)
     def recipes(depth):
-        """What is in force at every depth."""
+        """The active recipe at every depth."""
         return [get_global_quantize_recipe()] + (recipes(depth - 1) if depth else [])
 
     assert recipes(2) == [CURRENT] * 3
-    assert recipes.__doc__ == "What is in force at every depth."
+    assert recipes.__doc__ == "The active recipe at every depth."
     assert get_global_quantize_recipe() is None
 
 

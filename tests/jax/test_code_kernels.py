@@ -30,9 +30,9 @@ from transformer_engine.jax.primitives.scale_update import triton as scale_updat
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 NAMES, PARAMS = ("silu", "linear"), ActivationParams()
 SPECS = {

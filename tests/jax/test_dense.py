@@ -86,7 +86,7 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
         x_columns, kernel_columns, dy_columns = (
             t.get_tensor(TensorUsage.LHS_TRANS).dequantize() for t in made
         )
-        # Under a Hadamard transform both factors are transformed, which leaves their product as it is.
+        # A Hadamard transform applies to both factors and leaves their product unchanged.
         dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
 

@@ -158,7 +158,7 @@ def test_codes_of_groups_come_back_within_the_format(mode):
     for directions, values in ((rows, x), (stack, kernel)):
         for direction in directions:
             assert relative_error(direction, values) < 0.04
-    # One scale a group: a small group keeps its precision beside a large one.
+    # With one scale per group, a small group keeps its precision next to a large one.
     assert relative_error(whole[32:96], x[32:96]) < 0.04
 
 

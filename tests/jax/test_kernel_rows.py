@@ -14,9 +14,9 @@ from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.primitives import activation as activations
 from transformer_engine.jax.primitives import launching, norm, rope, softmax
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 pytestmark = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 
 
@@ -120,7 +120,9 @@ def test_a_second_derivative_of_a_kernel_is_rejected_with_the_remedy_which_compu
         match=r"a derivative of the kernel \w+(Forward|Backward): .*NVTE_JAX_CUSTOM_CALLS=false",
     ):
         second()
-    with pytest.raises(TypeError, match="forward-mode"):  # JAX's own words, before a rule of ours is asked
+    with pytest.raises(
+        TypeError, match="forward-mode"
+    ):  # JAX raises this before it calls a rule of this package
         jax.jvp(CASES["gelu"][0], (x_of(4, 1, 64),), (x_of(4, 1, 64),))
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     assert np.isfinite(second()).all()

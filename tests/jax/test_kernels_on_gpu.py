@@ -74,7 +74,7 @@ def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
     want = np.asarray(x).max(axis=(1, 2))[:, None]
     np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.map(maximum, x))(x), want)
     if INTERPRETED:
-        return  # what follows is traced, and the interpreter has no trace
+        return  # the following calls are traced, which the interpreter does not support
     np.testing.assert_array_equal(jax.jit(jax.vmap(maximum))(x), want)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("x")
@@ -152,7 +152,7 @@ def x_of(*shape, dtype=jnp.bfloat16, seed=0):
 
 
 def joined(x, gamma, beta, kind):
-    """What goes round a norm is added to it: the norm's kernel adds its gradient."""
+    """Add the residual around a norm to its output: the norm's backward kernel adds the residual's gradient."""
     with bypass(x, True) as residual:
         y = layernorm(x, gamma, beta, kind)
     assert residual.value is not x
@@ -210,7 +210,7 @@ def test_values_and_gradients_are_those_of_the_reference(name, dtype):
     if name.startswith("softmax") and dtype == "bfloat16":
         pytest.skip("scores are float32")
     if dtype == "float32" and rest and rest[0].dtype != np.float32:
-        pytest.skip("gradients of bfloat16 are compared beside values of bfloat16")
+        pytest.skip("cases with bfloat16 values cover bfloat16 gradients")
     x, rest = make(*shape, dtype=jnp.dtype(dtype)), [jnp.asarray(r) for r in rest]
 
     def both(x, *rest):

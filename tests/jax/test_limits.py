@@ -64,7 +64,7 @@ REFUSED = {
         ValueError, "n_groups=1000000000 is above 65536",
         lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, n_groups=MANY),
     ),
-    "a keyword that sets have not": (
+    "an unknown keyword of a set": (
         TypeError, r"QuantizerFactory.create_set\(\) takes no margin=; leave it out",
         lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, margin=1),
     ),
@@ -153,7 +153,7 @@ def test_the_first_expert_may_be_a_traced_number():
 
 
 class OfTwoProcesses(jax.Array):  # pyright: ignore
-    """What is known of an array that is laid over several processes."""
+    """The locally known attributes of an array that is sharded over several processes."""
 
     shape, ndim, dtype, size = (2,), 1, np.dtype(np.int32), 2
     is_fully_addressable = is_fully_replicated = False
@@ -172,7 +172,7 @@ def test_sizes_that_other_processes_hold_are_not_read():
 
 
 def test_sequences_that_other_processes_hold_are_not_read():
-    """Nothing is checked that cannot be read; their numbers are cut to those that kernels look for, as traced ones."""
+    """Values of other processes are not checked; as for traced arrays, they are clamped to the valid range."""
     other, none, here = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
     by_lengths = SequenceDescriptor((other, other), (none, none), (none, none), (none, none))
     by_offsets = SequenceDescriptor((here, here), (other, other), (none, none), (none, none))

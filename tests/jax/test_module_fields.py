@@ -26,7 +26,7 @@ from tests.jax.test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, da
 gaussian, uniform = nn.initializers.normal, nn.initializers.uniform
 CLAMPED = ("clamped_silu", "clamped_linear")
 ADAPTED = {"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 5}
-# Of each field what differs from its default, with what it needs to be seen.
+# For each field, values other than its default, with the fields that they need to have an effect.
 OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
     "num_gqa_groups": ({"num_gqa_groups": 2}, {"num_gqa_groups": 1}),
     "layernorm_type": ({"layernorm_type": "rmsnorm"},),
@@ -120,7 +120,7 @@ BIASED_BY_EXPERT = {
         {"use_ffn_bias": True, "bias_init": uniform(0.3)},
     ),
 }
-# Of the other modules their own fields; what a layer hands down to them is above.
+# The own fields of the other modules; OF_A_LAYER has the fields that a layer passes to them.
 FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
     te_flax.TransformerLayer: OF_A_LAYER,
     te_flax.DenseGeneral: MADE_BY | KERNEL_AXES | {
@@ -256,7 +256,7 @@ CASES = [
     for cls, of_module in FIELDS.items()
     for place, fields in enumerate(covering(of_module))
 ]
-# Fields with tests of their own: what a score_mod excludes is most of the others.
+# Fields with separate tests: a score_mod excludes most other fields.
 ELSEWHERE = {"score_mod", "score_mod_bprop", "dtype"}
 PASSED_ON = {
     # A layer gives its attention these, which the layers above vary.
@@ -326,7 +326,7 @@ def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[An
 
 
 def called(cls: type[nn.Module], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Self-attention is told by one array given twice, which a traced function makes of one argument."""
+    """Pass the same array twice for self-attention; a traced function must do so from one argument."""
     return (arguments[0], *arguments) if cls is te_flax.MultiHeadAttention else arguments
 
 
@@ -393,7 +393,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
 
 
 def near(got: Any, want: Any, least: float, name: str) -> None:
-    # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+    # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
     scale = max(float(np.abs(want).max()), least)
     got, want = np.asarray(got), np.asarray(want)
     np.testing.assert_allclose(got / scale, want / scale, atol=2e-4, rtol=0, err_msg=name)

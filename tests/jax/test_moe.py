@@ -333,4 +333,4 @@ def test_a_bootstrap_holds_later_calls_to_its_sizes():
     np.testing.assert_array_equal(counts, chosen.sum(axis=0))
     np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
     short = ep.ep_dispatch(cfg, picked, x, weights, 5)
-    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # what was dropped is counted
+    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # dropped rows are counted

@@ -52,14 +52,14 @@ from transformer_engine.jax.primitives.partitioning import (
 from transformer_engine.jax.primitives.quantize import quantize
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 
 
 def printed_by(program: str, *options: str) -> tuple[dict, str]:
-    """What a program on eight host devices prints, and what it says on stderr."""
+    """Run a program on eight host devices; return the JSON that it prints and its stderr."""
     printed, said = run_on_host_devices(Path(__file__).with_name(program), *options)
     return json.loads(printed.splitlines()[-1]), said
 
@@ -151,7 +151,7 @@ def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result
 
 @pytest.mark.slow
 def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
-    """By jax's own rules, which refuse a cut of tokens, and keys or lengths that lie otherwise than queries."""
+    """JAX's own rules do not support sharded tokens, or keys and lengths sharded differently from queries."""
     found, _ = printed_by("host_cudnn.py")
     rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"

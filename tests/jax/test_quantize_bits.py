@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("as_users_compile")
 KINDS = ("normal", "spread", "special", "infinite", "large", "small", "zero")
 SHAPES = ((144, 130), (16, 2), (1, 4))
 DTYPES = ("float32", "bfloat16", "float16")
-# One of each kind of scale: what the slow variants repeat for every spec.
+# One spec per kind of scale; slow tests cover all specs.
 CHOSEN = ("float8-e4m3", "nvfp4-hadamard")
 
 # Combinations of what other specs have.
@@ -37,7 +37,7 @@ RARE = ("mxfp8-e5m2", "block2d-power-of-two", "nvfp4-hadamard-unsigned", "nvfp4-
 
 
 def variants(names, choices, always):
-    """Every (spec, choice); those outside of `always` are slow, but for the chosen specs."""
+    """Every (spec, choice); choices outside of `always` are slow, except for the specs in CHOSEN."""
     return [
         pytest.param(
             name,

@@ -1,6 +1,6 @@
-"""Where XLA for a GPU would leave a rounding out, or round what is to stay float32, a barrier stands in the program.
+"""Programs have a barrier where XLA for GPUs would skip a rounding, or round a value that must stay float32.
 
-XLA for a CPU does neither, so that programs for CUDA are read here; one marked gpu is run.
+XLA for CPUs does neither. These tests therefore inspect programs lowered for CUDA; the test marked gpu runs one.
 """
 
 from __future__ import annotations

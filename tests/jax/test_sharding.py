@@ -99,7 +99,7 @@ def test_gradients_and_states_within_shard_map_are_those_of_one_device(facts, la
 
 
 def test_collectives_go_over_the_axes_of_the_resource(facts):
-    """The numbers 0 to 7 on 4 x 2 devices: maximum but for the pipeline, sum over batches, sum over tokens."""
+    """The numbers 0 to 7 on 4 x 2 devices: maximum over all axes but the pipeline's, sums over batches and tokens."""
     assert facts["reduced"] == {"dp and tpsp": [7, 0 + 2 + 4 + 6, 28], "pp and fsdp": [1, 1, 1]}
 
 
@@ -157,7 +157,7 @@ def test_a_mesh_without_a_resource_is_rejected_with_the_remedy(mesh):
 @pytest.mark.parametrize("quantized", [None, False, True])
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
 def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_remedy(mesh, entered, quantized):
-    """Also under an autocast without a mesh_resource, which is no resource of no axes."""
+    """Also under an autocast without a mesh_resource: that differs from a resource without axes."""
     axes = {
         "kernel_axes": (sharding.W_FSDP_AXES, sharding.W_TP_AXES),
         "input_axes": (sharding.BATCH_AXES, None),

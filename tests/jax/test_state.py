@@ -97,7 +97,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("read", [(False, True, True), (True, False, False), (False, False, False)])
 def test_states_of_devices_that_read_nothing_do_not_count(read):
-    """As of copies of `fan_out`: zeros of a branch that a device does not take are no scale."""
+    """As with copies from `fan_out`, zeros from a branch that a device does not take are not scales."""
     scales, maxima = (
         np.asarray([[8.0], [2.0], [4.0]], np.float32),
         np.asarray([[1.0], [4.0], [2.0]], np.float32),
@@ -229,7 +229,7 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
         loss, new = branch(x)
         following = jax.jit(jax.grad(loss), static_argnums=2)(new, x, False)
         layer = following["fp8_metas"]["sometimes"]
-        assert layer["x_scale"] == 0.0  # JAX's gradient of what was not read
+        assert layer["x_scale"] == 0.0  # JAX's gradient of a value that was not read
         as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
         step = jax.jit(jax.value_and_grad(loss))
         got, want = (step(state, x) for state in (following, as_new))
