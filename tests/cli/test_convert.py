@@ -16,7 +16,7 @@ def te(*arguments: object):
     return CliRunner().invoke(cli.application(), ["convert", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_it_goes_both_ways_and_says_how_many_tensors_there_were(tmp_path: Path):
+def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):
     theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
     write_checkpoint(theirs, "llama", most=60_000)
     there = te(theirs, ours)

@@ -125,7 +125,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_checkpoint_that_is_none_is_named_by_resume_and_generate(damage: str, run: Path):
+def test_resume_and_generate_name_an_invalid_checkpoint(damage: str, run: Path):
     DAMAGE[damage](run / "checkpoint")
     before = (run / "checkpoint").read_bytes()
     metrics = (run / "metrics.jsonl").read_bytes()
@@ -185,7 +185,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_where(
     assert not (run / "checkpoint.partial").exists()
 
 
-def test_torchs_own_error_on_a_full_disk_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_torch_on_a_full_disk_reports_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def save(state: Any, file: Any) -> None:
         try:
             full()
@@ -274,13 +274,13 @@ def test_a_bad_option_of_train_is_rejected(options: list[str], text: str, tmp_pa
 
 
 @pytest.mark.parametrize("content", ["[3]", '{"results": 3}', '[{"case": [1]}]', "\udcff", "{"])
-def test_figures_that_are_none_are_named(content: str, tmp_path: Path):
+def test_invalid_figures_are_named(content: str, tmp_path: Path):
     path = tmp_path / "figures.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
     refused(te("bench", "--compare", str(path), str(path)), "figures.json", "te bench --json")
 
 
-def test_figures_that_no_ratio_can_be_made_of_are_left_out(tmp_path: Path):
+def test_figures_without_a_ratio_are_left_out(tmp_path: Path):
     path = tmp_path / "figures.json"
     rows = [{"case": "gemm/a", "gpu_ms": -1.0, "cpu_ms": True}, {"case": "gemm/b", "gpu_ms": 2.0}]
     path.write_text(json.dumps(rows))

@@ -54,7 +54,7 @@ def absent(name: str) -> bool:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_every_name_of_a_client_is_here(client):
+def test_every_name_of_a_client_exists(client):
     missing = []
     for name in CLIENTS[client]["names"]:
         if absent(name):
@@ -66,13 +66,13 @@ def test_every_name_of_a_client_is_here(client):
     assert missing == []
 
 
-def test_every_absence_is_one_that_a_client_asks_for():
+def test_every_listed_absence_is_used_by_a_client():
     names = {name for client in CLIENTS.values() for name in client["names"]}
     for start in ABSENT:
         assert any(name == start or name.startswith(f"{start}.") for name in names), start
 
 
-def test_what_is_told_absent_is_absent():
+def test_names_listed_as_absent_do_not_exist():
     """An entry must be removed once its name exists."""
     for start in ABSENT:
         if start in PRESENT_ALL_THE_SAME:

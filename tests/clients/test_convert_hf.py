@@ -161,7 +161,7 @@ def test_generation_is_the_stock_model_s(family, cache):
     assert torch.equal(ours.generate(prompt, **how), theirs.generate(prompt, **how))
 
 
-def test_padded_batches_and_positions_of_their_own():
+def test_padded_batches_and_given_positions():
     theirs, ours = both()
     tokens = installed.tokens(DEVICE)
     seen = torch.ones_like(tokens)
@@ -321,7 +321,7 @@ def test_attentions_are_recorded_again_after_turning_back(when):
     assert len(made.attentions) == layers and len(made.hidden_states) == layers + 1
 
 
-def test_what_callers_set_and_added_is_there_again_after_turning_back():
+def test_attributes_and_modules_of_callers_survive_turning_back():
     model, tokens = stock().eval(), installed.tokens(DEVICE)
     attention = model.model.layers[0].self_attn
     attention.scaling, attention.is_causal, attention.attention_dropout = 0.9, False, 0.25
@@ -354,7 +354,7 @@ def test_states_of_a_recipe_come_back_with_a_state_dict(recipe):
     assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
-def test_copies_and_pickles_are_models_of_their_own():
+def test_copies_and_pickles_are_independent_models():
     model = te.convert_hf(stock(), recipe=Float8CurrentScaling())
     tokens = installed.tokens(DEVICE)
     expected = model(tokens).logits
@@ -391,7 +391,7 @@ def test_a_compiler_traces_a_converted_model_whole():
     assert model.model.layers[0].mlp.fc1_weight.grad is not None
 
 
-def test_what_cannot_be_converted_is_named():
+def test_an_unsupported_model_or_layer_is_named():
     import transformers
 
     gpt2 = transformers.GPT2LMHeadModel(

@@ -161,7 +161,7 @@ def test_logits_and_gradients_are_the_stock_ones(family, way, side):
 
 
 @pytest.mark.parametrize("side", list(PADDING))
-def test_layers_that_see_everything_do_so_though_each_knows_the_window(side):
+def test_full_attention_layers_ignore_the_window(side):
     """Exaone 4 passes the model's sliding_window to every layer, and a mask only to sliding layers."""
     import transformers
 

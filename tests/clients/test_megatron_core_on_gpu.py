@@ -121,7 +121,7 @@ def test_multi_latent_attention_trains(recipe):
     assert_trains(of(f"latent {recipe}"))
 
 
-def test_a_distributed_checkpoint_goes_on():
+def test_a_distributed_checkpoint_continues():
     found = of("checkpoint")
     assert_alike(found["found"], found["expected"], 1e-3)
 
@@ -143,6 +143,6 @@ def test_two_gpus_hold_two_experts_each():
 
 
 @two
-def test_two_gpus_go_on_from_a_distributed_checkpoint():
+def test_two_gpus_continue_from_a_distributed_checkpoint():
     found = of("two data-parallel checkpoint", 2)
     assert_alike(found["found"], found["expected"], 1e-3)

@@ -98,7 +98,7 @@ def test_the_recipe_of_quantized_parameters_is_there_after_construction(name, de
     assert layer.fp8_meta["recipe"].mxfp8()
 
 
-def test_codes_of_mxfp8_are_no_views_and_may_lie_in_a_callers_buffer():
+def test_codes_of_mxfp8_are_not_views_and_may_use_a_callers_buffer():
     chosen = recipe.MXFP8BlockScaling()
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=chosen):
@@ -235,7 +235,7 @@ def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
-def test_a_replaced_step_of_an_autograd_class_gets_input_and_weight_by_name(name, grad):
+def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad):
     """As nvidia-modelopt quantizes them: it looks for the parameters called inp and weight, or the trailing tensors."""
     owner = linear._Linear if name == "Linear" else grouped_linear._GroupedLinear
     torch.manual_seed(0)
@@ -282,7 +282,7 @@ def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
 
 
-def test_an_operation_of_ones_own_is_a_module():
+def test_a_custom_operation_is_a_module():
     class Double(BasicOperation):
         def op_forward(self, ctx, input_, **options):
             return 2 * input_
@@ -301,7 +301,7 @@ def test_an_operation_of_ones_own_is_a_module():
         operation.set_extra_state(torch.ones(3, dtype=torch.uint8))
 
 
-def test_parts_of_a_split_are_views_and_gradients_that_lie_together_are_not_copied():
+def test_parts_of_a_split_are_views_and_adjacent_gradients_are_not_copied():
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     parts = SplitAlongDim.apply(x, 1, [4, 6])
     assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
@@ -325,7 +325,7 @@ def test_contexts_of_recomputation_serve_torchs_checkpoint():
     assert x.grad.isfinite().all()
 
 
-def test_preparing_what_is_not_sharded_is_rejected():
+def test_preparing_an_unsharded_module_is_rejected():
     with pytest.raises(TypeError, match="FullyShardedDataParallel"):
         prepare_te_modules_for_fsdp(te.Linear(32, 32))
 

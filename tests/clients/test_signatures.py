@@ -192,7 +192,7 @@ def test_an_overlap_flag_changes_no_result(device):
     assert torch.equal(plain(x), flagged(x))
 
 
-def test_hooks_are_called_by_keyword(device):
+def test_hooks_are_called_with_keywords(device):
     layer = te.Linear(16, 16, delay_wgrad_compute=True, device=device)
     called = []
     layer.register_wgrad_accumulation_and_reduce_hooks(
@@ -221,7 +221,7 @@ def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
         to(x, cu_seqlens, 2, 13 if module is tex else 1)
 
 
-def test_a_score_mod_gets_its_tensors_by_name(device):
+def test_a_score_mod_gets_its_tensors_as_keywords(device):
     q, k, v = (torch.randn(2, 8, 2, 16, device=device, requires_grad=True) for _ in range(3))
     table = torch.randn(2, device=device, requires_grad=True)
 

@@ -117,7 +117,7 @@ def test_timescales_may_fall():
     np.testing.assert_allclose(got, np.concatenate((z.real, z.imag), -1), atol=1e-6)
 
 
-def test_a_head_may_be_of_another_width_than_the_module_says():
+def test_a_head_width_may_differ_from_the_field_of_the_module():
     """head_dim gives the scale alone."""
     q, k, v = drawn(3, 1, 4, 2, 8)
     got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply({}, q, k, v, deterministic=True)
@@ -137,7 +137,7 @@ def test_names_of_bias_types_are_taken_in_any_case():
     np.testing.assert_array_equal(lower, upper)
 
 
-def test_no_mesh_resource_may_be_guarded():
+def test_a_guard_accepts_none_as_its_resource():
     with (
         sharding.global_shard_guard(te.MeshResource()),
         sharding.global_shard_guard(None),
@@ -155,7 +155,7 @@ def test_quantized_operands_are_multiplied_below_the_api():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_quantizer_of_a_plain_operand_is_used_beside_a_quantized_one():
+def test_product_quantizes_its_plain_operand_with_the_given_quantizer():
     x, kernel = drawn(16, 32), drawn(32, 8, seed=1)
     one, other = (
         QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)

@@ -67,7 +67,7 @@ NO_MEMBERS = {
 
 
 @pytest.mark.parametrize("name", NO_MEMBERS)
-def test_what_is_no_member_is_rejected(name):
+def test_a_value_outside_of_its_enumeration_is_rejected(name):
     with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is not an? \w+; give one of "):
         NO_MEMBERS[name]()
 
@@ -198,13 +198,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_rejected(name):
+def test_inconsistent_arguments_are_rejected(name):
     sentence, call = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         call()
 
 
-def test_a_length_that_is_traced_is_cut_to_its_row():
+def test_a_traced_length_is_clamped_to_its_row():
     """Without the clamp a kernel would read past its row into the next one."""
 
     def bounds(lengths, offsets):
@@ -225,7 +225,7 @@ def test_a_length_that_is_traced_is_cut_to_its_row():
 
 
 @pytest.mark.parametrize("call", ["fused", "layer"])
-def test_sequences_behind_the_greatest_number_are_padding_where_they_are_traced(call):
+def test_traced_sequences_above_the_maximum_are_padding(call):
     """Kernels look for sequences 1 to n; the plain operations would see others, and backends differ in silence."""
     query, key, value = rows(5, 3, 2, 6, 2, 8)
     ids, places = np.asarray([[1, 1, 2, 2, 3, 3]] * 2), np.asarray([[0, 1] * 3] * 2)
@@ -274,7 +274,7 @@ def test_a_causal_mask_with_a_window_reads_the_mask_that_it_is_given(environment
     np.testing.assert_allclose(fused, out, rtol=2e-5, atol=2e-6)
 
 
-def test_a_step_behind_the_cache_is_no_number_where_the_index_is_traced():
+def test_a_step_past_the_cache_is_nan_for_a_traced_index():
     model = te_flax.MultiHeadAttention(head_dim=4, num_attention_heads=2)
     x = rows(1, 1, 3, 8)
     variables = unboxed_variables(model, x, x, deterministic=True, decode=True)
@@ -296,7 +296,7 @@ def test_a_step_behind_the_cache_is_no_number_where_the_index_is_traced():
         model.apply(given, half, half, deterministic=True, decode=True, mutable=["cache"])
 
 
-def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys):
+def test_an_empty_array_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jax.block_until_ready(jax.jit(lambda x: experimental.inspect_array(x, "empty") * 2)(jnp.zeros((0, 3))))
     jax.effects_barrier()
@@ -304,7 +304,7 @@ def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys)
     assert next(tmp_path.glob("*_empty.bin")).read_bytes() == b""
 
 
-def test_the_layout_of_one_group_is_no_constant():
+def test_the_layout_of_one_group_is_computed_in_the_program():
     """custom_partitioning, which runs kernels on several devices, does not support constant arrays."""
     for rows_of_one in (1, 128, 300):
         traced = jax.make_jaxpr(lambda rows=rows_of_one: codes_product.one_group(rows))()

@@ -270,7 +270,7 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tokens_of_nobody_are_cleared_and_others_stay(dtype):
+def test_padding_tokens_are_zeroed_and_others_unchanged(dtype):
     x = array(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
     seen = array(np.random.default_rng(2).random((2, 21)) < 0.7)
     seen = seen.at[1].set(True)

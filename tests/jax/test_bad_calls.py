@@ -819,11 +819,11 @@ def test_a_bad_call_is_rejected_in_a_sentence_and_changes_nothing(call, value):
     assert [name for name in before if before[name] != after[name]] == []
 
 
-def test_there_are_three_hundred():
+def test_there_are_three_hundred_bad_calls():
     assert len(CALLS) >= 300
 
 
-def test_a_good_call_changes_what_is_looked_at():
+def test_a_good_call_changes_the_compared_state():
     before = state(None)
     quantizer_call()
     with te.autocast(True, mesh_resource=te.MeshResource(dp_resource="dp")):

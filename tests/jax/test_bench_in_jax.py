@@ -82,7 +82,7 @@ def test_every_quantization_makes_codes_of_both_directions(kind: str):
     assert {made.rowwise_tensor.data.shape, made.colwise_tensor.data.shape} <= {(256, 512), (512, 256)}
 
 
-def test_a_call_takes_the_state_that_the_call_before_has_left():
+def test_a_call_takes_the_state_of_the_previous_call():
     workload = JAX.workload(small("dense", "delayed"), CPU)
     with workload.context():
         call = jax_workload._CompiledCall(workload, backward=True)
@@ -109,7 +109,7 @@ def test_both_frameworks_start_a_kernel_of_every_family_from_the_same_record():
         assert "triton_kernel_call_ffi" in text, case.name
 
 
-def test_a_program_comes_out_of_the_cache_on_disk_once_it_was_compiled():
+def test_a_compiled_program_is_read_from_the_disk_cache():
     before = jax.config.jax_compilation_cache_dir
     workload = JAX.workload(small("dense", "bf16"), CPU)
     with jax_workload._cache_on_disk():
@@ -154,12 +154,12 @@ def test_where_torch_s_sleep_is_not_seen_a_call_has_the_mean(monkeypatch):
     assert jax_workload._calls(planes_of()) == []
 
 
-def test_they_are_measured_where_they_are_named():
+def test_jax_providers_are_measured_only_on_request():
     assert not {"jax", "xla"} & {provider.name for provider in _providers(None)}
     assert [provider.name for provider in _providers(["xla", "jax"])] == ["jax", "xla"]
 
 
-def test_a_device_that_one_framework_alone_has_is_rejected(cpu_alone):
+def test_a_device_that_only_one_framework_has_is_rejected(cpu_alone):
     assert JAX.unavailable_reason(CPU) is None
     assert (
         JAX.unavailable_reason(torch.device("cuda"))
@@ -230,7 +230,7 @@ def test_a_row_with_an_error_is_a_goal_that_is_not_measured(key: str):
     assert all(goal.reached is None for goal in differ)
 
 
-def test_two_devices_are_held_to_one_alone(tmp_path: Path, monkeypatch):
+def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
     def layer(layout, *sizes) -> float:
         if layout.name == "one":
             raise ValueError("out of memory")

@@ -67,7 +67,7 @@ def cast_launch(records: bool):
 
 
 @needs_bridge
-def test_outputs_are_results_and_what_is_written_in_place_is_aliased():
+def test_outputs_are_results_and_arrays_written_in_place_are_aliased():
     def call(x, scale, record):
         return launching.run(cast_launch(True), [x, scale, record])
 
@@ -134,7 +134,7 @@ def test_tables_of_addresses_are_rejected():
 
 
 @needs_bridge
-def test_whole_numbers_that_are_one_become_constants():
+def test_integers_equal_to_one_become_constants():
     from transformer_engine.common.kernels.compiled import compiled
 
     launch = cast_launch(True)

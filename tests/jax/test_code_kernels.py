@@ -96,7 +96,7 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
             assert kernel.in_parts.results(*operands)[place].dtype == jnp.float32, name
 
 
-def test_what_wraps_a_kernel_knows_its_results_as_the_kernel_does():
+def test_wrapped_kernels_keep_the_facts_of_the_kernel():
     """The maximum of parts, where one of them forgot it, would be a device's own."""
     for case, kernel, operands in kernels_with_operands():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
@@ -153,7 +153,7 @@ def test_both_products_of_an_mlp_advance_their_states():
             assert float(quantizer.amax_history[-1]) > 0 and float(quantizer.scale[0]) > 0
 
 
-def test_what_a_kernel_does_not_quantize_has_a_reason(monkeypatch):
+def test_unsupported_quantization_has_a_reason(monkeypatch):
     for module in ("activation.triton", "quantize.triton"):
         monkeypatch.setattr(
             f"transformer_engine.jax.primitives.{module}.unsupported_on", lambda platform, name: None

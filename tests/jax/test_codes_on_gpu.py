@@ -61,7 +61,7 @@ def assert_equal(pairs, name: str) -> None:
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "delayed rows", "delayed from 0", "current", "blocks of rows"])
-def test_a_norm_makes_the_codes_of_what_it_would_store(name, centered):
+def test_codes_of_a_norm_equal_those_of_its_output(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
 
@@ -73,7 +73,7 @@ def test_a_norm_makes_the_codes_of_what_it_would_store(name, centered):
 
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
 @pytest.mark.parametrize("name", SPECS)
-def test_an_activation_makes_the_codes_of_what_it_would_store(name, names):
+def test_codes_of_an_activation_equal_those_of_its_output(name, names):
     x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(12, 12, len(names), 256)
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1)).reshape(12, 12, 256)
     params = ActivationParams()

@@ -67,7 +67,7 @@ def test_steps_give_the_rows_of_the_whole(name):
     ("kind", "window"), [("padding_causal", None), ("causal", (3, 0)), ("causal", None), ("causal", (-1, -1))]
 )
 @pytest.mark.sampled(2)
-def test_steps_read_a_mask_where_the_whole_does(kind, window):
+def test_steps_apply_their_row_of_the_mask(kind, window):
     model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
@@ -105,7 +105,7 @@ def test_a_quantized_layer_decodes_near_the_whole():
     np.testing.assert_array_equal(first, whole[:, :1])
 
 
-def test_what_does_not_fit_the_cache_is_rejected_with_the_remedy():
+def test_tokens_that_exceed_the_cache_are_rejected_with_the_remedy():
     model = te_flax.MultiHeadAttention(4, 4)
     x = ones((2, 2, HIDDEN))
     variables = drawn_variables(model, x, x, decode=True, deterministic=True)

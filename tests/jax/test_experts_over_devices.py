@@ -94,7 +94,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
 
 
-def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
+def test_a_data_axis_missing_from_the_mesh_is_rejected():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("ep",))
     model = te_flax._MoEBlock(
         num_experts=2,

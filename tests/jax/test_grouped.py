@@ -91,7 +91,7 @@ def test_gradients_of_biases_in_halves_are_added_up_in_float32():
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_group_has_the_bits_of_a_product_of_its_own(name):
+def test_a_group_equals_a_separate_product(name):
     x, kernel, dy, _ = inputs()
     with te.autocast(True, RECIPES[name][0]):
         quantizers, own = QuantizerFactory.create_set(n_groups=3), QuantizerFactory.create_set()
@@ -104,7 +104,7 @@ def test_a_group_has_the_bits_of_a_product_of_its_own(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
-def test_every_group_advances_a_state_of_its_own():
+def test_every_group_advances_its_own_state():
     x, kernel, _, _ = inputs()
     with te.autocast(True, RECIPES["delayed"][0]):
         quantizers = QuantizerFactory.create_set(n_groups=3)
@@ -162,7 +162,7 @@ def test_codes_of_groups_come_back_within_the_format(mode):
     assert relative_error(whole[32:96], x[32:96]) < 0.04
 
 
-def test_the_module_of_grouped_products_keeps_a_state_a_group():
+def test_the_grouped_module_keeps_one_state_per_group():
     x, kernel, _, _ = inputs()
     module = te_flax.make_grouped_dense_cls(RECIPES["delayed"][0])
     variables = drawn_variables(module, x, kernel, jnp.asarray(SIZES))

@@ -68,7 +68,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], 
     return done.stdout.splitlines(), done.stdout + done.stderr, done.returncode, folder
 
 
-def test_the_jax_side_works_without_torch_and_asks_for_no_device(without_torch):
+def test_the_jax_side_works_without_torch_and_initializes_no_device(without_torch):
     lines, output, _, _ = without_torch
     assert lines[:1] == ["[]"], output
 
@@ -152,7 +152,7 @@ def test_a_run_without_jax_says_what_to_install(tmp_path):
 
 
 @pytest.mark.parametrize(("missing", "extra"), [(("typer",), "cli"), (("typer", "torch"), "cli-jax")])
-def test_a_command_beside_jax_alone_is_not_told_to_install_torch(missing, extra):
+def test_a_command_with_jax_alone_does_not_suggest_torch(missing, extra):
     done = run(
         "".join(BLOCK.format(name=name) for name in missing)
         + "from transformer_engine.cli import main; main()"

@@ -51,7 +51,7 @@ def test_second_a_kernel_runs_and_its_result_begins_at_zero():
         assert amax.shape == (1,) and float(amax[0]) == 3.0
 
 
-def test_third_what_a_kernel_writes_in_place_is_its_last_result():
+def test_third_an_array_that_a_kernel_writes_in_place_is_its_last_result():
     from transformer_engine.common.kernels import cast
 
     launch = cast.cast((64, 128), E4M3, True, True, records=True)
@@ -117,7 +117,7 @@ def test_codes_and_scales_have_the_bytes_of_the_torch_reference(name, dtype):
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", SPECS)
-def test_one_direction_alone_has_them_too(name, direction):
+def test_one_direction_alone_equals_the_torch_reference(name, direction):
     only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
     spec = dataclasses.replace(SPECS[name], **only)
     if fits(spec, (48, 62)):
@@ -125,7 +125,7 @@ def test_one_direction_alone_has_them_too(name, direction):
 
 
 @pytest.mark.parametrize("scale", [0.37, 2.0**40])
-def test_a_given_scale_is_used_and_the_maximum_found_on_the_way(scale):
+def test_a_given_scale_is_used_and_the_maximum_recorded(scale):
     compare(
         "given", QuantizeSpec(FLOAT8, E4M3, columnwise=True), matrix("spread", (33, 40), "float32"), scale
     )

@@ -106,14 +106,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_rejected(name):
+def test_values_beyond_their_limits_are_rejected(name):
     error, sentence, call = REFUSED[name]
     with pytest.raises(error, match=sentence):
         call()
 
 
 @pytest.mark.parametrize("margin", [-126, 127, np.int64(2), np.float32(1.5)])
-def test_margins_within_are_computed_with(margin):
+def test_margins_within_the_limits_scale_by_powers_of_two(margin):
     if not isinstance(margin, np.float32):
         assert recipe.DelayedScaling(margin=margin).margin == margin
     made = delayed(1, 4, margin=margin).advanced(jnp.full(1, 448.0))
@@ -123,11 +123,11 @@ def test_margins_within_are_computed_with(margin):
 @pytest.mark.parametrize(
     ("scale", "history"), [((1,), (1,)), ((3,), (3, 4)), ((2, 1), (2, 4)), ((2, 3), (2, 3, 4))]
 )
-def test_states_of_one_of_several_and_of_layers_that_a_scan_stacks_are_taken(scale, history):
+def test_states_of_groups_and_of_scanned_layers_are_accepted(scale, history):
     assert delayed(scale, history).amax_history.shape == history
 
 
-def test_a_history_of_another_length_than_the_recipe_s_goes_on_at_its_own():
+def test_a_history_keeps_its_length_under_a_recipe_with_another():
     x, layer = jnp.full((8, 16), 3.0), te_flax.DenseGeneral(features=4)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=3)):
         variables = unboxed_variables(layer, x)
@@ -198,7 +198,7 @@ def test_a_cache_whose_index_other_processes_hold_is_not_read():
         full._check(step, step)
 
 
-def test_a_window_may_be_of_numpy_s_numbers():
+def test_a_window_may_hold_numpy_integers():
     np.testing.assert_array_equal(attend(window_size=(np.int64(1), np.int32(0))), attend(window_size=(1, 0)))
 
 
@@ -208,7 +208,7 @@ class Renamed(te_flax.DenseGeneral):
     axis_name: tuple[str, ...] = ("a", "b")
 
 
-def test_a_subclass_has_fields_of_its_own():
+def test_a_subclass_may_add_fields():
     layer = Renamed(features=4)
     assert jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 8)))["params"][
         "kernel"
@@ -225,7 +225,7 @@ def test_a_subclass_has_fields_of_its_own():
         ("a",),
     ],
 )
-def test_specs_of_every_form_lay_an_array_and_leave_its_values(pspec):
+def test_specs_of_every_form_keep_the_values_of_an_array(pspec):
     mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         x = jnp.arange(8.0).reshape(2, 4)

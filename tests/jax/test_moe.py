@@ -147,7 +147,7 @@ def test_gradients_go_the_way_of_the_tokens():
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_behind_the_buffer_are_dropped():
+def test_rows_beyond_the_buffer_are_dropped():
     x = ones((T, H))
     _, chosen = router.fused_topk_with_score_function(logits(), 2)
     rows, _, row_id_map, _, _ = permutation.token_dispatch(x, chosen, 10)
@@ -233,7 +233,7 @@ def test_a_mixture_is_every_expert_weighted(early):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
+def test_the_block_has_one_state_per_product_and_expert():
     x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(
         num_experts=E, intermediate_size=F, use_ffn_bias=True, use_expert_routing_bias=True,

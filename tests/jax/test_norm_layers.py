@@ -81,7 +81,7 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_the_gradient_that_goes_round_a_norm_is_rounded_once_with_the_norms_own(kind):
+def test_a_residual_gradient_and_that_of_a_norm_are_rounded_once(kind):
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy, add = (normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
     gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
@@ -132,7 +132,7 @@ def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products
 @pytest.mark.parametrize(
     "fields", [{"apply_residual_connection_post_layernorm": True}, {"output_layernorm": True}]
 )
-def test_what_no_norm_takes_along_goes_round_as_it_is(fields):
+def test_a_residual_around_no_norm_is_added_unchanged(fields):
     """Where the residual is a norm's result, or nothing is normalised in front of the attention."""
     layer = te_flax.TransformerLayer(
         hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,

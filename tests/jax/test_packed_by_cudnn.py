@@ -82,7 +82,7 @@ def stand_in(monkeypatch):
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_rows_and_their_gradients_are_zero_where_nobody_is(causal):
+def test_packed_rows_and_their_gradients_are_zero_at_padding(causal):
     assert cudnn_packed.part_failure() is None
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dout = (

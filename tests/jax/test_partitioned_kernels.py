@@ -64,7 +64,7 @@ def printed_by(program: str, *options: str) -> tuple[dict, str]:
     return json.loads(printed.splitlines()[-1]), said
 
 
-def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
+def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
     found, said = printed_by("host_kernels.py")
     warned = [line for line in said.splitlines() if "UserWarning: a program over several devices" in line]
     assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], "programs without a mesh say so once"
@@ -84,7 +84,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str)
-def test_what_devices_of_a_layer_exchange(options):
+def test_layers_exchange_only_the_expected_arrays(options):
     """No kernel under tensor parallelism, and of a kernel whose parts devices hold its codes alone.
 
     Of blocks scales too, one for 16 or 32 elements, where several axes are the rows or columns of a matrix.
@@ -139,9 +139,7 @@ def proposed(spec, *shape):
         ((None, "tp"), (), (), "k", ("tp",)),
     ],
 )  # fmt: skip
-def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result_wants(
-    a, b, out, cuts, reduced
-):
+def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out, cuts, reduced):
     operands, results = [proposed(a, 16, 32), proposed(b, 24, 32)], [proposed(out, 16, 24)]
     placed = placement(ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results)
     wanted = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
@@ -150,7 +148,7 @@ def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result
 
 
 @pytest.mark.slow
-def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
+def test_attention_of_cudnn_takes_arrays_with_other_shardings():
     """JAX's own rules do not support sharded tokens, or keys and lengths sharded differently from queries."""
     found, _ = printed_by("host_cudnn.py")
     rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
@@ -163,7 +161,7 @@ def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
 
 
 @needs_bridge
-def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
+def test_attention_of_a_sharded_sequence_runs_kernels_of_one_device():
     """Three blocks forward and three of three kernels backward; no array is larger than the queries, scores least.
 
     With a causal window that reaches one chunk, two blocks; with a window to both sides, three.
@@ -184,7 +182,7 @@ def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
         assert "tokens over devices" not in found["explained"][taken]
 
 
-def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
+def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
     assert ParsedRule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
@@ -311,7 +309,7 @@ def test_contracted_axes_that_differ_have_a_reason():
 @needs_bridge
 @pytest.mark.parametrize("depth", [128, 512])
 @pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
-def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
+def test_products_of_codes_may_be_sharded(forms, depth, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     assert not jax.make_jaxpr(lambda: one_group(300))().consts, "jax partitions no function with a constant"
     mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
@@ -337,7 +335,7 @@ def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
         ({"n": 0}, "a product without elements"),
     ],
 )  # fmt: skip
-def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not(change, sentence):
+def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sentence):
     codes = jnp.dtype(jnp.float8_e4m3fn)
     request = GemmRequest(
         formats.MXFP8, formats.MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True
@@ -398,7 +396,7 @@ def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["lengths", "packed"])
 @pytest.mark.sampled(2)
-def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, groups, monkeypatch):
+def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_sharded(kind, groups, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     q, k = ones((2, 64, 4, 32), jnp.bfloat16), ones((2, 64, groups, 32), jnp.bfloat16)
     offset = zeros((1, 4, 1, 1))
@@ -417,7 +415,7 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, group
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_our_attention_does_not_take_has_a_reason(monkeypatch):
+def test_unsupported_attention_has_a_reason(monkeypatch):
     monkeypatch.setattr(
         "transformer_engine.jax.primitives.attention.triton.unsupported_on", lambda platform, name: None
     )

@@ -119,7 +119,7 @@ def test_without_a_recipe_second_derivatives_are_those_of_differences(operation)
     np.testing.assert_allclose(found, (high - low) / 2e-2, rtol=2e-2)
 
 
-def test_what_is_like_an_array_copies_nothing_of_it_where_nothing_is_jitted():
+def test_an_eager_placeholder_of_an_array_copies_no_elements():
     """An axis in front, cut away again, was a copy of every kernel of an eager step."""
     (x,) = arrays((64, HIDDEN))
     steps = jax.make_jaxpr(like)(x).eqns
@@ -127,7 +127,7 @@ def test_what_is_like_an_array_copies_nothing_of_it_where_nothing_is_jitted():
     assert like(x).shape == (0, 64, HIDDEN) and like(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_what_goes_past_the_codes_is_differentiated():
+def test_derivatives_that_bypass_the_codes_are_computed():
     """A gradient that is used, and not differentiated, does not raise the error."""
     (x,) = arrays((64, HIDDEN))
     y_of = functions(recipe.Float8CurrentScaling())["layernorm_mlp"]
