@@ -62,8 +62,8 @@ def main() -> None:
     ]
     rows = []
     for step in chosen_of(steps, chosen.only):
-        refusal = step.unsupported_reason()
-        figures = measured(step) if refusal is None else {"skipped": refusal}
+        unsupported = step.unsupported_reason()
+        figures = measured(step) if unsupported is None else {"skipped": unsupported}
         rows.append({"case": step.name, **figures})
         print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     write(chosen.json, rows=rows)

@@ -96,7 +96,7 @@ def test_plain_torch_does_the_same_work(family: str, device: torch.device):
                 assert ours.function(*ours.inputs, **ours.keywords).shape == expected
 
 
-def test_a_training_step_fills_the_gradients_anew():
+def test_a_training_step_replaces_the_gradients():
     module = torch.nn.Linear(4, 4)
     step = Workload(module, (torch.randn(2, 4),)).step(backward=True)
     torch.manual_seed(0)
@@ -238,7 +238,7 @@ def test_a_table_has_the_columns_that_a_row_fills():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_on_a_cpu_the_command_says_so():
+def test_the_command_reports_figures_of_a_cpu():
     result = te("--family", "rope", "--recipe", "bf16")
     assert "the figures are a CPU's" in result.output
     assert "without torch.compile: compiling for a CPU" in result.output
@@ -334,7 +334,7 @@ def test_attention_has_packed_wide_and_fp8_cases():
     assert {case.recipe for case in found.values()} == {"bf16", "delayed", "current"}
 
 
-def test_the_backward_of_an_fp8_attention_is_as_its_case_says(device: torch.device, monkeypatch):
+def test_the_backward_of_an_fp8_attention_has_the_precision_of_its_case(device: torch.device, monkeypatch):
     """In FP8 it quantizes dO, whose slot of the scaling state then has a largest value."""
     monkeypatch.setenv("TE_EMULATE", "1")
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")

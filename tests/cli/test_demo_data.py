@@ -65,7 +65,7 @@ def test_batches_start_at_the_positions_that_torch_draws(seed: int, step: int, f
 
 @pytest.mark.parametrize("last", [7, 3333, 654_321, 12_345_678])
 @pytest.mark.parametrize("count", [32, 64, 1024])
-def test_validation_has_the_position_that_torch_draws(last: int, count: int):
+def test_validation_positions_equal_torch_linspace(last: int, count: int):
     assert np.array_equal(_spaced(last, count), torch.linspace(0, last, count).long().numpy())
 
 

@@ -379,7 +379,7 @@ def test_frozen_weights_stay_frozen_both_ways():
 
 
 @pytest.mark.slow
-def test_a_compiler_traces_a_converted_model_whole():
+def test_a_converted_model_compiles_as_one_graph():
     model = te.convert_hf(stock(num_hidden_layers=1), recipe=Float8CurrentScaling())
     tokens = installed.tokens(DEVICE)
     expected = model(tokens, labels=tokens, use_cache=False).loss

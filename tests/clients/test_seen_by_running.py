@@ -134,7 +134,7 @@ def test_mxfp8_tensors_say_that_their_scales_are_not_swizzled():
         build(with_gemm_swizzled_scales=True)
 
 
-def test_one_weight_is_processed_after_a_gather_as_a_list_of_them():
+def test_post_processing_after_a_gather_takes_a_single_weight():
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=torch.device("cpu"))
     weight = quantizer(torch.randn(32, 32))
     weight.update_usage(columnwise_usage=False)
@@ -201,8 +201,8 @@ def test_a_replaced_general_gemm_makes_every_product(name):
 def test_a_replaced_product_rejects_quantized_operands():
     layer = te.Linear(32, 32)
     own = partial(cpp_extensions.general_gemm)
-    refused = pytest.raises(NotImplementedError, match="restore the original")
-    with replaced(linear, "general_gemm", own), refused, te.autocast():
+    rejected = pytest.raises(NotImplementedError, match="restore the original")
+    with replaced(linear, "general_gemm", own), rejected, te.autocast():
         layer(torch.randn(16, 32, device=DEVICE))
 
 

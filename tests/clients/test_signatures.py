@@ -192,7 +192,7 @@ def test_an_overlap_flag_changes_no_result(device):
     assert torch.equal(plain(x), flagged(x))
 
 
-def test_hooks_are_called_with_keywords(device):
+def test_hooks_are_registered_by_keyword(device):
     layer = te.Linear(16, 16, delay_wgrad_compute=True, device=device)
     called = []
     layer.register_wgrad_accumulation_and_reduce_hooks(
@@ -204,7 +204,7 @@ def test_hooks_are_called_with_keywords(device):
 
 
 @pytest.mark.parametrize("module", [tex, None], ids=["extension", "package"])
-def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
+def test_packed_sequences_convert_to_the_order_of_ranks_and_back(module, device):
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     x = torch.arange(12.0, device=device)[:, None]

@@ -310,7 +310,7 @@ def test_an_argument_other_than_a_model_is_rejected():
         inject_te_attention(None)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_model_without_a_known_layout_says_so(caplog):
+def test_a_model_without_a_known_layout_warns(caplog):
     model = nn.Sequential(nn.Linear(4, 4))
     with caplog.at_level(logging.WARNING):
         inject_te_attention(model)
@@ -462,7 +462,7 @@ def test_inference_mode_reads_masks_anew():
         torch.testing.assert_close(injected(x, mask=mask), stock(x, mask=mask), **ATTENDED)
 
 
-def test_counters_are_logged_when_asked_for(monkeypatch, caplog):
+def test_counters_are_logged_on_request(monkeypatch, caplog):
     monkeypatch.setenv("TE_ATTENTION_LOG_EVERY", "2")
     _, injected = pair()
     with caplog.at_level(logging.INFO):

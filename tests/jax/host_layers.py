@@ -91,11 +91,11 @@ def as_on_cuda() -> None:
     def unsupported_reason(request) -> str | None:
         return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
 
-    def refuses_blocks(request) -> str | None:
+    def blocks_unsupported_reason(request) -> str | None:
         return decoded.unsupported_reason(dataclasses.replace(request, platform="cuda"))
 
     scaled = Backend("scaled", unsupported_reason=unsupported_reason, bind=lambda request: float8.run_scaled)
-    blocks = Backend("decoded", unsupported_reason=refuses_blocks, bind=decoded.BACKEND.bind)
+    blocks = Backend("decoded", unsupported_reason=blocks_unsupported_reason, bind=decoded.BACKEND.bind)
     gemm.TABLE = Table("jax_gemm", (scaled, blocks, reference.DOT, reference.BACKEND))
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
 

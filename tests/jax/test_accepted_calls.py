@@ -52,7 +52,7 @@ def test_a_softmax_that_reads_no_mask_ignores_it_with_one_warning(kind):
         np.testing.assert_array_equal(one, softmax(scores, None, 0.5, kind))
 
 
-def test_an_unknown_scope_adapts_nothing_with_a_warning():
+def test_an_unknown_scope_warns_and_adapts_nothing():
     with pytest.warns(UserWarning, match="low_rank_adaptation_scope='some' is unknown"):
         assert _canonicalize_lora_scope("some") == LoRAScope()
 
@@ -125,7 +125,7 @@ def test_a_head_width_may_differ_from_the_field_of_the_module():
     np.testing.assert_allclose(got, jnp.einsum("bhqk,bkhd->bqhd", weights, v), atol=1e-5)
 
 
-def test_names_of_bias_types_are_taken_in_any_case():
+def test_names_of_bias_types_are_case_insensitive():
     q, k, v = drawn(3, 1, 4, 2, 8)
     bias = drawn(1, 2, 4, 4, seed=3)
     lower, upper = (

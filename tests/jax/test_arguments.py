@@ -72,7 +72,7 @@ def test_a_value_outside_of_its_enumeration_is_rejected(name):
         NO_MEMBERS[name]()
 
 
-REFUSED = {
+INCONSISTENT = {
     "a length behind its row": (
         "a sequence ends after token 5 of a row of 4",
         lambda: attend(attn_mask_type=PADDING, sequence_descriptor=descriptor([5, 2])),
@@ -197,9 +197,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", INCONSISTENT)
 def test_inconsistent_arguments_are_rejected(name):
-    sentence, call = REFUSED[name]
+    sentence, call = INCONSISTENT[name]
     with pytest.raises(ValueError, match=sentence):
         call()
 

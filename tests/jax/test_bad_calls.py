@@ -807,12 +807,12 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "value"), CALLS)
-def test_a_bad_call_is_rejected_in_a_sentence_and_changes_nothing(call, value):
+def test_a_bad_call_raises_a_sentence_and_changes_nothing(call, value):
     before = state(value)
-    with pytest.raises((ValueError, TypeError)) as refused:
+    with pytest.raises((ValueError, TypeError)) as raised:
         call(value)
-    sentence = str(refused.value)
-    module = refused.traceback[-1].frame.f_globals.get("__name__", "")
+    sentence = str(raised.value)
+    module = raised.traceback[-1].frame.f_globals.get("__name__", "")
     assert module.startswith("transformer_engine."), f"{module}: {sentence}"
     assert any(word in sentence for word in ("; ", "give ", "must ")), sentence
     after = state(value)

@@ -38,7 +38,7 @@ from transformer_engine.jax.version_utils import jax_version_meet_requirement
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
-def test_explain_names_every_operation_and_why_not_the_others(cpu_alone):
+def test_explain_names_every_operation_and_every_rejection(cpu_alone):
     model = te_flax.LayerNormMLP(intermediate_dim=32)
     x = ones((4, 16))
     with te.autocast(True, DELAYED):

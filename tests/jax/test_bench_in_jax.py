@@ -148,7 +148,7 @@ def test_time_that_streams_share_counts_once_and_a_call_begins_where_torch_has_s
     assert jax_workload._calls(planes_of(FIRST, SECOND, torch_s)) == [15 + 10 + 1, 8]
 
 
-def test_where_torch_s_sleep_is_not_seen_a_call_has_the_mean(monkeypatch):
+def test_a_call_without_a_recorded_sleep_has_the_mean_time(monkeypatch):
     monkeypatch.setattr(jax_workload, "PROFILED", 2)
     assert jax_workload._calls(planes_of(FIRST, SECOND)) == [(15 + 10 + 1 + 8) / 2]
     assert jax_workload._calls(planes_of()) == []

@@ -226,7 +226,7 @@ def test_checkpoint_names_reach_every_leaf_of_the_quantized_tensors():
     assert text.count("name=codes") == 2 * 2 * 3  # two tensors, two directions, three leaves
 
 
-def test_a_forced_backend_that_rejects_raises_its_reason():
+def test_a_forced_unsupported_backend_raises_its_reason():
     x, kernel, _ = inputs()
     with (
         use_backend(jax_gemm="direct"),

@@ -230,7 +230,7 @@ def test_quantizers_of_groups_are_not_those_of_one_tensor():
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0), (1, 3, 0)])
 @pytest.mark.sampled(1)
-def test_under_vmap_a_grouped_product_is_one_call_after_the_other(name, mapped):
+def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
     """JAX rejects its own ragged products there: "ragged_dot vmap over any dim but 0 - NYI"."""
     x, kernel, dy, _ = inputs()
     with te.autocast(name != "none", RECIPES[name][0]):

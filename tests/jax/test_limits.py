@@ -37,7 +37,7 @@ def constrained(pspec: Any, x: Any = None):
     return sharding.with_sharding_constraint(jnp.ones((2, 4)) if x is None else x, pspec)
 
 
-REFUSED = {
+BEYOND_LIMITS = {
     "a margin of a recipe": (
         ValueError, r"DelayedScaling: margin=10000: 2\^10000 is not a normal float32; give a number from -126 to 127",
         lambda: recipe.DelayedScaling(margin=10**4),
@@ -105,9 +105,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", BEYOND_LIMITS)
 def test_values_beyond_their_limits_are_rejected(name):
-    error, sentence, call = REFUSED[name]
+    error, sentence, call = BEYOND_LIMITS[name]
     with pytest.raises(error, match=sentence):
         call()
 

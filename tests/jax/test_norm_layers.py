@@ -132,7 +132,7 @@ def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products
 @pytest.mark.parametrize(
     "fields", [{"apply_residual_connection_post_layernorm": True}, {"output_layernorm": True}]
 )
-def test_a_residual_around_no_norm_is_added_unchanged(fields):
+def test_gradients_are_right_without_a_residual_around_a_norm(fields):
     """Where the residual is a norm's result, or nothing is normalised in front of the attention."""
     layer = te_flax.TransformerLayer(
         hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
@@ -236,7 +236,7 @@ def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
     [*((("gelu",), True, name) for name in RECIPES), (("silu", "linear"), False, "none")],
 )
 @pytest.mark.sampled(2)
-def test_an_mlp_behind_a_norm(names, biased, name):
+def test_a_norm_followed_by_an_mlp(names, biased, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 6)
     x, gamma, beta = normal(keys[0], (2, 32, 64)), ones(64), zeros(64)

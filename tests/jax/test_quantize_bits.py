@@ -177,7 +177,7 @@ def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
         ((4, 4), {"format": NVFP4, "stochastic": True}, ValueError, "it is None"),
     ],
 )
-def test_a_bad_request_says_what_would_do(x, options, error, sentence):
+def test_a_bad_request_names_supported_values(x, options, error, sentence):
     form = options.get("format", FLOAT8)
     spec = QuantizeSpec(form, E2M1 if form == NVFP4 else E4M3, stochastic=options.get("stochastic", False))
     scale = options["scale"](1) if "scale" in options else None

@@ -46,7 +46,7 @@ def values(made: Quantized, spec: QuantizeSpec) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_codes_are_rounded_before_the_program_that_makes_them_reads_them(name, monkeypatch):
+def test_codes_are_rounded_before_their_program_reads_them(name, monkeypatch):
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     spec, x = SPECS[name], jax.ShapeDtypeStruct((128, 256), jnp.float32)
     program = jax.jit(lambda x: values(quantize(x, spec), spec))
@@ -69,7 +69,7 @@ def test_codes_are_rounded_before_the_program_that_makes_them_reads_them(name, m
 @pytest.mark.gpu
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name", SPECS)
-def test_values_in_the_program_that_makes_codes_are_those_of_the_codes(name):
+def test_values_in_the_program_of_codes_equal_the_codes(name):
     spec, x = SPECS[name], jnp.asarray(matrix("normal", (128, 256), "float32"))
 
     def both(x):

@@ -190,26 +190,26 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
 def test_a_resource_axis_missing_from_the_mesh_is_rejected(mesh, field):
     """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
-    refusal = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
+    sentence = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match=refusal), block:
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=sentence), block:
             pytest.fail("the block was entered")
         assert sharding._resource.get() is None and te.quantize.get_global_quantize_recipe() is None
     with sharding.global_shard_guard(resource):
         assert sharding.global_mesh_resource() is resource
         with jax.set_mesh(mesh):
             for ask in (sharding.global_mesh_resource, sharding.mesh_resource_or_default):
-                with pytest.raises(ValueError, match=refusal):
+                with pytest.raises(ValueError, match=sentence):
                     ask()
-            with pytest.raises(ValueError, match=refusal):
+            with pytest.raises(ValueError, match=sentence):
                 te_flax.extend_logical_axis_rules(())
-        with mesh, pytest.raises(ValueError, match=refusal):
+        with mesh, pytest.raises(ValueError, match=sentence):
             sharding.get_active_resource_axis(field)
 
 
 def test_every_function_of_axes_rejects_an_axis_missing_from_the_mesh(mesh):
-    x, refusal = ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
-    with pytest.raises(ValueError, match=refusal):
+    x, sentence = ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+    with pytest.raises(ValueError, match=sentence):
         sharding.get_mesh_axis_size("zz", mesh)
     assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
     calls = (
@@ -225,7 +225,7 @@ def test_every_function_of_axes_rejects_an_axis_missing_from_the_mesh(mesh):
     for way in ("with mesh", "set_mesh"):
         with mesh if way == "with mesh" else jax.set_mesh(mesh):
             for call in calls:
-                with pytest.raises(ValueError, match=refusal):
+                with pytest.raises(ValueError, match=sentence):
                     call()
 
 
@@ -237,7 +237,7 @@ def test_an_unknown_field_of_a_resource_is_rejected():
         sharding.get_active_resource_axis("dp")
 
 
-def test_a_name_without_a_rule_of_flax_is_left_whole_with_one_warning(mesh):
+def test_a_name_without_a_flax_rule_is_unsharded_with_one_warning(mesh):
     x = ones((2, 3))
     rules = (("rows of this test", "dp"), ("columns of this test", None))
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules), warnings.catch_warnings(record=True) as said:

@@ -96,7 +96,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("read", [(False, True, True), (True, False, False), (False, False, False)])
-def test_states_of_devices_that_read_nothing_do_not_count(read):
+def test_unread_states_of_devices_are_ignored(read):
     """As with copies from `fan_out`, zeros from a branch that a device does not take are not scales."""
     scales, maxima = (
         np.asarray([[8.0], [2.0], [4.0]], np.float32),
@@ -252,7 +252,7 @@ def test_a_state_of_0_equals_a_new_state():
         jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, map(step, (left_out, new))))
 
 
-def test_groups_whose_state_was_not_read_begin_as_new_ones():
+def test_groups_with_an_unread_state_begin_anew():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
     x, kernel = normal(jax.random.key(0), (8, 16)), ones((2, 16, 4))
     arguments = x, kernel, array([3, 5])
@@ -321,7 +321,7 @@ def test_a_public_quantizer_advances_itself():
     assert np.asarray(quantizer.scale)[0] == np.float32(448) / amax
 
 
-def test_three_missing_quantizers_are_the_set_that_does_nothing():
+def test_three_missing_quantizers_are_the_identity_set():
     assert QuantizerSet(None, None, None) == noop_quantizer_set
     assert delayed_set() != noop_quantizer_set
     assert QuantizerFactory.create_set() == noop_quantizer_set
@@ -393,8 +393,8 @@ def test_a_recipe_that_the_gpu_lacks_is_rejected_with_the_switch_that_emulates_i
 
 
 def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
-    refused = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
-    layer = nn.Dense(4, dot_general=refused())
+    unsupported = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
+    layer = nn.Dense(4, dot_general=unsupported())
     with pytest.raises(ValueError, match="backward_override='dequantized'"):
         jax.eval_shape(layer.init, jax.random.key(0), ones((8, 16)))
 

@@ -382,7 +382,7 @@ def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
         for case in LAYERS
     ],
 )
-def test_the_parameters_of_a_layer_begin_as_they_should(fields):
+def test_the_parameters_of_a_layer_have_their_initial_values(fields):
     _, init = boxed_and_initial(fields)
     drawn = flax.traverse_util.flatten_dict(nn.meta.unbox(jax.jit(init)(jax.random.key(1))))
     for path, (shape, _, constant) in flax.traverse_util.flatten_dict(layer_parameters(fields)).items():
@@ -607,13 +607,13 @@ def test_a_bad_layer_is_rejected_with_value_limit_and_remedy(fields, encoded, se
         model.init(jax.random.key(0), x, x if encoded else None, deterministic=True)
 
 
-def test_relative_biases_ask_for_two_buckets():
+def test_relative_biases_need_two_buckets():
     with pytest.raises(ValueError, match="num_buckets=1"):
         RelativePositionBiases(1, 8, 2).init(jax.random.key(0), 3, 3)
 
 
 @pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
-def test_unquantized_projections_of_the_same_values_stay_products_of_their_own(fused, apart):
+def test_unquantized_projections_of_the_same_values_stay_separate_products(fused, apart):
     """XLA for a GPU joins products that share an operand, unless a barrier stands between it and all but one."""
     x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
