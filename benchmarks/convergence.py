@@ -92,7 +92,7 @@ def trained(curves: list[Curve]) -> list[str]:
 
 
 def compare(curves: list[Curve]) -> list[Row]:
-    """One Row a name, high precision last; deviations are those of the sample."""
+    """Return one Row per name, high precision last; deviations are sample deviations."""
     finals = {name: [curve.final for curve in curves if curve.name == name] for name in trained(curves)}
     base = statistics.mean(finals[HIGH_PRECISION])
     noise = _deviation(finals[HIGH_PRECISION])

@@ -31,13 +31,13 @@ HEADS, GROUPS, SIZE = 32, 8, 128
 BATCHES = (1, 4, 16, 64, 128)
 CONTEXTS = (1024, 4096, 8192, 16384, 65536)
 PAGE = 64
-FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # it compiles for seconds a shape
+FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # compiling takes seconds per shape
 DTYPE = torch.bfloat16
 LARGEST_CACHE = 20 << 30
 
 
 class Step(NamedTuple):
-    """Who computes the step, and how."""
+    """The name of a library and its function for the step."""
 
     name: str
     call: Callable[[], object]
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
-    """A step's figures; where a library cannot compute it, its reason."""
+    """Return a step's figures, or the error if a library does not support it."""
     try:
         gpu_ms, host_ms, _ = measure(step.call, GPU)
     except (RuntimeError, torch.OutOfMemoryError) as error:

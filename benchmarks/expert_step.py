@@ -48,7 +48,7 @@ class Step(NamedTuple):
         return te.autocast(enabled=made is not None, recipe=made)
 
     def unsupported_reason(self) -> str | None:
-        """Why this machine does not compute the recipe; None where it does."""
+        """Reason why this machine does not support the recipe, or None."""
         supported, reason = (True, "") if self.recipe == "none" else check_recipe_support(self.made())
         return None if supported else reason
 
@@ -100,7 +100,7 @@ def measured(step: Step) -> dict[str, float]:
 
 
 def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
-    """Milliseconds that a call's kernels run, the mean of some calls."""
+    """Milliseconds of a call's kernels, mean of several calls."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:

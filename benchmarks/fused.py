@@ -98,7 +98,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], int, int]]:
-    """(name, spec, what quantize is given, bytes of one element's codes, and of a result stored and read before)"""
+    """Yield (name, spec, arguments of quantize, bytes of one element's codes, bytes of an intermediate result)."""
     delayed = {"scale": torch.tensor([8.0], device="cuda"), "record": torch.zeros(1, device="cuda")}
     for columnwise in (False, True):
         spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)

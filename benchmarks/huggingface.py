@@ -62,7 +62,7 @@ SIZES = {
 
 
 class Case(NamedTuple):
-    """What becomes of the stock model."""
+    """How the stock model is converted."""
 
     name: str
     changed: Callable[[nn.Module], nn.Module]
@@ -156,7 +156,7 @@ def stock(size: Size, length: int) -> nn.Module:
 
 
 def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    """Thousands of tokens/s, and memory where there is a GPU, a bar a case."""
+    """Plot thousands of tokens/s, and memory on a GPU, with one bar per case."""
     panels = [("thousand tokens/s", [row["tokens_per_second"] / 1e3 for row in rows])]
     if rows[0]["peak_gib"] is not None:
         panels.append(("peak memory (GiB)", [row["peak_gib"] for row in rows]))

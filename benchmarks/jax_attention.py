@@ -65,7 +65,7 @@ def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
 
 
 def measured(quick: bool) -> Iterator[dict[str, Any]]:
-    """A row for each case and backend; rate: of cuDNN's GPU time on the same rows, over this row's."""
+    """Yield one row per case and backend; the rate is cuDNN's GPU time on the same layout over the row's GPU time."""
     batch, tokens = (1, 64) if quick else (2, 8192)
     device, library = torch.device("cpu" if quick else "cuda"), {}
     for case, (_, _, layout, backends) in CASES.items():

@@ -1,4 +1,4 @@
-"""What JAX is held to on an H200, read from the rows that `te bench --provider te,jax,xla` wrote: table and pictures.
+"""Goals of JAX on an H200, from the rows of `te bench --provider te,jax,xla`: table and pictures.
 
     python benchmarks/jax_goals.py benchmarks/results/jax_h200.json [--write] [--plot PICTURE] [--families FOLDER]
 
@@ -46,7 +46,7 @@ FIGURES = {
     "layer_fb/delayed/": ("cached_s", "s to compile, from JAX's cache", 5.0),
 }  # fmt: skip
 FP8_PEAK = 1.25  # memory of the layer under delayed scaling over that in bfloat16
-WITHOUT_THE_FLAG = 30.0  # seconds that no program of ours compiles longer
+WITHOUT_THE_FLAG = 30.0  # longest compile time of a program of this package, in seconds
 OF_CUDNN = (
     0.6  # least rate of our attention where cuDNN does not support a case, over cuDNN's on the same rows
 )
@@ -68,7 +68,7 @@ SHOWN = 2.0  # where a picture cuts its bars
 
 @dataclass(frozen=True)
 class Goal:
-    """found has to be at least, or at most, the limit; found None: not measured."""
+    """A limit that the value `found` must reach or not exceed; None is not measured."""
 
     what: str
     sense: str
@@ -84,7 +84,7 @@ class Goal:
 
     @property
     def share(self) -> float:
-        """How far: 1 at the limit, more beyond it."""
+        """Reached share: 1 at the limit, more beyond it."""
         assert self.found is not None
         return self.found / self.limit if self.sense == ">=" else self.limit / self.found
 
@@ -100,7 +100,7 @@ class Goal:
 
 
 def _figure(rows: list[dict[str, Any]], case: str, provider: str, key: str = "gpu_ms") -> float | None:
-    """Of the first row by the provider whose case begins so."""
+    """Return a value of the provider's first row whose case starts with the given text."""
     found = (row for row in rows if row["provider"] == provider and row["case"].startswith(case))
     return next(found, {}).get(key)
 
@@ -133,7 +133,7 @@ def _row(rows: list[dict[str, Any]], **names: str) -> dict[str, Any]:
 
 
 def _beside_others(rows: list[dict[str, Any]]) -> Iterator[Goal]:
-    """Ours over plain Flax's and jnp's, and over those of this engine in PyTorch."""
+    """Yield ratios to plain Flax and jnp, and to this engine in PyTorch."""
     for case, limit in OVER_XLA.items():
         family, _, size = case.split("/")
         ours, plain = _figure(rows, case, "jax"), _figure(rows, f"{family}/bf16/{size}", "xla")
@@ -148,7 +148,7 @@ def _beside_others(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _of_figures(rows: list[dict[str, Any]]) -> Iterator[Goal]:
-    """Figures of ours that are held to a number, or to one another."""
+    """Yield goals with a constant limit, or between two figures of this engine."""
     for case, (key, unit, limit) in FIGURES.items():
         yield Goal(f"{case}: {unit}", "<=", limit, _figure(rows, case, "jax", key))
     narrow, wide = (_figure(rows, f"layer_fb/{recipe}", "jax", "peak_mib") for recipe in ("delayed", "bf16"))
@@ -159,7 +159,7 @@ def _of_figures(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _without_the_flag(rows: list[dict[str, Any]]) -> Goal:
-    """The slowest of ours to compile; not measured while a case is without its time and none is beyond the limit."""
+    """The longest compile time; not measured if a time is missing and no time exceeds the limit."""
     compiled = {row["case"]: row.get("compile_s") for row in rows if row["provider"] == "jax"}
     known = {case: seconds for case, seconds in compiled.items() if seconds is not None}
     slowest = max(known, key=lambda case: known[case], default="")

@@ -40,7 +40,7 @@ QUICK = {"hidden_size": 256, "mlp_hidden_size": 512, "num_attention_heads": 4, "
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layer lies on devices, and how many sequences they compute together."""
+    """Sharding of a layer over devices, and the number of sequences of a step."""
 
     name: str
     devices: int = 1
@@ -112,7 +112,7 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
 
 
 def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) -> float:
-    """Milliseconds of causal attention over a sequence that devices share."""
+    """Milliseconds of causal attention over a sharded sequence."""
     mesh = mesh_of("cp", devices)
     module = te_flax.DotProductAttention(
         head_dim=128, num_attention_heads=heads, num_gqa_groups=groups, attn_mask_type="causal",
@@ -144,7 +144,7 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
 
 
 def ended(text: str, most: int = 400) -> str:
-    """Text of which begin and end remain: XLA says what went wrong behind the traceback."""
+    """Shorten a text to its begin and end: XLA's error follows the traceback."""
     return text if len(text) <= most else f"{text[: most // 4]} .. {text[-3 * most // 4 :]}"
 
 

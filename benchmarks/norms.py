@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """One line of the table: what to call, and the elements that it must read and write."""
+    """One line of the table: the call, and the elements that it must read and write."""
 
     name: str
     call: Callable[[], object]

@@ -83,7 +83,7 @@ def _layer() -> torch.nn.Module:
 
 
 def step(layers, recipe, context, synchronize) -> Callable[[], None]:
-    """Forward and backward, every gradient made anew."""
+    """Forward and backward; every gradient is newly allocated."""
     x = torch.randn(TOKENS, 1, WIDTH, device=GPU, dtype=BF16, requires_grad=True)
     parameters = [p for layer in layers for p in layer.parameters()]
 
@@ -129,7 +129,7 @@ def moved(context, call: Callable[[], None]) -> float:
 
 
 def link_rate() -> float:
-    """Bytes a second of copies of 256 MiB between the GPU and pinned memory, the slower direction."""
+    """Bytes per second of copies of 256 MiB between the GPU and pinned memory, in the slower direction."""
     device = torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
     host = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
     times = [

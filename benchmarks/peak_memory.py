@@ -1,4 +1,4 @@
-"""MiB that forward + backward of the fused layers take at their peak: planned by te.memory_plan, and measured on a GPU.
+"""Peak MiB of forward + backward of the fused layers: planned by te.memory_plan, and measured on a GPU.
 
     python benchmarks/peak_memory.py [--json FILE] [--only TEXT]
 

@@ -138,7 +138,7 @@ def tuned_cases() -> Iterator[Case]:
 
 
 def tuned_row(case: Case) -> dict[str, object]:
-    """GPU ms with the heuristic's first algorithm and with the one that tuning prefers, and how long tuning took."""
+    """GPU ms with the heuristic's first algorithm and with the tuned one, and the duration of tuning."""
     a, b, epilogue = case[1:4]
     problem = cublaslt.problem_of(GemmRequest.of(a, b, epilogue))
     first, best = cublaslt_plan.CublasPlan(problem), cublaslt_plan.CublasPlan(problem)
@@ -160,7 +160,7 @@ def tuned_row(case: Case) -> dict[str, object]:
 
 
 def step_row(tokens: int, width: int) -> dict[str, object]:
-    """GPU ms of a linear layer's three products [tokens, width] -> [tokens, width], what FP8 quantizes included."""
+    """GPU ms of a linear layer's three products [tokens, width] -> [tokens, width], FP8 quantization included."""
     x, w, dy = _random(tokens, width), _random(width, width), _random(tokens, width)
     scale = torch.ones(1, device="cuda")
     calls = {"bf16": functools.partial(_step_bf16, x, w, dy)}

@@ -38,7 +38,7 @@ def parser(
 
 
 def options(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of a script that needs a GPU, whose random numbers are the same every time."""
+    """Parse the options of a script that needs a GPU, and seed its random numbers."""
     chosen = made.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
@@ -52,7 +52,7 @@ def chosen_of(cases: Iterable[C], only: str) -> Iterator[C]:
 
 
 def machine(**libraries: Any) -> dict[str, Any]:
-    """What ran the figures, and how."""
+    """Describe the machine, the libraries and the command."""
     has_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu else "none",

@@ -288,7 +288,7 @@ def extra_states() -> dict[str, bool]:
 
 
 def distributed_checkpoint() -> bool:
-    """Does a model saved and loaded as a sharded checkpoint go on as if nothing had been?"""
+    """Whether a model continues without a difference after it is saved and loaded as a sharded checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -308,7 +308,7 @@ def distributed_checkpoint() -> bool:
 
 
 def permutation() -> dict[str, float]:
-    """Tokens to experts and back, fused by this engine and in Megatron's own torch: greatest differences."""
+    """Greatest differences between this engine's permutation of tokens and back and Megatron's torch code."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training: the model's settings, those of its data parallelism and optimizer, and how it is taken apart."""
+    """A training: settings of the model, its data parallelism, its optimizer and its model parallelism."""
 
     model: dict[str, Any] = field(default_factory=dict)
     positions: str = "rope"
@@ -90,7 +90,7 @@ def start(parallel: dict[str, Any]) -> None:
 
 
 def apex() -> types.ModuleType:
-    """What Megatron's own output layer asks of apex before it lets weights' gradients go into main_grad."""
+    """The module of apex that Megatron's output layer needs to accumulate weight gradients into main_grad."""
 
     def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(dy.float().t(), x.float())

@@ -64,7 +64,7 @@ def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -
 
 
 def _kept(key: str, compute: Callable[[Path], str]) -> str:
-    """Return what `compute` returned in the first of pytest's processes that asked for this key."""
+    """Return the result of `compute` from the first of pytest's processes that needed this key."""
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}", name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def _on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
 
 
 def _first_to_fail(started: list[BaseProcess]) -> int | None:
-    """Which process failed, or was still running when patience ended; the others wait for it no longer."""
+    """Return the first process that fails or exceeds the time limit; the others are stopped."""
     end = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < end:

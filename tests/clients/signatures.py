@@ -367,7 +367,7 @@ EXTENSION = {
     "COUNT copy_to_kv_cache": 13,
 }
 
-# Members that code written against the original reads, by the path of their owner below transformer_engine.pytorch.
+# Members that code for the original reads, by the path of their owner below transformer_engine.pytorch.
 MEMBERS = {
     "Quantizer": "multi_quantize is_requantization_safe supports_only_rowwise_all_gather is_quantizable copy calibrate",
     "Float8CurrentScalingQuantizer": "scale amax",

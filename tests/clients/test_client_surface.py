@@ -1,4 +1,4 @@
-"""Every name that a client of the original writes down is here, or has its reason in the list below."""
+"""Every name in the source of a client of the original exists, or has a reason in the list below."""
 
 from __future__ import annotations
 

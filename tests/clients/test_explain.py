@@ -1,4 +1,4 @@
-"""te.explain says which backend ran and why the others did not."""
+"""te.explain reports which backend ran and why the others did not."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from tests.clients import processes
 
 CASES = str(Path(__file__).parent / "megatron_gpu_cases.py")
-EMULATED = ("mxfp8", "nvfp4")  # by bfloat16 products, where the hardware lacks the format
+EMULATED = ("mxfp8", "nvfp4")  # uses bfloat16 products if the hardware lacks the format
 
 pytestmark = [
     pytest.mark.gpu,

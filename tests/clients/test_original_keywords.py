@@ -1,4 +1,4 @@
-"""Keywords and members of the original do what its documentation says; `signatures` lists their names."""
+"""Keywords and members of the original behave as documented; `signatures` lists their names."""
 
 from __future__ import annotations
 

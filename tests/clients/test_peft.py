@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 def adapted(kind: str, recipe: Any = None) -> Any:
-    """A network with an adapter round its one layer, whose weights are codes where a recipe says so."""
+    """A network with an adapter around its only layer, whose weights are quantized under a recipe."""
     import peft
 
     with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):

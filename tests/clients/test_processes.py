@@ -1,4 +1,4 @@
-"""How programs of clients are started: no client is needed for it."""
+"""Programs of clients run in separate processes; these tests need no client."""
 
 from __future__ import annotations
 

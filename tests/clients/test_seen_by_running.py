@@ -1,4 +1,4 @@
-"""What clients do beyond the documented calls: each has stopped one of them once."""
+"""Undocumented uses of the package by clients; each once made a client fail."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
 def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad):
-    """As nvidia-modelopt quantizes them: it looks for the parameters called inp and weight, or the trailing tensors."""
+    """nvidia-modelopt quantizes the parameters called inp and weight, or the trailing tensors."""
     owner = linear._Linear if name == "Linear" else grouped_linear._GroupedLinear
     torch.manual_seed(0)
     layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE)

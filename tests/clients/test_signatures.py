@@ -27,7 +27,7 @@ WITHOUT_DEFAULT = inspect.Parameter.empty
 
 
 def parameters_of(text: str) -> list[inspect.Parameter]:
-    """A line of the table as parameters."""
+    """Return the parameters of a line of the table."""
     scope = {"UNKNOWN": UNKNOWN, "torch": torch}
     exec(f"def listed({' '.join(text.split())}): ...", scope)
     return list(inspect.signature(scope["listed"]).parameters.values())  # pyright: ignore

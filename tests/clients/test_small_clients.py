@@ -1,4 +1,4 @@
-"""Examples of the pages on clients, and cases of clients that use a part of the package; one process per client."""
+"""Examples on the pages of clients, and cases of clients that use part of the package; one process per client."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_an_incomplete_state_is_unchanged():
 
 
 class Rotary(nn.Module):
-    """What transformers' rotary embeddings do, with a factor of attention."""
+    """Imitates transformers' rotary embeddings with a factor of attention."""
 
     attention_scaling = 1.25
 

@@ -218,7 +218,7 @@ def test_an_encoder_and_a_decoder_like_t5_are_those_of_torch():
 
 
 def test_cross_attention_leaves_the_caches_of_self_attention_alone():
-    """A decoder's layer hands one context to both: each step sees all of the other sequence and nothing twice."""
+    """A decoder layer passes one context to both: each step attends to the whole other sequence, without duplicates."""
     config = replace(CONFIG, num_query_groups=HEADS)
     torch.manual_seed(0)
     own = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal).eval()

@@ -123,7 +123,7 @@ class Heads(Kernel):
 
 @dataclass(frozen=True)
 class Masked(softmax.SoftmaxForward):
-    """The masked softmax, literally: a device's part of the mask is to fit its part of the scores."""
+    """The masked softmax in plain operations; a device's shard of the mask must match its shard of the scores."""
 
     def run(self, x, hidden=None):
         return (literal_softmax.run(x, hidden == 1, None),)
@@ -141,12 +141,12 @@ def random(seed, *shape):
 
 
 def whole(seed, *shape):
-    """Numbers whose sums are exact in any order, and whose partial sums bfloat16 rounds."""
+    """Numbers whose float32 sums are exact in any order, and whose partial sums bfloat16 rounds."""
     return array(np.random.default_rng(seed).integers(-30, 30, shape), jnp.float32)
 
 
 def largest(pairs) -> float:
-    """The largest difference; NaN where there is one, which max() may pass over."""
+    """The largest difference. NaN is kept, which max() may drop."""
     return float(np.max([np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs]))
 
 
@@ -191,7 +191,7 @@ CASES = {
 
 
 def experts_there_and_back(x):
-    """x [t, h] that two experts a token pass on at half its size each, over four devices: x again."""
+    """Send x [t, h] to two experts per token over four devices; each returns half of it, so the result is x."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("ep",), axis_types=(AxisType.Auto,))
     config = ep.EpConfig(8, 4)
 
@@ -207,7 +207,7 @@ def experts_there_and_back(x):
 
 
 def misnamed(mesh: Mesh) -> int:
-    """Of arrays that lie over axes of the mesh, how many `named` finds to lie otherwise."""
+    """Number of arrays sharded over axes of the mesh for which `named` finds another sharding."""
     specs = [
         (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
     ]  # fmt: skip

@@ -70,7 +70,7 @@ class Case:
         return tuple(PartitionSpec(*(axes[name] for name in cut)) for cut in self.cut)
 
     def step(self, mapped: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The loss, and the gradients of all arrays, of states the next ones."""
+        """Return the loss and the gradients of all arrays; the gradient of a state is the next state."""
         loss = self.loss if mapped is None else mapped
         return jax.value_and_grad(loss, argnums=tuple(range(len(self.arrays))))
 
@@ -176,7 +176,7 @@ def over_devices(
     case: Case, mesh: Mesh, rows: str, columns: str | None, way: str, resource: te.MeshResource
 ) -> Any:
     """Run the step of a case on sharded arrays on the mesh."""
-    # Inside shard_map a device has its rows of everything: kernels and heads are whole there.
+    # Inside shard_map only rows are sharded: every device has all kernels and heads.
     specs = case.specs(rows, None if way == "shard_map" else columns)
     laid = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     placed = tuple(

@@ -43,7 +43,7 @@ def one_after_the_other(key, parts):
 
 
 def normalized(module: nn.Module, x, of: Callable):
-    """The norm of x, whose parameters the module holds."""
+    """Normalize x with parameters of the module."""
     centered = of("zero_centered_gamma", False)
     scale = module.param("scale", of("scale_init") or (zeros if centered else ones), x.shape[-1:])
     shift = 0.0
@@ -54,7 +54,7 @@ def normalized(module: nn.Module, x, of: Callable):
 
 
 def adapted(scope: str, product: str) -> bool:
-    """Is a product, "qkv_proj", "output_proj" or "mlp", within a scope?"""
+    """Whether a scope includes a product: "qkv_proj", "output_proj" or "mlp"."""
     excluded = scope.startswith("exclude_") and scope != f"exclude_{product}"
     return scope in ("all", product) or excluded
 
@@ -83,7 +83,7 @@ class Norm(nn.Module):
 
 
 class Dense(nn.Module):
-    """(norm(x) @ kernel + what adapts it + bias) / depth_scaling, and the norm; normed: a LayerNormDenseGeneral."""
+    """(norm(x) @ kernel + low-rank update + bias) / depth_scaling, and the norm; normed: a LayerNormDenseGeneral."""
 
     fields: Any
     normed: bool = False
@@ -97,7 +97,7 @@ class Dense(nn.Module):
         features = features if isinstance(features, tuple) else (features,)
         kernel = self.param("kernel", init, (x.shape[-1], *features))
         y = jnp.tensordot(inner, kernel, 1)
-        made = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral makes its bias first
+        made = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral creates its bias first
         if of("enable_low_rank_adaptation", False):
             y += low_rank(self, "", inner, kernel, init, of)
         y += made["bias"] if made else self._bias(features)
@@ -331,7 +331,7 @@ class Layer(nn.Module):
 
 
 def chosen_weights(logits, bias, of: Callable):
-    """[T, E]: what each token's chosen experts weigh, 0 for the others; and which they are."""
+    """Return the weights [T, E] of each token's chosen experts, 0 for the others, and the chosen experts."""
     k, sigmoid = of("num_experts_per_tok", 2), of("score_function", "softmax") == "sigmoid"
     dense = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
     before = sigmoid or of("use_pre_softmax", False)

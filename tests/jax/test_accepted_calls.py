@@ -1,4 +1,4 @@
-"""Calls that the original computes are computed here, with a warning where an argument has no effect."""
+"""Calls that the original supports are computed, with a warning where an argument has no effect."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_timescales_may_fall():
 
 
 def test_a_head_width_may_differ_from_the_field_of_the_module():
-    """head_dim gives the scale alone."""
+    """head_dim only determines the scale."""
     q, k, v = drawn(3, 1, 4, 2, 8)
     got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply({}, q, k, v, deterministic=True)
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0)

@@ -1,4 +1,4 @@
-"""Arguments that were once taken for others in silence: members of enumerations, lengths, segments, masks, maps."""
+"""Arguments that must not be misinterpreted silently: members of enumerations, lengths, segments, masks, maps."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_traced_length_is_clamped_to_its_row():
 
 @pytest.mark.parametrize("call", ["fused", "layer"])
 def test_traced_sequences_above_the_maximum_are_padding(call):
-    """Kernels look for sequences 1 to n; the plain operations would see others, and backends differ in silence."""
+    """Kernels handle sequences 1 to n. Plain operations could attend to others, and backends would differ silently."""
     query, key, value = rows(5, 3, 2, 6, 2, 8)
     ids, places = np.asarray([[1, 1, 2, 2, 3, 3]] * 2), np.asarray([[0, 1] * 3] * 2)
     layer = te_flax.DotProductAttention(

@@ -51,7 +51,7 @@ def drawn(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
 
 
 def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
-    """One query at a time, float64; seen(b, i, j) says whether query i sees key j."""
+    """Attention of one query at a time in float64; seen(b, i, j) is whether query i attends to key j."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, queries, heads, _ = query.shape
     out = np.zeros((batch, queries, heads, value.shape[-1]))

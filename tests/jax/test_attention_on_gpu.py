@@ -92,7 +92,7 @@ CASES: dict[str, dict] = {
     },
 }  # fmt: skip
 FEW = ("causal", "lengths-causal-sink", "packed-window-sink", "bias")
-# What cuDNN takes too.
+# Cases that cuDNN supports, too.
 LIBRARY = ("whole", "causal", "window", "lengths", "packed", "packed-causal", "packed-offsets", "bias")
 
 
@@ -140,7 +140,7 @@ class Attention:
 
 
 def near(got, want, tolerance: float, name: str) -> None:
-    """Equal relative to the largest element; NaN equals nothing."""
+    """Assert equality relative to the largest element; NaN is never equal."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert np.isfinite(got).all(), f"{name} is not finite"
     error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)

@@ -43,7 +43,7 @@ DEALT = {"strategy": attention.ReorderStrategy.Striped, "cp_size": 4, "seq_dim":
 
 
 class Held:
-    """The quantizers with a state that the calls of one test are given."""
+    """The quantizers with state that are passed to the calls of one test."""
 
     quantizers: quantize.QuantizerSet
 

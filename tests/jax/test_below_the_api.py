@@ -1,4 +1,4 @@
-"""Functions besides the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
+"""Functions other than layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`te bench --provider jax --provider xla`: the same work, as compiled programs whose state goes round."""
+"""`te bench --provider jax --provider xla`: the same work, as compiled programs that pass on their state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
     case = small(family, "bf16")
-    # Shapes of parameters suffice: no program draws them.
+    # Only the shapes of parameters are needed: no program initializes them.
     monkeypatch.setattr(jax, "jit", lambda function: functools.partial(jax.eval_shape, function))
     ours, plain = (result_shapes(provider, case) for provider in (JAX, XLA))
     assert ours == plain

@@ -1,4 +1,4 @@
-"""Products with block scales on Hopper: which kernel takes them, and how XLA is handed one that wants memory."""
+"""Products with block scales on Hopper: the choice of the kernel, and kernels of XLA programs with a workspace."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
 
 
 def test_wrapped_kernels_keep_the_facts_of_the_kernel():
-    """The maximum of parts, where one of them forgot it, would be a device's own."""
+    """If a wrapper lost this fact, devices would not reduce the maxima of their shards."""
     for case, kernel, operands in kernels_with_operands():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
             assert wrapped.name == kernel.name, (case, wrapped)
@@ -139,7 +139,7 @@ def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatc
     # Norm and its transpose, two kernels, the activation; dy, the activation's gradient; the norm's gradient and its
     # sums; six states in one; six products.
     assert len(re.findall("triton_kernel_call_ffi", text)) == 2 + 2 + 1 + 1 + 1 + 2 + 1 + 6
-    # A scale of 0 is read as 1 by the kernels that load it: an operation before each would be a kernel of XLA's.
+    # Kernels read a scale of 0 as 1; a separate operation before each would be another kernel.
     assert re.findall(r"stablehlo\.(?:compare|select).*tensor<1xf32>", text) == []
 
 

@@ -1,4 +1,4 @@
-"""Token by token with a cache of keys and values, a layer computes the same as for the whole sequence."""
+"""Decoding token by token with a cache of keys and values equals one pass over the whole sequence."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _short_evaluations(monkeypatch: pytest.MonkeyPatch):
 
 
 class Killed(BaseException):
-    """What ends a program between two checkpoints."""
+    """Ends a program between two checkpoints."""
 
 
 def losses(history: list[Progress]) -> list[Any]:

@@ -67,7 +67,7 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.sampled(2)
 def test_the_products_are_those_of_the_dequantized_tensors(name):
-    """Three products of the tensors that the quantizers make, within the format's tolerance of the plain ones."""
+    """The three products of the quantized tensors are within the format's tolerance of the plain products."""
     x, kernel, dy = inputs()
     with te.autocast(True, RECIPES[name]):
         quantizers = QuantizerFactory.create_set()
@@ -128,7 +128,7 @@ def test_any_axes_are_contracted(dims):
 
 
 def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
-    """A number of float64 is another draw from the same key, and none that a kernel reads."""
+    """A float64 draw from the same key has other bits, which kernels do not support."""
     x = normal(jax.random.key(0), (32, 64))
     key = jax.random.key_data(jax.random.key(1))
     quantizer = QuantizerFactory.create(

@@ -1,4 +1,4 @@
-"""The code of the pages of JAX runs as printed."""
+"""The examples of the JAX pages run as printed."""
 
 from __future__ import annotations
 

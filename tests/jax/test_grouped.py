@@ -76,7 +76,7 @@ def test_a_grouped_product_is_a_product_for_every_group(name):
 
 
 def test_gradients_of_biases_in_halves_are_added_up_in_float32():
-    """In bfloat16 a sum of 4096 numbers from 1 to 2 would stand still at 512."""
+    """In bfloat16 a sum of 4096 numbers from 1 to 2 would not increase beyond 512."""
     rows, sizes = 8192, array([4096, 0, 4000])
     dy = (1.0 + jax.random.uniform(jax.random.key(0), (rows, N))).astype(jnp.bfloat16)
     x, kernel = jnp.ones((rows, 16), jnp.bfloat16), jnp.ones((3, 16, N), jnp.bfloat16)
@@ -210,7 +210,7 @@ def test_quantizers_of_one_tensor_are_not_those_of_groups():
 
 
 def test_quantizers_of_groups_are_not_those_of_one_tensor():
-    """A TypeError spoke of an argument of GroupedQuantizer.encode that was missing."""
+    """Without the check, a TypeError would name a missing argument of GroupedQuantizer.encode."""
     x, kernels, _, _ = inputs()
     kernel, ones = kernels[0], jnp.ones(K)
     with te.autocast(True, RECIPES["current"][0]):

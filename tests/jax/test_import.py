@@ -1,4 +1,4 @@
-"""Each framework is imported for itself alone, and says what to install where something is missing."""
+"""Each framework can be imported alone, and errors name the package to install if a dependency is missing."""
 
 from __future__ import annotations
 

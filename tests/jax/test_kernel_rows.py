@@ -1,4 +1,4 @@
-"""The Triton rows of norms, activations, softmax and rotations: traced without a GPU, lowered for CUDA, partitioned."""
+"""The Triton backends of norms, activations, softmax and rotations: traced and lowered for CUDA without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of ours run from JAX: codes have the reference's bits, values its size, on a GPU or in the interpreter."""
+"""Kernels run from JAX: codes have the reference's bits, values are close to it, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ NARROW = GAMMA.astype(jnp.bfloat16)
 
 
 def mask_of(*shape):
-    """True in some places of an array of this shape, in each of its rows not the same ones."""
+    """Return a mask of this shape with different True positions in each row."""
     places = np.arange(np.prod(shape)).reshape(shape)
     return jnp.asarray(places * 7 % 5 == 0)
 

@@ -139,7 +139,7 @@ def test_a_history_keeps_its_length_under_a_recipe_with_another():
 
 
 def test_the_first_expert_may_be_a_traced_number():
-    """As where every device of a shard_map begins with the experts that it has, by lax.axis_index."""
+    """As in a shard_map in which every device starts at its own experts, by lax.axis_index."""
     inputs, experts = jnp.arange(20.0).reshape(5, 4), jnp.asarray([[0], [3], [1], [2], [3]])
 
     def dispatched(first):
@@ -203,7 +203,7 @@ def test_a_window_may_hold_numpy_integers():
 
 
 class Renamed(te_flax.DenseGeneral):
-    """A module of a user, whose own field is called a name and is none."""
+    """A user's module with a field `axis_name` that is not a name."""
 
     axis_name: tuple[str, ...] = ("a", "b")
 

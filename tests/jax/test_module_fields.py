@@ -210,7 +210,7 @@ Meeting = tuple[str, bool, str, bool]
 
 
 def meetings(given: Any, fields: Any) -> set[Meeting]:
-    """Of every two fields, which of them are given."""
+    """For every pair of fields, which of the two are given."""
     states = [(name, name in given) for name in sorted(fields)]
     return {(*first, *second) for first, second in itertools.combinations(states, 2)}
 
@@ -222,7 +222,7 @@ def possible(fields: Any) -> set[Meeting]:
 
 
 def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, Any]]:
-    """Modules in which of every two fields both are given somewhere, none is, and each without the other."""
+    """Modules that cover, for every pair of fields: both given, neither given, and each given alone."""
     draw, missing, chosen = random.Random(0), possible(fields), []
     while missing:
         candidates = []
@@ -259,7 +259,7 @@ CASES = [
 # Fields with separate tests: a score_mod excludes most other fields.
 ELSEWHERE = {"score_mod", "score_mod_bprop", "dtype"}
 PASSED_ON = {
-    # A layer gives its attention these, which the layers above vary.
+    # A layer passes these to its attention; the layers above vary them.
     te_flax.MultiHeadAttention: set(OF_A_LAYER)
     | {"head_dim", "num_attention_heads", "window_size"}
     # Former names: test_transformer.py.
@@ -305,7 +305,7 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
 
 
 def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arrays that a module with these fields is called with, of which the first has a gradient."""
+    """Return the arrays to call a module with these fields; the first has a gradient."""
     x, encoded, mask, cross = data(fields)
     transposed = fields.get("transpose_batch_sequence")
     turn = (lambda y: None if y is None else jnp.swapaxes(y, 0, 1)) if transposed else (lambda y: y)
@@ -371,7 +371,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
         made = one.apply({"params": params}, *called(cls, given), rngs=keys(4), **options)
         return [leaf for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
-    # Of the plain one as many results: a norm's output is among them where it was asked for.
+    # The plain module returns as many results, with a norm's output if it is requested.
     results = jax.eval_shape(lambda *given: values_of(model, params, given), *arguments)
 
     def loss_of(one):

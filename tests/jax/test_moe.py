@@ -179,7 +179,7 @@ def test_chunks_are_put_in_another_order():
 
 
 def test_ragged_offsets_move_every_row_there_and_back():
-    """The four numbers a shard, played through in NumPy."""
+    """The four numbers per shard, followed in NumPy."""
     counts = np.random.default_rng(0).integers(0, 4, (4, 8))
     sent = counts.reshape(4, 4, 2).sum(-1)
     held = [[(s, i) for i in range(sent[s].sum())] for s in range(4)]

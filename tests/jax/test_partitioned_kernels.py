@@ -1,4 +1,4 @@
-"""Kernels over several devices: cut as their rules say, with the values of one device; lowered for CUDA with no GPU."""
+"""Kernels sharded over devices by their rules, with the values of one device; lowered for CUDA without a GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
     assert found.pop("misnamed") == 0
     assert found.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
     assert all(value < 1e-5 for value in found.values()), found
-    # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
+    # No communication unless a shard splits a block, an operand has another sharding, or one axis shards both rows.
     free = (
         "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
         "a mask", "a mask of one row",
@@ -85,9 +85,9 @@ def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str)
 def test_layers_exchange_only_the_expected_arrays(options):
-    """No kernel under tensor parallelism, and of a kernel whose parts devices hold its codes alone.
+    """No kernel under tensor parallelism, and only the codes of a sharded kernel.
 
-    Of blocks scales too, one for 16 or 32 elements, where several axes are the rows or columns of a matrix.
+    Block formats also exchange scales, one per 16 or 32 elements, if several axes are the rows or columns of a matrix.
     """
     found, said = printed_by("host_layers.py", *options)
     assert "without a mesh" not in said
@@ -118,7 +118,7 @@ def test_layers_exchange_only_the_expected_arrays(options):
 
 
 def of_tokens(shape: list[int], facts: dict[str, Any]) -> bool:
-    """Has an array an axis of tokens, or of blocks of 16 or 32 of them?"""
+    """Whether an array has an axis of tokens, or of blocks of 16 or 32 tokens."""
     return any(facts["tokens"] // block in shape for block in (1, *((16, 32) if facts["in blocks"] else ())))
 
 
@@ -239,7 +239,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
 @pytest.mark.parametrize("name", ["blocks", "squares", "mxfp8", "nvfp4", "rows"])
 @pytest.mark.sampled(3)
 def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
-    """In as many kernels; the second has blocks across two axes."""
+    """The number of kernels is the same; the second case has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     (spec, *_), x = SPECS[name], normal(jax.random.key(0), shape, jnp.bfloat16)
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
@@ -275,7 +275,7 @@ def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference
 
 @needs_bridge
 def test_products_of_codes_with_several_axes_are_one_product_of_matrices_on_cuda(monkeypatch):
-    """In cuBLASLt's form, under vmap too: XLA knows a product of matrices alone, and a loop would be a call each."""
+    """In the form of cuBLASLt, also under vmap: XLA only supports products of matrices; a loop has a call for each."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     a, b = operand(FLOAT8, 64, 256), operand(FLOAT8, 160, 256)

@@ -1,4 +1,4 @@
-"""Where tokens go that are dealt to devices: rows given by offsets, choices that are none, axes that are not there."""
+"""Distribution of tokens over devices: rows given by offsets, invalid choices of experts, missing axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One branch of a choice by platform is traced; the other one only in programs that are lowered for its platform."""
+"""A choice by platform traces one branch; the other one only in programs lowered for its platform."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # One spec per kind of scale; slow tests cover all specs.
 CHOSEN = ("float8-e4m3", "nvfp4-hadamard")
 
-# Combinations of what other specs have.
+# Combinations of options of other specs.
 RARE = ("mxfp8-e5m2", "block2d-power-of-two", "nvfp4-hadamard-unsigned", "nvfp4-2d-stochastic", "float8-e5m2")
 
 
@@ -160,7 +160,7 @@ def test_any_matrix_equals_the_torch_reference(name, rows, depth, dtype, exponen
 
 
 def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
-    """The one exception: their maximum is seen in full, they are multiplied as zero."""
+    """The only exception: their maximum is exact, but they are multiplied as zero."""
     x = np.full((2, 4), 2.0**-130, np.float32)
     made = ours.quantize(jnp.asarray(x), QuantizeSpec(FLOAT8, E4M3))
     assert np.asarray(made.amax)[0] == np.float32(2.0**-130)

@@ -83,7 +83,7 @@ def test_values_in_the_program_of_codes_equal_the_codes(name):
 
 
 def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
-    """A barrier between the reshape and the conversion, which XLA takes away together with the one back to float32."""
+    """The barrier precedes a conversion that XLA would otherwise remove together with the one back to float32."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     codes, scale = (
         jax.ShapeDtypeStruct(*one) for one in (((32, 64), jnp.float8_e4m3fn), ((1,), jnp.float32))

@@ -38,7 +38,7 @@ def attend(q, k, v, **options):
 
 
 def capped(scores, tensors):
-    """Soft-capped scores with a slope a head, as several models have them."""
+    """Soft-capped scores with a slope per head, as in several models."""
     return tensors["cap"] * jnp.tanh(scores / tensors["cap"]) + tensors["slope"]
 
 

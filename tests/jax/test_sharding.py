@@ -188,7 +188,7 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
 
 @pytest.mark.parametrize("field", [name for name in vars(te.MeshResource()) if name != "cp_resource"])
 def test_a_resource_axis_missing_from_the_mesh_is_rejected(mesh, field):
-    """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
+    """Raised on entry of a resource inside a mesh, and on the lookup of an axis of a mesh inside a resource."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
     sentence = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):

@@ -204,7 +204,7 @@ def following_of(state, metas):
 
 
 class Branch(nn.Module):
-    """Two layers, of which a step may leave out the second."""
+    """Two layers; a step may skip the second."""
 
     @nn.compact
     def __call__(self, x, both=True):
@@ -438,7 +438,7 @@ def test_a_model_without_its_state_is_rejected_with_the_remedy():
     ],
 )  # fmt: skip
 def test_a_state_of_another_dtype_or_shape_is_rejected(change, error, said):
-    """A tree that is cast as a whole was computed with, and only its gradient failed, within a concatenation."""
+    """Without the check, the forward of a tree cast as a whole succeeds, and its gradient fails in a concatenation."""
     x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     with te.autocast(True, RECIPE):

@@ -1,4 +1,4 @@
-"""Around a layer: jit switched off, arrays that a trace closes over, Explicit axes, masks that nothing reads."""
+"""Layers with jit disabled, arrays that a trace closes over, Explicit axes, and masks that are not read."""
 
 from __future__ import annotations
 

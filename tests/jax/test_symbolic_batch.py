@@ -26,7 +26,7 @@ MODULES = {
 
 
 def exported(name, x, platforms):
-    """(the function of parameters and x, its parameters, the same as exported for any batch)."""
+    """Return the function of parameters and x, its parameters, and the function exported for any batch."""
     module, arguments = MODULES[name]
     variables = drawn_variables(module, *arguments(x))
     function = jax.jit(lambda variables, x: module.apply(variables, *arguments(x))[0])
@@ -39,7 +39,7 @@ def exported(name, x, platforms):
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sampled(1)
 def test_a_symbolic_batch_gives_the_results_of_a_concrete_one(name):
-    """Extents were compared with the limits of kernels, "inconclusive", and an expert's rows had to be an int."""
+    """Comparisons of symbolic extents with limits of kernels are "inconclusive", so none may happen in a trace."""
     x = normal(jax.random.key(1), (3, 8, WIDTH))
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
         function, variables, program = exported(name, x, None)

@@ -332,7 +332,7 @@ def scores_of():
 
 
 def layer_parameters(fields):
-    """The tree that checkpoints of a layer have."""
+    """Return the tree of a layer's checkpoint."""
     decoder = fields.get("layer_type") is TransformerLayerType.DECODER
     parts = len(fields.get("mlp_activations", ("gelu",)))
     wide = fields.get("output_layernorm", False)
@@ -419,7 +419,7 @@ def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
     ("groups", "child", "parts"), [(HEADS, "qkv", "qkv"), (2, "query", "q"), (2, "kv", "kv")]
 )
 def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
-    """With the keys that jax.random.split makes of the parameter's own; the query's divided by sqrt(head_dim)."""
+    """With keys from jax.random.split of the parameter's key; the query's part is divided by sqrt(head_dim)."""
     x, draw = ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
     fields = {"num_gqa_groups": groups, "input_layernorm": False, "kernel_init": draw}
     model = te_flax.MultiHeadAttention(8, HEADS, **fields)
@@ -565,7 +565,7 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
 
 
 def test_a_layer_takes_the_width_of_its_inputs():
-    """hidden_size gives the width of heads alone: 16 / 4 heads here, whatever the inputs' width is."""
+    """hidden_size only determines the width of heads: 16 / 4 heads here, for any width of the inputs."""
     x = normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
     model = te_flax.TransformerLayer(
         hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
@@ -614,7 +614,7 @@ def test_relative_biases_need_two_buckets():
 
 @pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
 def test_unquantized_projections_of_the_same_values_stay_separate_products(fused, apart):
-    """XLA for a GPU joins products that share an operand, unless a barrier stands between it and all but one."""
+    """XLA for GPUs merges products that share an operand, unless all of them except one read it through a barrier."""
     x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
         head_dim=8, num_attention_heads=4, num_gqa_groups=2, fuse_qkv_params=fused, dtype=jnp.bfloat16
