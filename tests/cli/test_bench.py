@@ -29,7 +29,7 @@ from transformer_engine.cli.bench.workload import Workload
 BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
 ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)
 CPU = torch.device("cpu")
-# Of "kernel" a case is a launch itself, which needs a GPU and which plain torch does not have.
+# A case of "kernel" is a single launch, which needs a GPU and does not exist in plain torch.
 OF_A_CPU = [family for family in FAMILIES if family != "kernel"]
 HOST_TIME = ("layer_small", "layer_graphed")  # families whose wall time is the figure
 
@@ -335,7 +335,7 @@ def test_attention_has_packed_wide_and_fp8_cases():
 
 
 def test_the_backward_of_an_fp8_attention_has_the_precision_of_its_case(device: torch.device, monkeypatch):
-    """In FP8 it quantizes dO, whose slot of the scaling state then has a largest value."""
+    """In FP8 the backward pass quantizes dO, so its slot of the scaling state has a nonzero amax."""
     monkeypatch.setenv("TE_EMULATE", "1")
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     for case in cases(["delayed"], True, ["attention"]):

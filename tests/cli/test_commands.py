@@ -32,7 +32,7 @@ def te(*arguments: str):
 
 
 def training(text: str, out: Path, recipe: str) -> list[str]:
-    """The words of a command that trains a tiny model on a text."""
+    """The arguments of a command that trains a tiny model on a text."""
     where = ("--data", text, "--device", "cpu", "--out", str(out))
     return ["train", *TINY, *where, "--recipe", recipe]
 

@@ -238,7 +238,7 @@ def test_incompatible_execution_options_are_rejected(execution, message: str, co
 
 
 def test_fused_adam_trains_as_adamw_does(corpus: Corpus, tmp_path: Path):
-    """Rounding apart: the sums of a step are made in another order."""
+    """Up to rounding: the sums of a step have another order."""
     trained = {}
     for optimizer in ("adamw", "fused_adam"):
         trainer = Trainer(tiny("none", steps=8, optimizer=optimizer), corpus, tmp_path / optimizer)

@@ -1,4 +1,4 @@
-"""`te doctor`: what each check says of environments that are made up, and of the one that is here."""
+"""`te doctor`: the findings of each check for constructed environments and for this machine."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def finished(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """The folder of a run that is finished, to be spoilt."""
+    """The folder of a finished run, which the tests damage."""
     return Path(shutil.copytree(finished, tmp_path / "current"))
 
 
@@ -58,7 +58,7 @@ def assert_rejected(result: Any, *words: str) -> None:
 
 
 def changed(**values: Any) -> Callable[[Path], None]:
-    """Writes a checkpoint anew with some of its content replaced."""
+    """Return a function that rewrites a checkpoint with some of its content replaced."""
 
     def write(path: Path) -> None:
         state = torch.load(path, weights_only=True)

@@ -18,7 +18,7 @@ ROOT = DOCS.parent
 
 @pytest.fixture(autouse=True)
 def _emulation_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A page may call te.emulate() for good, and writes its pictures to the working folder."""
+    """Restore emulation, which a page may enable permanently, and run in a temporary folder, as pages write pictures."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     with emulate():
