@@ -18,7 +18,7 @@ ROOT = DOCS.parent
 
 @pytest.fixture(autouse=True)
 def _emulation_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore emulation, which a page may enable permanently, and run in a temporary folder, as pages write pictures."""
+    """Restore emulation, which a page may enable permanently, and run in a temporary folder for pictures of pages."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     with emulate():
