@@ -73,7 +73,7 @@ def test_revision_of_a_folder_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("absent", "ours"), "no folder absent; give one that holds a checkpoint"),
+        (("absent", "ours"), "there is no folder absent; give one that holds a checkpoint"),
         ((".", "ours", "--shard-size", "0"), "--shard-size 0 is not a positive number"),
     ],
 )
