@@ -87,12 +87,12 @@ def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
 
 
 def trained(curves: list[Curve]) -> list[str]:
-    """The names of what was trained, high precision last."""
+    """The names of the trained recipes, high precision last."""
     return [name for name in NAMES if any(curve.name == name for curve in curves)]
 
 
 def compare(curves: list[Curve]) -> list[Row]:
-    """One Row a name, high precision last; deviations are those of the sample."""
+    """Return one Row per name, high precision last; deviations are sample deviations."""
     finals = {name: [curve.final for curve in curves if curve.name == name] for name in trained(curves)}
     base = statistics.mean(finals[HIGH_PRECISION])
     noise = _deviation(finals[HIGH_PRECISION])
@@ -113,7 +113,7 @@ def _deviation(values: list[float]) -> float:
 
 
 def markdown(config: RunConfig, curves: list[Curve], rows: list[Row], machine: str) -> str:
-    """The table as a page of its own."""
+    """The table as a separate page."""
     seeds = len({curve.seed for curve in curves})
     experts = f", {config.experts} experts" if config.experts else ""
     lines = [

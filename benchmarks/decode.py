@@ -1,11 +1,11 @@
-"""Microseconds and TB/s of one decoding step, contiguous and paged, beside torch's SDPA and compiled FlexAttention.
+"""Microseconds and TB/s of one decoding step, contiguous and paged, with torch's SDPA and compiled FlexAttention.
 
     python benchmarks/decode.py [--json FILE] [--only TEXT] [--flex]
 
-32 query heads on 8 key heads of 128 in bfloat16, one new token a sequence, all sequences as long as the context. TB/s
-counts the keys and values once, which is what a step cannot avoid to read; the copy's rate is measured in the same
-way and counts what it reads and writes. GPU times are medians with the L2 cache overwritten before each call; host
-times are of calls that nobody waits for.
+32 query heads on 8 key heads of 128 in bfloat16, one new token per sequence, all sequences as long as the context. TB/s
+counts the keys and values once, the least that a step must read; the copy's rate is measured in the same way and counts
+its reads and writes. GPU times are medians with the L2 cache overwritten before each call; host times are of calls that
+are not synchronized.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HEADS, GROUPS, SIZE = 32, 8, 128
 BATCHES = (1, 4, 16, 64, 128)
 CONTEXTS = (1024, 4096, 8192, 16384, 65536)
 PAGE = 64
-FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # it compiles for seconds a shape
+FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # compiling takes seconds per shape
 DTYPE = torch.bfloat16
 LARGEST_CACHE = 20 << 30
 
 
 class Step(NamedTuple):
-    """Who computes the step, and how."""
+    """The name of a library and its function for the step."""
 
     name: str
     call: Callable[[], object]
@@ -69,11 +69,11 @@ def main() -> None:
 
 
 def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
-    """A step's figures; where a library cannot compute it, its reason."""
+    """Return a step's figures, or the error if a library does not support it."""
     try:
         gpu_ms, host_ms, _ = measure(step.call, GPU)
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        return {"refused": str(error).splitlines()[0]}
+        return {"error": str(error).splitlines()[0]}
     assert gpu_ms is not None and host_ms is not None
     rate = size / gpu_ms / 1e9
     return {

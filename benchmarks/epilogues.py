@@ -1,4 +1,4 @@
-"""GPU ms of a product that ends in GELU, its gradient or a cast to FP8, beside the product and a kernel after it.
+"""GPU ms of a product that ends in GELU, its gradient or a cast to FP8, against the product and a separate kernel.
 
     python benchmarks/epilogues.py [--json FILE] [--only TEXT]
 

@@ -4,9 +4,9 @@
 
 The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
 unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
-backward, quantization included, on as many rows for each expert as the layer's router sent. Milliseconds of kernels are
-what the profiler saw them run, those of a loop a call's wall time in it: the host waits for the counts of the router
-once a call. A recipe that this GPU does not compute is a row with the reason.
+backward, quantization included, on as many rows for each expert as the layer's router sent. Kernel times come
+from the profiler. Loop times are wall times per call: the host waits for the router's counts once per call. A recipe
+that this GPU does not support is a row with the reason.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         return te.autocast(enabled=made is not None, recipe=made)
 
     def unsupported_reason(self) -> str | None:
-        """Why this machine does not compute the recipe; None where it does."""
+        """Reason why this machine does not support the recipe, or None."""
         supported, reason = (True, "") if self.recipe == "none" else check_recipe_support(self.made())
         return None if supported else reason
 
@@ -62,8 +62,8 @@ def main() -> None:
     ]
     rows = []
     for step in chosen_of(steps, chosen.only):
-        refusal = step.unsupported_reason()
-        figures = measured(step) if refusal is None else {"skipped": refusal}
+        unsupported = step.unsupported_reason()
+        figures = measured(step) if unsupported is None else {"skipped": unsupported}
         rows.append({"case": step.name, **figures})
         print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     write(chosen.json, rows=rows)
@@ -100,7 +100,7 @@ def measured(step: Step) -> dict[str, float]:
 
 
 def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
-    """Milliseconds that a call's kernels run, the mean of some calls."""
+    """Milliseconds of a call's kernels, mean of several calls."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:

@@ -1,9 +1,9 @@
-"""GPU ms of kernels that quantize what they make, beside the separate steps, on one GPU; softmax, dropout, packed RoPE.
+"""GPU ms of kernels that quantize their results, and of the separate steps; softmax, dropout, packed RoPE. One GPU.
 
     python benchmarks/fused.py [--json FILE] [--only TEXT]
 
 GPU ms is the median of calls whose launches are all queued before the first runs, the L2 cache overwritten before
-each. `bytes` is what the fused call has to read and write once; TB/s is that over its time.
+each. `bytes` counts each input and output of the fused call once; TB/s is `bytes` over its time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCORES = (
 
 
 class Case(NamedTuple):
-    """One line: the fused call, what it replaces, and the bytes that it must move."""
+    """One line: the fused call, the separate calls it replaces, and the bytes that it must move."""
 
     name: str
     fused: Callable[[], object]
@@ -98,7 +98,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], int, int]]:
-    """(name, spec, what quantize is given, bytes of one element's codes, and of a result stored and read before)"""
+    """Yield (name, spec, arguments of quantize, bytes of one element's codes, bytes of an intermediate result)."""
     delayed = {"scale": torch.tensor([8.0], device="cuda"), "record": torch.zeros(1, device="cuda")}
     for columnwise in (False, True):
         spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)
@@ -184,7 +184,7 @@ def bias_cases() -> Iterator[Case]:
             def separate(x=x, spec=spec, given=given) -> object:
                 return quantize(x, spec, **given), x.sum(0, dtype=torch.float32).to(DTYPE)
 
-            size = x.numel() * (2 + codes + stored // 2)  # what is read twice is there already
+            size = x.numel() * (2 + codes + stored // 2)  # the second read hits the cache
             yield Case(f"cast dbias {rows}x{width} {name}", fused, separate, size)
 
 
@@ -208,7 +208,7 @@ def softmax_cases() -> Iterator[Case]:
             return scaled_softmax_backward(dy, y, 0.1, causal=causal)
 
         share = 1.0 if causal is None else 0.5
-        label = f"{'x'.join(map(str, shape))}{'' if causal is None else ' causal'}, torch beside it"
+        label = f"{'x'.join(map(str, shape))}{'' if causal is None else ' causal'}, against torch"
         yield Case(f"softmax f {label}", forward, plain, x.numel() * 2 * (share + 1))
         yield Case(f"softmax b {label}", backward, plain_backward, x.numel() * 2 * (2 * share + 1))
 
@@ -222,16 +222,16 @@ def dropout_cases() -> Iterator[Case]:
         return torch.native_dropout(x, 0.1, True)
 
     yield Case(
-        "dropout f 8192x4096, torch beside it", lambda: dropout_forward(x, 0.1), plain, 4.125 * x.numel()
+        "dropout f 8192x4096, against torch", lambda: dropout_forward(x, 0.1), plain, 4.125 * x.numel()
     )
     yield Case(
-        "dropout b 8192x4096, torch beside it",
+        "dropout b 8192x4096, against torch",
         lambda: dropout_backward(x, mask, 0.1),
         lambda: torch.ops.aten.native_dropout_backward(x, torch_mask, 1 / 0.9),
         4.125 * x.numel(),
     )
     yield Case(
-        "bias dropout add 8192x4096, torch beside it",
+        "bias dropout add 8192x4096, against torch",
         lambda: bias_dropout_add_forward(x, bias, residual, 0.1),
         lambda: residual + torch.nn.functional.dropout(x + bias, 0.1),
         6.125 * x.numel(),

@@ -2,12 +2,12 @@
 
     python benchmarks/host_calls.py [--json FILE] [--only TEXT] [--profile]
 
-us       the shortest of many calls, each timed alone: what others do on the machine is not in it
+us       the shortest of many calls, each timed alone, which excludes the effect of other processes
 python   calls of Python functions in one call
 ours     those of this package, which do not depend on torch's version
 c        calls of C functions from Python
 A case is `module/recipe/pass`: f is a forward without gradients, fb forward and backward, each in its own `autocast`.
-See `pretended_gpu` for what is real. Two trees are compared by running this file with each on PYTHONPATH, in turns.
+`pretended_gpu` states which parts are real. To compare two trees, run this file with each on PYTHONPATH in turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-ROWS, WIDTH = 128, 512  # what every format takes as it is
+ROWS, WIDTH = 128, 512  # every format supports these sizes without padding
 RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
     "none": lambda: None,
     "delayed": recipes.DelayedScaling,
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Hole(torch.autograd.Function):
-    """An attention of no cost: the context [s, b, h * d] and the gradients of q, k and v, uninitialised."""
+    """An attention without cost: the context [s, b, h * d] and the gradients of q, k and v, uninitialised."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Hole(torch.autograd.Function):
 
 
 class Parameters(torch.autograd.Function):
-    """A layer of no cost with a weight [WIDTH, WIDTH] per group, whose gradients are views of one stack."""
+    """A layer without cost, with a weight [WIDTH, WIDTH] per group, whose gradients are views of one stack."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _norm() -> torch.nn.Module:
 def passes(
     build: Callable[[], torch.nn.Module], recipe: recipes.Recipe | None, backward: bool, **given: Any
 ) -> Callable[[], object]:
-    """A call of the module: forward, and backward where asked for."""
+    """Return a call of the module: forward, and backward on request."""
     module = build()
     x = torch.zeros(ROWS, 1, WIDTH, dtype=torch.bfloat16, requires_grad=backward)
     grad = torch.zeros(ROWS, 1, WIDTH, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ class Calls(NamedTuple):
 
 
 def calls(work: Callable[[], object]) -> Calls:
-    """How many functions one call enters."""
+    """Count the functions that one call enters."""
     python = ours = c = 0
 
     def see(frame: Any, event: str, argument: Any) -> None:
@@ -235,12 +235,12 @@ def main() -> None:
 
 
 def _measured(work: Callable[[], object], times: int) -> dict[str, Any]:
-    """The figures of a case, warm, while nothing is collected."""
+    """Measure a warm case with garbage collection disabled."""
     for _ in range(20):
         work()
     gc.collect()
     gc.disable()
-    # The fewest of a few: now and then a call refills what others take from.
+    # The minimum of several calls: some calls refill a pool that others take from.
     us, counted = shortest(work, times), min(calls(work) for _ in range(5))
     gc.enable()
     return {"us": round(us, 1), **counted._asdict()}

@@ -3,10 +3,10 @@
     python benchmarks/host_calls_attention.py [--json FILE] [--only TEXT] [--base TREE] [--rounds N]
 
 calls     Python functions that the attention's own code enters, itself among them. Backends compute, and projections
-          are layers of their own: neither is counted, nor is what they call
+          are separate layers: neither they nor their callees are counted
 before    those entered until the first backend or projection begins
 us        the best call of all rounds, on tensors so small that computing them costs little; it holds everything
---base    another checkout of this package, run in turns with this one in processes of their own
+--base    another checkout of this package, run in turns with this one in separate processes
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 BATCH, TOKENS, HEADS, SIZE = 2, 8, 2, 16
 WARM, TIMED = 5, 60
-# Where the work of others begins: rows of tables and the code that only they reach, and linear layers.
+# Code that is not counted: backends in tables, code that only they call, and linear layers.
 APART = re.compile(
     r"/backends/|/primitives/(?:\w+/)*(?:reference|triton|matmul|widen|scaled_mm\w*|cublaslt\w*|composed)\.py$"
     r"|/module/(?:layernorm_)?linear\w*\.py$|/functions/(?:norm_)?linear\w*\.py$|/functions/saving\.py$|/fp8_(?:emulation|cudnn)\.py$"
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Python calls of one call: before what is apart first begins, and in all."""
+    """Python calls of one call: before the first backend or projection begins, and in total."""
 
     before: int
     calls: int
@@ -98,7 +98,7 @@ def measured(only: str) -> dict[str, dict[str, float]]:
 
 
 def in_process_of(tree: Path, only: str) -> dict[str, dict[str, float]]:
-    """measured(only) of another checkout, in a process of its own."""
+    """Run measured(only) of another checkout in a separate process."""
     script = f"import json, host_calls_attention as h; print(json.dumps(h.measured({only!r})))"
     paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
     done = subprocess.run(
@@ -187,7 +187,7 @@ def _shape(layout: str) -> tuple[int, ...]:
 
 
 def _lengths(layout: str) -> dict[str, Any]:
-    """What packed sequences are called with."""
+    """Arguments of attention on packed sequences."""
     if layout != "thd":
         return {}
     bounds = torch.arange(0, (BATCH + 1) * TOKENS, TOKENS, dtype=torch.int32)
@@ -230,7 +230,7 @@ def _layer(layout: str, rotary: bool = False) -> tuple[Callable[[], torch.Tensor
 
 
 def _step() -> Callable[[], object]:
-    """One token for every sequence, attended to with all that a cache holds."""
+    """One step of one token per sequence on all cached tokens."""
     layer = te.MultiheadAttention(
         HEADS * SIZE,
         HEADS,

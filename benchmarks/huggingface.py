@@ -1,11 +1,11 @@
-"""Tokens/s and peak memory of training a random Llama of transformers: as it is, with te's attention, and converted.
+"""Tokens/s and peak memory of training a random Llama of transformers: stock, with te's attention, and converted.
 
     python benchmarks/huggingface.py [--json FILE] [--plot FILE] [--only TEXT] [--size 1b|tiny] [--length N]
 
 A step is forward, loss, backward and torch's fused AdamW over 8192 tokens in bfloat16; the same weights, tokens and
 optimizer for all. "stock" is transformers' own layers, eager, with torch's scaled_dot_product_attention. Tokens/s are
 counted over the wall time of steps in a loop. Memory is the most that was allocated within a step, parameters and
-states of the optimizer included. Every case is a model of its own, made, measured and freed; about ten seconds each.
+states of the optimizer included. Every case builds, measures and frees its own model, in about ten seconds.
 Needs transformers. Without a GPU, --size tiny shows that everything runs.
 """
 
@@ -62,7 +62,7 @@ SIZES = {
 
 
 class Case(NamedTuple):
-    """What becomes of the stock model."""
+    """How the stock model is converted."""
 
     name: str
     changed: Callable[[nn.Module], nn.Module]
@@ -156,7 +156,7 @@ def stock(size: Size, length: int) -> nn.Module:
 
 
 def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    """Thousands of tokens/s, and memory where there is a GPU, a bar a case."""
+    """Plot thousands of tokens/s, and memory on a GPU, with one bar per case."""
     panels = [("thousand tokens/s", [row["tokens_per_second"] / 1e3 for row in rows])]
     if rows[0]["peak_gib"] is not None:
         panels.append(("peak memory (GiB)", [row["peak_gib"] for row in rows]))

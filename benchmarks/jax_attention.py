@@ -1,9 +1,9 @@
-"""Attention from JAX by our kernels beside cuDNN's, on one GPU: what cuDNN refuses is held to its rate elsewhere.
+"""Attention from JAX by our kernels and by cuDNN on one GPU.
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_attention.py attention.json
 
-Forward and backward in bfloat16, as `te bench` measures; rows are written one by one. --quick: small sizes by the
-reference, on any machine.
+Forward and backward in bfloat16, as `te bench` measures. Cases that cuDNN does not support are compared with its rate
+on another case of their layout. Rows are written one by one. --quick: small sizes by the reference, on any machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformer_engine.jax import attention
 HEADS, GROUPS, DIM, SEGMENTS = 32, 8, 128, 8
 VANILLA, SINKS = attention.AttnSoftmaxType.VANILLA_SOFTMAX, attention.AttnSoftmaxType.LEARNABLE_SOFTMAX
 WHOLE, PACKED = attention.QKVLayout.BSHD_BSHD_BSHD, attention.QKVLayout.THD_THD_THD
-# {case: (mask, softmax, layout, backends)}; the first case of a layout by cuDNN is what the others are held to.
+# {case: (mask, softmax, layout, backends)}; the others are compared with the first case of their layout by cuDNN.
 CASES = {
     "causal": (attention.AttnMaskType.CAUSAL_MASK, VANILLA, WHOLE, ("cudnn", "triton")),
     "bottom_right": (attention.AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, VANILLA, WHOLE, ("triton",)),
@@ -65,7 +65,7 @@ def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
 
 
 def measured(quick: bool) -> Iterator[dict[str, Any]]:
-    """A row for each case and backend; rate: of cuDNN's GPU time on the same rows, over this row's."""
+    """Yield one row per case and backend; the rate is cuDNN's GPU time on the same layout over the row's GPU time."""
     batch, tokens = (1, 64) if quick else (2, 8192)
     device, library = torch.device("cpu" if quick else "cuda"), {}
     for case, (_, _, layout, backends) in CASES.items():

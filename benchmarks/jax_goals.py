@@ -1,9 +1,9 @@
-"""What JAX is held to on an H200, read from the rows that `te bench --provider te,jax,xla` wrote: table and pictures.
+"""Goals of JAX on an H200, from the rows of `te bench --provider te,jax,xla`: table and pictures.
 
     python benchmarks/jax_goals.py benchmarks/results/jax_h200.json [--write] [--plot PICTURE] [--families FOLDER]
 
-Prints every goal with what was reached. --write puts them into the file, under "goals"; --plot draws all of them into
-one picture, --families the times of every provider, a picture a family of cases. It needs no GPU.
+Prints every goal with its measured value. --write adds the goals to the file, under "goals"; --plot draws all of them
+in one picture, --families the times of every provider, one picture per family of cases. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ FIGURES = {
     "layer_fb/delayed/": ("cached_s", "s to compile, from JAX's cache", 5.0),
 }  # fmt: skip
 FP8_PEAK = 1.25  # memory of the layer under delayed scaling over that in bfloat16
-WITHOUT_THE_FLAG = 30.0  # seconds that no program of ours compiles longer
-OF_CUDNN = 0.6  # rate of our attention where cuDNN takes none, over cuDNN's on the same rows
+WITHOUT_THE_FLAG = 30.0  # longest compile time of a program of this package, in seconds
+OF_CUDNN = (
+    0.6  # least rate of our attention where cuDNN does not support a case, over cuDNN's on the same rows
+)
 ATTENTION = [
     f"dpa_fb/bf16/{kind}_b2_s8192_h32_8_d128"
     for kind in ("causal", "bottom_right", "sinks", "packed", "packed_sinks")
@@ -66,7 +68,7 @@ SHOWN = 2.0  # where a picture cuts its bars
 
 @dataclass(frozen=True)
 class Goal:
-    """found has to be at least, or at most, the limit; found None: not measured."""
+    """A limit that the value `found` must reach or not exceed; None is not measured."""
 
     what: str
     sense: str
@@ -82,7 +84,7 @@ class Goal:
 
     @property
     def share(self) -> float:
-        """How far: 1 at the limit, more beyond it."""
+        """Reached share: 1 at the limit, more beyond it."""
         assert self.found is not None
         return self.found / self.limit if self.sense == ">=" else self.limit / self.found
 
@@ -98,7 +100,7 @@ class Goal:
 
 
 def _figure(rows: list[dict[str, Any]], case: str, provider: str, key: str = "gpu_ms") -> float | None:
-    """Of the first row by the provider whose case begins so."""
+    """Return a value of the provider's first row whose case starts with the given text."""
     found = (row for row in rows if row["provider"] == provider and row["case"].startswith(case))
     return next(found, {}).get(key)
 
@@ -108,7 +110,7 @@ def _over(first: float | None, second: float | None) -> float | None:
 
 
 def goals(content: dict[str, Any]) -> Iterator[Goal]:
-    """Every goal, with what the rows of a file say of it: one whose row is absent or without a figure has none."""
+    """Every goal with the value in a file's rows, or None if the row or its value is missing."""
     yield from _beside_others(content["results"])
     yield from _of_figures(content["results"])
     yield _without_the_flag(content.get("without_the_flag", {}).get("results", []))
@@ -126,12 +128,12 @@ def goals(content: dict[str, Any]) -> Iterator[Goal]:
 
 
 def _row(rows: list[dict[str, Any]], **names: str) -> dict[str, Any]:
-    """The first row of these names, an empty one where there is none."""
+    """The first row with these names; an empty row if the file has no such row."""
     return next((row for row in rows if all(row[key] == name for key, name in names.items())), {})
 
 
 def _beside_others(rows: list[dict[str, Any]]) -> Iterator[Goal]:
-    """Ours over plain Flax's and jnp's, and over those of this engine in PyTorch."""
+    """Yield ratios to plain Flax and jnp, and to this engine in PyTorch."""
     for case, limit in OVER_XLA.items():
         family, _, size = case.split("/")
         ours, plain = _figure(rows, case, "jax"), _figure(rows, f"{family}/bf16/{size}", "xla")
@@ -146,7 +148,7 @@ def _beside_others(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _of_figures(rows: list[dict[str, Any]]) -> Iterator[Goal]:
-    """Figures of ours that are held to a number, or to one another."""
+    """Yield goals with a constant limit, or between two figures of this engine."""
     for case, (key, unit, limit) in FIGURES.items():
         yield Goal(f"{case}: {unit}", "<=", limit, _figure(rows, case, "jax", key))
     narrow, wide = (_figure(rows, f"layer_fb/{recipe}", "jax", "peak_mib") for recipe in ("delayed", "bf16"))
@@ -157,7 +159,7 @@ def _of_figures(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _without_the_flag(rows: list[dict[str, Any]]) -> Goal:
-    """The slowest of ours to compile; not measured while a case is without its time and none is beyond the limit."""
+    """The longest compile time; not measured if a time is missing and no time exceeds the limit."""
     compiled = {row["case"]: row.get("compile_s") for row in rows if row["provider"] == "jax"}
     known = {case: seconds for case, seconds in compiled.items() if seconds is not None}
     slowest = max(known, key=lambda case: known[case], default="")
@@ -169,7 +171,7 @@ def _without_the_flag(rows: list[dict[str, Any]]) -> Goal:
 
 
 def plot(path: Path, found: list[Goal], title: str) -> None:
-    """A bar a goal: how far it is reached, with the figure and the limit beside it."""
+    """Draw one bar per goal: the share that is reached, labelled with the value and the limit."""
     shown = [goal for goal in found if goal.found is not None]
     figure = Figure(figsize=(10, 1 + 0.22 * len(shown)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

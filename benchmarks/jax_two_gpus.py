@@ -1,9 +1,9 @@
-"""One GPU against two from JAX: a Llama 8B layer whose batch, width or parameters are cut, attention of a cut sequence.
+"""One GPU against two from JAX: a Llama 8B layer with sharded batch, width or parameters, and context parallelism.
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_two_gpus.py two_gpus.json
 
-Wall milliseconds of a forward and backward step in a loop of steps; speedup: work a second of two over that of one.
-Rows are written one by one.
+Wall milliseconds of a forward and backward step in a loop of steps. The speedup is the work per second of two GPUs over
+that of one. Rows are written one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK = {"hidden_size": 256, "mlp_hidden_size": 512, "num_attention_heads": 4, "
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layer lies on devices, and how many sequences they compute together."""
+    """Sharding of a layer over devices, and the number of sequences of a step."""
 
     name: str
     devices: int = 1
@@ -112,7 +112,7 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
 
 
 def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) -> float:
-    """Milliseconds of causal attention over a sequence that devices share."""
+    """Milliseconds of causal attention over a sharded sequence."""
     mesh = mesh_of("cp", devices)
     module = te_flax.DotProductAttention(
         head_dim=128, num_attention_heads=heads, num_gqa_groups=groups, attn_mask_type="causal",
@@ -144,14 +144,14 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
 
 
 def ended(text: str, most: int = 400) -> str:
-    """Text of which begin and end remain: XLA says what went wrong behind the traceback."""
+    """Shorten a text to its begin and end: XLA's error follows the traceback."""
     return text if len(text) <= most else f"{text[: most // 4]} .. {text[-3 * most // 4 :]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes, for a look at the program itself")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to test the program itself")
     parser.add_argument("--recipe", action="append", choices=list(RECIPES))
     parser.add_argument("--layer", action="store_true", help="the layer's rows alone")
     options = parser.parse_args()

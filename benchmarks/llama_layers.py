@@ -16,7 +16,7 @@ QKV = (HEADS + 2 * GROUPS) * HEAD
 
 
 class Model(NamedTuple):
-    """How to make a layer on a device, and the features of its input and output."""
+    """Constructor of a layer on a device, and the features of its input and output."""
 
     make: Callable[[str], nn.Module]
     inputs: int = HIDDEN

@@ -1,4 +1,4 @@
-"""TB/s of the norms, the activations and RoPE on one GPU, forward and forward + backward, beside a plain copy.
+"""TB/s of the norms, the activations and RoPE on one GPU, forward and forward + backward, and of a plain copy.
 
     python benchmarks/norms.py [--json FILE] [--only TEXT]
 
@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """One line of the table: what to call, and the elements that it must read and write."""
+    """One line of the table: the call, and the elements that it must read and write."""
 
     name: str
     call: Callable[[], object]

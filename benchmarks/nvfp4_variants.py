@@ -2,10 +2,10 @@
 
     python benchmarks/nvfp4_variants.py [--device auto|cpu|cuda] [--seeds 3] [--steps 120] [--out FOLDER]
 
-Every variant starts from the same weights and sees the same batches as plain NVFP4 of its seed, and runs in a process
-of its own, whose environment variables choose it. A variant passes when its mean final validation loss lies within the
-larger of 2 % and three standard deviations of plain NVFP4 over the seeds. Writes nvfp4_variants.json; exits 1 when a
-variant fails.
+Every variant starts from the same weights and sees the same batches as plain NVFP4 of its seed, and runs in a
+separate process, whose environment variables choose it. A variant passes if its mean final validation loss differs from
+that of plain NVFP4 by at most the larger of 2 % and three standard deviations over the seeds. Writes
+nvfp4_variants.json; exits 1 if a variant fails.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train_here(device: str, steps: int, seeds: int) -> list[dict[str, Any]]:
 
 
 def trained(variant: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train every seed of a variant in a process of its own."""
+    """Train every seed of a variant in a separate process."""
     command = [sys.executable, __file__, "--child", "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--seeds", str(arguments.seeds)]
     environment = os.environ | COMMON | VARIANTS[variant] | {"TE_EMULATE": "1"}

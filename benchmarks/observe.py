@@ -1,4 +1,4 @@
-"""What te.observe costs: wall milliseconds of a step without it, of an observed one, and of a step on average.
+"""Cost of te.observe: wall milliseconds of a step without it, of an observed step, and of the average step.
 
     python benchmarks/observe.py [--json FILE] [--only TEXT] [--small]
 

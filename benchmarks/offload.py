@@ -1,10 +1,10 @@
-"""Time and peak memory of layers whose saved activations wait on the host, beside the same layers without.
+"""Time and peak memory of layers with and without offloading of saved activations to the host.
 
     python benchmarks/offload.py [--json FILE] [--only TEXT]
 
 A step is forward + backward of 8 layers, 6 of them offloaded. The floor of its time is the larger of the step without
 offloading and of the bytes moved, once in each direction, over the link's measured rate; the floor of its memory is
-what the layers that stay save.
+the saved activations of the layers that are not offloaded.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _layer() -> torch.nn.Module:
 
 
 def step(layers, recipe, context, synchronize) -> Callable[[], None]:
-    """Forward and backward, every gradient made anew."""
+    """Forward and backward; every gradient is newly allocated."""
     x = torch.randn(TOKENS, 1, WIDTH, device=GPU, dtype=BF16, requires_grad=True)
     parameters = [p for layer in layers for p in layer.parameters()]
 
@@ -129,7 +129,7 @@ def moved(context, call: Callable[[], None]) -> float:
 
 
 def link_rate() -> float:
-    """Bytes a second of copies of 256 MiB between the GPU and pinned memory, the slower direction."""
+    """Bytes per second of copies of 256 MiB between the GPU and pinned memory, in the slower direction."""
     device = torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
     host = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
     times = [

@@ -1,10 +1,10 @@
-"""MiB that forward + backward of the fused layers take at their peak: planned by te.memory_plan, and measured on a GPU.
+"""Peak MiB of forward + backward of the fused layers: planned by te.memory_plan, and measured on a GPU.
 
     python benchmarks/peak_memory.py [--json FILE] [--only TEXT]
 
-A figure is the peak above what is allocated before the call: parameters, input, output's gradient, and the gradients of
-the call before, which go when the call begins. Without a GPU the plan alone is printed, for products in steps of their
-own.
+A figure is the peak minus the memory allocated before the call: parameters, input, output's gradient, and gradients of
+the previous call, which are freed when the call begins. Without a GPU only the plan is printed, with each product as a
+separate step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def planned(case: Model, recipe: recipes.Recipe | None) -> float:
-    """The plan's peak without what is there before the call."""
+    """The plan's peak minus the memory allocated before the call."""
     model = case.make("meta")
     x = torch.empty(TOKENS, 1, case.inputs, dtype=BF16, device="meta")
     keywords = _keywords(model, "meta")
@@ -96,7 +96,7 @@ def _keywords(model: nn.Module, device: str) -> dict[str, torch.Tensor]:
 
 
 def _peak(call: Callable[[], None]) -> float:
-    """MiB that a warm call takes above what is allocated before it."""
+    """Peak MiB of a warm call above the memory allocated before it."""
     for _ in range(3):
         call()
     peak = peak_mib(call, GPU)

@@ -1,9 +1,9 @@
-"""A GPU that does nothing: the host's way of a warm call from a module down to launches and products, on any machine.
+"""A simulated GPU without execution: the host's part of a warm call, down to launches and products, on any machine.
 
-Tensors lie on the CPU. Tables bind what they bind for compute capability 9.0, launches allocate their outputs, look
-up their handle and gather their arguments, cuBLASLt's plans set their pointers; only the last calls, into Triton's
-launcher and into cuBLASLt, go nowhere. What is left out: those two calls, about 2 us each, and the difference between
-a CPU's allocator and a GPU's. What is computed by torch itself is computed, so cases are small.
+Tensors are on the CPU. Tables bind their backends for compute capability 9.0, launches allocate their outputs, find
+their handle and gather their arguments, and cuBLASLt's plans set their pointers. Only the last calls, into Triton's
+launcher and into cuBLASLt, do nothing. Measured times therefore lack these two calls, about 2 us each, and use the
+CPU's allocator. Operations of torch itself run on the CPU, so cases are small.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ HOPPER = (9, 0)
 PROCESSORS = (132, 227 << 10)  # of an H200: count, bytes of shared memory
 _PACKAGE = "transformer_engine."
 _ALIGNMENT = 16
-# Takes any arguments, in C, and does nothing with them: a library's entry.
+# A C function that accepts any arguments and does nothing, in place of a library's functions.
 _nowhere: Any = itertools.chain
 
 
 def pretend() -> None:
-    """Have this process, in which the package computes nothing from here on, take the CPU for an H200."""
+    """Make this process treat the CPU as an H200; afterwards the package computes no results in it."""
     _module("pytorch")
     everywhere("unsupported_elementwise", _takes_all)
     everywhere("unsupported_casts", _takes_all)
@@ -45,7 +45,7 @@ def pretend() -> None:
 
 
 def everywhere(name: str, value: Any) -> None:
-    """Bind a name of the package to something else, wherever it was imported."""
+    """Replace a name of the package in every module that imported it."""
     for module in [module for key, module in sys.modules.items() if key.startswith(_PACKAGE)]:
         if name in vars(module):  # hasattr() would make each package look for similar names
             setattr(module, name, value)
@@ -123,7 +123,7 @@ class _Library(SimpleNamespace):
         return lambda *arguments: 1
 
     def matmul_algo_get_heuristic(self, *arguments: Any) -> None:
-        """One algorithm is found."""
+        """Report one algorithm."""
         ctypes.c_int.from_address(arguments[-1]).value = 1
 
 

@@ -1,4 +1,4 @@
-"""Time of the products of a linear layer by cuBLASLt called directly, beside the same library called through torch.
+"""Time of the products of a linear layer by cuBLASLt called directly and through torch.
 
     python benchmarks/products.py [--json FILE] [--only TEXT]
 
@@ -45,7 +45,7 @@ HOST = Effort(warmup=20, fewest=200, most=200)  # a host time is the median of m
 
 
 class Case(NamedTuple):
-    """One product: what the backends are given, and which one torch would use."""
+    """One product: the backends' arguments, and the backend that torch would use."""
 
     name: str
     a: Operand
@@ -138,7 +138,7 @@ def tuned_cases() -> Iterator[Case]:
 
 
 def tuned_row(case: Case) -> dict[str, object]:
-    """GPU ms with the heuristic's first algorithm and with the one that tuning prefers, and how long tuning took."""
+    """GPU ms with the heuristic's first algorithm and with the tuned one, and the duration of tuning."""
     a, b, epilogue = case[1:4]
     problem = cublaslt.problem_of(GemmRequest.of(a, b, epilogue))
     first, best = cublaslt_plan.CublasPlan(problem), cublaslt_plan.CublasPlan(problem)
@@ -160,7 +160,7 @@ def tuned_row(case: Case) -> dict[str, object]:
 
 
 def step_row(tokens: int, width: int) -> dict[str, object]:
-    """GPU ms of a linear layer's three products [tokens, width] -> [tokens, width], what FP8 quantizes included."""
+    """GPU ms of a linear layer's three products [tokens, width] -> [tokens, width], FP8 quantization included."""
     x, w, dy = _random(tokens, width), _random(width, width), _random(tokens, width)
     scale = torch.ones(1, device="cuda")
     calls = {"bf16": functools.partial(_step_bf16, x, w, dy)}
@@ -213,7 +213,7 @@ def host_cases() -> Iterator[Case]:
 
 
 def host_row(case: Case) -> dict[str, object]:
-    """Host time of a warm product by each backend, the other one out of the table meanwhile."""
+    """Host time of a warm product by each backend, with the other backend removed from the table."""
     backends, found = TABLE.backends, {}
     for label, absent in (("cublaslt_us", ""), ("torch_us", "cublaslt")):
         TABLE.backends = tuple(backend for backend in backends if backend.name != absent)

@@ -18,7 +18,7 @@ from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
 
-# name: (spec, is the scale given, bytes an element moves: 2 read each pass, and what is written)
+# name: (spec, whether the scale is given, bytes moved per element: 2 read in each pass, and the bytes written)
 CASES: dict[str, tuple[QuantizeSpec, bool, float]] = {
     "delayed row": (QuantizeSpec(FLOAT8, E4M3), True, 3),
     "delayed both": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), True, 4),

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, the machine, the file of figures, and the rate of a copy."""
+"""Shared by the scripts of this folder: options, the machine, the file of figures, and the rate of a copy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parser(
 
 
 def options(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of a script that needs a GPU, whose random numbers are the same every time."""
+    """Parse the options of a script that needs a GPU, and seed its random numbers."""
     chosen = made.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
@@ -52,7 +52,7 @@ def chosen_of(cases: Iterable[C], only: str) -> Iterator[C]:
 
 
 def machine(**libraries: Any) -> dict[str, Any]:
-    """What ran the figures, and how."""
+    """Describe the machine, the libraries and the command."""
     has_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu else "none",
@@ -67,7 +67,7 @@ def machine(**libraries: Any) -> dict[str, Any]:
 
 
 def write(path: Path | None, about: dict[str, Any] | None = None, **figures: Any) -> None:
-    """The figures beside what ran them, if a file is asked for; about: machine(..)."""
+    """Write the figures and a description of the machine, if a path is given; about: machine(..)."""
     if path is not None:
         path.write_text(json.dumps({"machine": about or machine(), **figures}, indent=1) + "\n")
 

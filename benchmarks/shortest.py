@@ -1,6 +1,6 @@
-"""Microseconds of the shortest of many calls: what the host takes when nothing disturbs it.
+"""Microseconds of the shortest of many calls: the host time without disturbances.
 
-Apart from transformer_engine.cli.bench.measure, because it times checkouts from before there was one, too.
+It does not use transformer_engine.cli.bench.measure, because it also times checkouts that lack this module.
 """
 
 from __future__ import annotations

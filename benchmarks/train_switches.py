@@ -47,7 +47,7 @@ LAST = 20  # steps whose mean loss is reported
 
 @dataclass(frozen=True)
 class Variant:
-    """What is asked of `te train` beside the recipe; high precision leaves the recipe out too."""
+    """Options of `te train` apart from the recipe; high precision does without a recipe, too."""
 
     name: str
     execution: Execution = field(default_factory=Execution)

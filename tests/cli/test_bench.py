@@ -29,7 +29,7 @@ from transformer_engine.cli.bench.workload import Workload
 BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
 ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)
 CPU = torch.device("cpu")
-# Of "kernel" a case is a launch itself, which needs a GPU and which plain torch does not have.
+# A case of "kernel" is a single launch, which needs a GPU and does not exist in plain torch.
 OF_A_CPU = [family for family in FAMILIES if family != "kernel"]
 HOST_TIME = ("layer_small", "layer_graphed")  # families whose wall time is the figure
 
@@ -43,7 +43,7 @@ def engine_rows(recipes: tuple[str, ...], family: str, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_every_case_has_a_name_of_its_own_and_either_operations_or_bytes(quick: bool):
+def test_every_case_has_a_unique_name_and_either_operations_or_bytes(quick: bool):
     found = cases(RECIPES, quick)
     assert len({case.name for case in found}) == len(found)
     assert {case.family for case in found} == set(FAMILIES)
@@ -96,7 +96,7 @@ def test_plain_torch_does_the_same_work(family: str, device: torch.device):
                 assert ours.function(*ours.inputs, **ours.keywords).shape == expected
 
 
-def test_a_training_step_fills_the_gradients_anew():
+def test_a_training_step_replaces_the_gradients():
     module = torch.nn.Linear(4, 4)
     step = Workload(module, (torch.randn(2, 4),)).step(backward=True)
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_a_missing_library_is_a_sentence():
     assert replace(missing, module=None, gpu_only="needs one").unavailable_reason(CPU) == "needs one"
 
 
-def test_a_case_goes_to_the_providers_of_its_recipe():
+def test_a_case_runs_on_the_providers_of_its_recipe():
     found = cases(["bf16", "delayed", "current"], True, ["quantize", "linear"])
     plain = next(provider for provider in PROVIDERS if provider.name == "torch")
     taken = [case.name for case in found if plain.workload(case, CPU) is not None]
@@ -165,7 +165,7 @@ def test_a_measurement_repeats_within_its_effort(device: torch.device):
 
 
 @pytest.mark.gpu
-def test_the_peak_is_what_a_call_allocates():
+def test_the_peak_equals_the_bytes_that_a_call_allocates():
     size = 1 << 26
     assert peak_mib(lambda: torch.empty(size, dtype=torch.uint8, device="cuda"), torch.device("cuda")) == 64
 
@@ -201,7 +201,7 @@ def test_the_command_writes_figures_machine_and_pictures(tmp_path: Path):
         assert expected in result.output
 
 
-def test_an_interrupt_prints_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_prints_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(*arguments):
         yield Row("rope_fb/bf16/s1", "rope", "bf16", "te", eager_ms=1.5)
         raise KeyboardInterrupt
@@ -215,7 +215,7 @@ def test_an_interrupt_prints_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert len(json.loads(path.read_text())["results"]) == 1
 
 
-def test_rows_are_held_against_plain_torch_on_the_same_sizes():
+def test_rows_are_compared_with_plain_torch_on_the_same_sizes():
     row = Row("linear_fb/current/1x1x1", "linear", "current", "te", eager_ms=2.0)
     plain = replace(row, case="linear_fb/bf16/1x1x1", recipe="bf16", provider="torch", eager_ms=5.0)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -238,7 +238,7 @@ def test_a_table_has_the_columns_that_a_row_fills():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_on_a_cpu_the_command_says_so():
+def test_the_command_reports_figures_of_a_cpu():
     result = te("--family", "rope", "--recipe", "bf16")
     assert "the figures are a CPU's" in result.output
     assert "without torch.compile: compiling for a CPU" in result.output
@@ -303,7 +303,7 @@ def test_a_file_without_cases_is_rejected(tmp_path: Path):
         read(path)
 
 
-def test_the_geometric_mean_leaves_out_what_is_missing():
+def test_the_geometric_mean_skips_missing_values():
     assert geometric_mean([2.0, None, 0.5]) == pytest.approx(1.0)
     assert geometric_mean([None]) is None
 
@@ -334,8 +334,8 @@ def test_attention_has_packed_wide_and_fp8_cases():
     assert {case.recipe for case in found.values()} == {"bf16", "delayed", "current"}
 
 
-def test_the_backward_of_an_fp8_attention_is_as_its_case_says(device: torch.device, monkeypatch):
-    """In FP8 it quantizes dO, whose slot of the scaling state then has a largest value."""
+def test_the_backward_of_an_fp8_attention_has_the_precision_of_its_case(device: torch.device, monkeypatch):
+    """In FP8 the backward pass quantizes dO, so its slot of the scaling state has a nonzero amax."""
     monkeypatch.setenv("TE_EMULATE", "1")
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     for case in cases(["delayed"], True, ["attention"]):

@@ -22,7 +22,7 @@ from transformer_engine.cli.bench.distributed_report import print_rows
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_case_has_a_name_of_its_own_with_the_number_of_ranks(quick: bool, ranks: int):
+def test_every_case_has_a_unique_name_with_the_number_of_ranks(quick: bool, ranks: int):
     found = ranks_cases(RECIPES, quick, ranks)
     assert len({case.name for case in found}) == len(found)
     assert {case.family for case in found} == set(RANKS_FAMILIES)

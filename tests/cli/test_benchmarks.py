@@ -30,14 +30,14 @@ def test_a_script_imports(name):
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_a_script_that_needs_a_gpu_says_so(name, monkeypatch):
+def test_a_script_that_needs_a_gpu_reports_it(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit, match=r"need a CUDA device; torch.cuda.is_available\(\) is False"):
         importlib.import_module(name).main()
 
 
-def test_figures_stand_beside_what_ran_them(tmp_path, monkeypatch):
+def test_figures_are_written_with_the_machine_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/norms.py", "--json", "x"])
     record.write(
         tmp_path / "figures.json", record.machine(library="1.2"), cases=[{"case": "a", "gpu_ms": 1.0}]
@@ -49,14 +49,14 @@ def test_figures_stand_beside_what_ran_them(tmp_path, monkeypatch):
     record.write(None, cases=[])
 
 
-def test_only_chooses_by_what_a_name_contains():
+def test_only_selects_cases_whose_name_contains_the_text():
     cases = [Case("linear bf16"), Case("linear fp8"), Case("norm")]
     assert list(record.chosen_of(cases, "linear")) == cases[:2]
     assert list(record.chosen_of(cases, "")) == cases
 
 
 def test_no_script_times_by_itself():
-    """One code takes times, transformer_engine.cli.bench.measure, and one of the host alone, of any checkout."""
+    """Only transformer_engine.cli.bench.measure takes times, and `shortest`, which takes host times of any checkout."""
     folder = Path(record.__file__).parent
     # Of training runs: `convergence`, `train_switches`; of steps on several devices at once: `context_parallel`
     # and `jax_two_gpus`; of
@@ -72,9 +72,9 @@ def test_a_step_of_experts_names_why_a_recipe_is_left_out():
     step = importlib.import_module("expert_step").Step
     with te.emulate(False):
         assert step("bf16", "none", 128, 32).unsupported_reason() is None
-        refusal = step("mxfp8", "mxfp8", 128, 32).unsupported_reason()
-    if refusal is not None or not torch.cuda.is_available():
-        assert "Set TE_EMULATE=1" in refusal
+        unsupported = step("mxfp8", "mxfp8", 128, 32).unsupported_reason()
+    if unsupported is not None or not torch.cuda.is_available():
+        assert "Set TE_EMULATE=1" in unsupported
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def te(*arguments: str):
 
 
 def training(text: str, out: Path, recipe: str) -> list[str]:
-    """The words of a command that trains a tiny model on a text."""
+    """The arguments of a command that trains a tiny model on a text."""
     where = ("--data", text, "--device", "cpu", "--out", str(out))
     return ["train", *TINY, *where, "--recipe", recipe]
 
@@ -49,7 +49,7 @@ def test_train_writes_the_three_files_and_prints_a_table_and_a_sample(text: str,
     assert set(records[-1]["validation"]) == {"current", "high_precision"}
 
 
-def test_ctrl_c_saves_and_says_how_to_continue(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_saves_and_prints_how_to_continue(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = training(text, tmp_path, "none")
     advance = Trainer._advance
 
@@ -69,7 +69,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(text: str, tmp_path: Path, monkey
     assert [record.step for record in read_metrics(tmp_path / "mine" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_run_is_replaced_only_when_asked(text: str, tmp_path: Path):
+def test_a_run_is_replaced_only_on_request(text: str, tmp_path: Path):
     arguments = training(text, tmp_path, "none")
     assert te(*arguments).exit_code == 0
     run = tmp_path / "none"
@@ -89,7 +89,7 @@ def test_a_run_is_replaced_only_when_asked(text: str, tmp_path: Path):
         (["--resume", "--overwrite"], "--resume continues a run and --overwrite replaces it"),
         (["--data", "/nonexistent"], "--data /nonexistent: there is no such file or folder"),
         (["--hidden", "100"], "hidden=100 is not a positive multiple of 32; try 96"),
-        (["--resume", "--name", "absent"], "there is no checkpoint at"),
+        (["--resume", "--name", "absent"], "no checkpoint at"),
     ],
 )
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path):
@@ -99,7 +99,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
     assert "Traceback" not in result.output
 
 
-def test_without_the_extra_te_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_extra_te_prints_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else object())
     with pytest.raises(SystemExit) as stopped:
         cli.main()

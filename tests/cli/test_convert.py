@@ -16,7 +16,7 @@ def te(*arguments: object):
     return CliRunner().invoke(cli.application(), ["convert", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_it_goes_both_ways_and_says_how_many_tensors_there_were(tmp_path: Path):
+def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):
     theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
     write_checkpoint(theirs, "llama", most=60_000)
     there = te(theirs, ours)
@@ -55,7 +55,7 @@ def test_failed_download_reports_the_hubs_reason_and_exit_code_1(monkeypatch: py
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
     result = te("owner/absent", "ours")
     assert result.exit_code == 1
-    assert "there is no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
+    assert "no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
     assert "hf auth login" in result.output
 
 

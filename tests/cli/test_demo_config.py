@@ -79,7 +79,7 @@ def test_the_feed_forward_width_suits_block_scaling(hidden: int):
     assert hidden * 8 / 3 <= width < hidden * 8 / 3 + 128
 
 
-def test_every_recipe_name_stands_for_a_recipe():
+def test_every_recipe_name_has_a_recipe():
     classes = {type(make_recipe(name)) for name in RECIPES if name != "none"}
     assert len(classes) == 5
     assert make_recipe("none") is None

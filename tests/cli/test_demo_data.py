@@ -55,7 +55,7 @@ def test_validation_batches_cover_the_text_from_start_to_end(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("seed", "step"), [(0, 0), (3, 7), (-5, 1), (2**39, 799)])
-def test_batches_are_those_that_torch_draws(seed: int, step: int, folder: Path):
+def test_batches_start_at_the_positions_that_torch_draws(seed: int, step: int, folder: Path):
     corpus = load_corpus(str(folder), 32)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(0, corpus.train.size - 32, (64,), generator=generator)
@@ -65,7 +65,7 @@ def test_batches_are_those_that_torch_draws(seed: int, step: int, folder: Path):
 
 @pytest.mark.parametrize("last", [7, 3333, 654_321, 12_345_678])
 @pytest.mark.parametrize("count", [32, 64, 1024])
-def test_validation_lies_where_torch_puts_it(last: int, count: int):
+def test_validation_positions_equal_torch_linspace(last: int, count: int):
     assert np.array_equal(_spaced(last, count), torch.linspace(0, last, count).long().numpy())
 
 

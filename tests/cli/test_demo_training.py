@@ -116,7 +116,7 @@ def test_another_text_is_rejected(corpus: Corpus, tmp_path: Path):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"there is no checkpoint at .*checkpoint; leave --resume out"):
+    with pytest.raises(ValueError, match=r"no checkpoint at .*checkpoint; leave --resume out"):
         checkpoint.load(tmp_path / "checkpoint")
 
 
@@ -183,7 +183,7 @@ def test_the_plot_is_a_picture_of_readable_size(recipe: str, tmp_path: Path):
     assert int.from_bytes(header[16:20], "big") >= 1000
 
 
-def test_smoothing_keeps_a_straight_line_away_from_its_ends():
+def test_smoothing_keeps_a_linear_curve_except_at_its_ends():
     line = [float(i) for i in range(200)]
     assert smooth(line)[3:-3] == pytest.approx(line[3:-3])
     assert smooth(line)[0] == pytest.approx(1.5)  # the mean of the four values that the window still covers
@@ -196,9 +196,7 @@ def test_smoothing_keeps_a_straight_line_away_from_its_ends():
     ids=["graphs", "offload", "observe"],
 )
 @pytest.mark.filterwarnings("ignore:CPU offload", "ignore:num_layers")
-def test_how_a_run_is_computed_does_not_change_its_losses(
-    execution: Execution, corpus: Corpus, tmp_path: Path
-):
+def test_execution_options_do_not_change_the_losses(execution: Execution, corpus: Corpus, tmp_path: Path):
     config = replace(tiny("delayed", steps=3), layers=2)
     plain, other = (
         Trainer(config, corpus, tmp_path / name, how)
@@ -234,15 +232,13 @@ def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: P
         (Execution(graphs=True, observe=True), "--graphs and --observe exclude each other"),
     ],
 )
-def test_what_cannot_be_computed_together_is_rejected(
-    execution, message: str, corpus: Corpus, tmp_path: Path
-):
+def test_incompatible_execution_options_are_rejected(execution, message: str, corpus: Corpus, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         Trainer(tiny("none"), corpus, tmp_path, execution)
 
 
 def test_fused_adam_trains_as_adamw_does(corpus: Corpus, tmp_path: Path):
-    """Rounding apart: the sums of a step are made in another order."""
+    """Up to rounding: the sums of a step have another order."""
     trained = {}
     for optimizer in ("adamw", "fused_adam"):
         trainer = Trainer(tiny("none", steps=8, optimizer=optimizer), corpus, tmp_path / optimizer)

@@ -1,4 +1,4 @@
-"""`te doctor`: what each check says of environments that are made up, and of the one that is here."""
+"""`te doctor`: the findings of each check for constructed environments and for this machine."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ PROBLEMS = {
         replace(H200, copies=(("elsewhere/transformer_engine", "2.19.0"),)),
         ("package", "2.19.0 is also on the import path, in elsewhere", "remove this folder"),
     ),
-    "the original beside it": (
+    "the original is installed too": (
         with_another(H200, transformer_engine_torch="2.20.2"),
         ("original", "transformer-engine-torch 2.20.2", "pip uninstall -y transformer-engine"),
     ),
@@ -145,7 +145,7 @@ PROBLEMS = {
         replace(H200, gpu=Gpu(), failures={"torch.cuda": "torch.cuda raises RuntimeError: unknown error"}),
         ("gpu", "torch.cuda raises RuntimeError: unknown error", "nvidia-smi"),
     ),
-    "a platform that JAX has not": (
+    "a platform that JAX lacks": (
         replace(
             CPU,
             distributions={**CPU.distributions, **JAX},
@@ -208,7 +208,7 @@ NOTES = {
         "command",
         "typer, rich",
     ),
-    "commands beside JAX alone": (
+    "commands with JAX alone": (
         replace(CPU, distributions={**TOOLS, **JAX}),
         "command",
         "only te train --framework jax and te doctor are available",
@@ -246,14 +246,14 @@ NOTES = {
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_what_could_be_had_is_a_note_and_no_problem(name: str):
+def test_an_optional_improvement_is_a_note(name: str):
     environment, check, words = NOTES[name]
     notes = [finding for finding in said(environment, check) if finding.status == "note"]
     assert any(words in note.message and note.remedy for note in notes), notes
     assert healthy(examine(environment))
 
 
-def test_who_has_jax_alone_is_not_told_to_install_torch_for_the_command():
+def test_the_command_with_jax_alone_does_not_suggest_torch():
     alone = replace(CPU, distributions=having(transformer_engine=__version__, jax="0.11.2", flax="0.12.12"))
     note = said(alone, "command")[0]
     assert note.status == "note" and note.remedy.startswith('pip install ".[cli-jax]"')
@@ -270,7 +270,7 @@ def test_a_client_finds_the_package(client):
     )
 
 
-def test_a_requirement_makes_a_client_and_a_broken_one_does_not():
+def test_a_requirement_on_the_package_makes_a_client():
     needs = Distribution("0.7", requires=("numpy", "this is; no requirement", "Transformer_Engine>=2.19"))
     assert pins(needs) == ">=2.19"
     assert pins(Distribution("1", requires=("torch",))) is None
@@ -280,14 +280,14 @@ def test_a_requirement_makes_a_client_and_a_broken_one_does_not():
     assert said(environment, "clients")[0].message == "theirs 0.7 detects this package by its requirement"
 
 
-def test_the_version_is_taken_by_what_clients_ask_for():
+def test_the_version_satisfies_the_requirements_of_clients():
     for asked in (">=2.19.0", "<3,>=2", ">=2.14.0", "==2.20.2", ""):
         needs = (Distribution("1", requires=(f"transformer-engine[pytorch]{asked}",)),)
         environment = replace(CPU, distributions={**CPU.distributions, "theirs": needs})
         assert said(environment, "clients")[0].status == "good", asked
 
 
-def test_text_and_json_say_the_same():
+def test_text_and_json_have_the_same_findings():
     findings = examine(PROBLEMS["a broken torch"][0])
     text, data = as_text(findings), as_dict(findings)
     assert data["healthy"] is False
@@ -296,7 +296,7 @@ def test_text_and_json_say_the_same():
     assert as_text(examine(CPU)).endswith("no problem found")
 
 
-def test_the_command_prints_json_and_exits_by_what_it_found(monkeypatch: pytest.MonkeyPatch):
+def test_the_command_prints_json_and_exits_with_1_on_problems(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: CPU)
     sound = CliRunner().invoke(cli.application(), ["doctor", "--json"])
     assert sound.exit_code == 0 and json.loads(sound.stdout)["healthy"] is True
@@ -305,7 +305,7 @@ def test_the_command_prints_json_and_exits_by_what_it_found(monkeypatch: pytest.
     assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.stdout
 
 
-def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
+def test_doctor_runs_without_torch_and_without_the_command_line(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u, sys\nhidden = ('torch', 'typer', 'rich')\nfind = u.find_spec\n"
         "sys.modules.update(dict.fromkeys(hidden))\n"
@@ -325,8 +325,8 @@ def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
     assert variables[0]["status"] == "problem" and "NVTE_DEBUG='maybe'" in variables[0]["message"]
 
 
-def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
-    """A damaged flash-attn raises what it likes, FlashAttention 4 lies deeper in, JAX may be asked for any platform."""
+def test_packages_that_raise_on_import_are_named(tmp_path: Path):
+    """flash-attn raises TypeError, FlashAttention 4 fails in a submodule, JAX_PLATFORMS names an unknown platform."""
     installed_packages = {
         "flash_attn": ("flash-attn", "2.8.0", "__init__.py", "raise TypeError('no such operand')"),
         "flash_attn/cute": ("flash-attn-4", "4.0.0b36", "interface.py", "import a_part_that_is_missing"),
@@ -357,7 +357,7 @@ def test_an_unknown_option_is_rejected(capsys: pytest.CaptureFixture[str]):
     assert "te doctor has no option --verbose" in capsys.readouterr().err
 
 
-def test_what_is_gathered_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gathered_facts_describe_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import torch
 
     other = tmp_path / "transformer_engine"

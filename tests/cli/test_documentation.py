@@ -90,7 +90,7 @@ def test_every_relative_link_leads_to_a_file(page: str):
 
 
 def test_the_examples_of_the_quickstart_in_torch_run(capsys):
-    """The one in JAX, which these do not need, runs in tests/jax."""
+    """The example in JAX is independent of these and runs in tests/jax."""
     names: dict[str, object] = {}
     page = (ROOT / "docs" / "quickstart.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -40,7 +40,7 @@ def finished(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """The folder of a run that is finished, to be spoilt."""
+    """The folder of a finished run, which the tests damage."""
     return Path(shutil.copytree(finished, tmp_path / "current"))
 
 
@@ -48,7 +48,7 @@ def te(*arguments: str) -> Any:
     return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
 
 
-def refused(result: Any, *words: str) -> None:
+def assert_rejected(result: Any, *words: str) -> None:
     assert result.exit_code in (1, 2), result.output
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert "Traceback" not in result.output
@@ -58,7 +58,7 @@ def refused(result: Any, *words: str) -> None:
 
 
 def changed(**values: Any) -> Callable[[Path], None]:
-    """Writes a checkpoint anew with some of its content replaced."""
+    """Return a function that rewrites a checkpoint with some of its content replaced."""
 
     def write(path: Path) -> None:
         state = torch.load(path, weights_only=True)
@@ -125,20 +125,20 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_checkpoint_that_is_none_is_named_by_resume_and_generate(damage: str, run: Path):
+def test_resume_and_generate_name_an_invalid_checkpoint(damage: str, run: Path):
     DAMAGE[damage](run / "checkpoint")
     before = (run / "checkpoint").read_bytes()
     metrics = (run / "metrics.jsonl").read_bytes()
-    refused(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint")
+    assert_rejected(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint")
     assert (run / "checkpoint").read_bytes() == before
     assert (run / "metrics.jsonl").read_bytes() == metrics
     if damage not in ("step of a wrong type", "step below zero"):
-        refused(te("generate", "--name", "current", "--out", str(run.parent), "--device", "cpu"))
+        assert_rejected(te("generate", "--name", "current", "--out", str(run.parent), "--device", "cpu"))
 
 
 def test_an_optimizer_of_another_model_is_rejected(run: Path):
     without_moments(run / "checkpoint")
-    refused(
+    assert_rejected(
         te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint", "master weights"
     )
 
@@ -162,30 +162,34 @@ def test_a_damaged_line_of_the_metrics_is_named(line: str, words: tuple[str, ...
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_bytes("".join([lines[0], line, *lines[2:]]).encode(errors="surrogateescape"))
-    refused(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl", *words)
+    assert_rejected(
+        te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl", *words
+    )
 
 
 def test_a_finished_run_without_metrics_has_nothing_to_draw(run: Path):
     (run / "metrics.jsonl").unlink()
-    refused(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl")
+    assert_rejected(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl")
 
 
 def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_where(
+def test_a_full_disk_keeps_the_old_checkpoint_and_names_the_path(
     run: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     before = (run / "checkpoint").read_bytes()
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     arguments = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "current"]
-    refused(te("train", *TINY, *arguments, "--overwrite"), str(run / "checkpoint"), "No space left", "--out")
+    assert_rejected(
+        te("train", *TINY, *arguments, "--overwrite"), str(run / "checkpoint"), "No space left", "--out"
+    )
     assert (run / "checkpoint").read_bytes() == before
     assert not (run / "checkpoint.partial").exists()
 
 
-def test_torchs_own_error_on_a_full_disk_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_torch_on_a_full_disk_reports_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def save(state: Any, file: Any) -> None:
         try:
             full()
@@ -207,12 +211,14 @@ def test_a_full_disk_under_other_files_is_a_sentence(
     else:
         monkeypatch.setattr(records.Progress, "as_json", full)
     out = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "none"]
-    refused(te("train", *TINY, *out), "loss.png" if what == "plot" else "metrics.jsonl", "No space left")
+    assert_rejected(
+        te("train", *TINY, *out), "loss.png" if what == "plot" else "metrics.jsonl", "No space left"
+    )
 
 
 def test_an_out_folder_that_is_a_file_is_named(text: str, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    refused(
+    assert_rejected(
         te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path / "file")),
         "file",
         "--out",
@@ -220,11 +226,11 @@ def test_an_out_folder_that_is_a_file_is_named(text: str, tmp_path: Path):
 
 
 def test_a_text_that_cannot_be_read_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(path: Path) -> bytes:
+    def deny(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    refused(
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    assert_rejected(
         te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path)),
         text,
         "Permission denied",
@@ -232,7 +238,7 @@ def test_a_text_that_cannot_be_read_is_named(text: str, tmp_path: Path, monkeypa
 
 
 def test_a_text_with_an_impossible_name_is_rejected(tmp_path: Path):
-    refused(te("train", *TINY, "--data", "x" * 5000, "--out", str(tmp_path)), "--data")
+    assert_rejected(te("train", *TINY, "--data", "x" * 5000, "--out", str(tmp_path)), "--data")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_a_text_with_an_impossible_name_is_rejected(tmp_path: Path):
 )
 def test_a_bad_option_of_generate_is_rejected(options: list[str], run: Path):
     named = [] if "--name" in options else ["--name", "current"]
-    refused(
+    assert_rejected(
         te("generate", "x", *named, "--out", str(run.parent), "--device", "cpu", *options), options[1][:12]
     )
 
@@ -270,17 +276,17 @@ def test_a_bad_option_of_generate_is_rejected(options: list[str], run: Path):
 )
 def test_a_bad_option_of_train_is_rejected(options: list[str], text: str, tmp_path: Path):
     arguments = [*TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path), *options]
-    refused(te("train", *arguments), options[1])
+    assert_rejected(te("train", *arguments), options[1])
 
 
 @pytest.mark.parametrize("content", ["[3]", '{"results": 3}', '[{"case": [1]}]', "\udcff", "{"])
-def test_figures_that_are_none_are_named(content: str, tmp_path: Path):
+def test_invalid_figures_are_named(content: str, tmp_path: Path):
     path = tmp_path / "figures.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
-    refused(te("bench", "--compare", str(path), str(path)), "figures.json", "te bench --json")
+    assert_rejected(te("bench", "--compare", str(path), str(path)), "figures.json", "te bench --json")
 
 
-def test_figures_that_no_ratio_can_be_made_of_are_left_out(tmp_path: Path):
+def test_figures_without_a_ratio_are_left_out(tmp_path: Path):
     path = tmp_path / "figures.json"
     rows = [{"case": "gemm/a", "gpu_ms": -1.0, "cpu_ms": True}, {"case": "gemm/b", "gpu_ms": 2.0}]
     path.write_text(json.dumps(rows))
@@ -289,7 +295,7 @@ def test_figures_that_no_ratio_can_be_made_of_are_left_out(tmp_path: Path):
 
 @pytest.mark.parametrize("options", [["--json", "."], ["--plot-dir", __file__], ["--json", "absent/a.json"]])
 def test_a_place_that_bench_cannot_write_to_is_rejected_before_measuring(options: list[str]):
-    refused(te("bench", "--quick", "--family", "norm", *options), options[0])
+    assert_rejected(te("bench", "--quick", "--family", "norm", *options), options[0])
 
 
 def module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -336,7 +342,7 @@ def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
 @pytest.mark.parametrize("name", ["a/b", "..", "/absolute", "a\\b"])
 def test_a_name_that_is_a_path_is_rejected_and_nothing_is_written(name: str, text: str, tmp_path: Path):
     out = tmp_path / "runs"
-    refused(
+    assert_rejected(
         te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--name", name),
         "--name",
         "is a path",

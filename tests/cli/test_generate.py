@@ -43,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(runs: Path, *options: str) -> str:
-    """What follows the prompt, without the last line."""
+    """The generated text after the prompt, without the last line."""
     result = te(PROMPT, "--name", "tiny", "--out", str(runs), "--device", "cpu", *options)
     assert result.exit_code == 0, result.output
     text, _, last = result.output.rstrip("\n").rpartition("\n")
@@ -98,7 +98,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
 
 
 def stepwise(model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: int | None) -> torch.Tensor:
-    """Logits behind byte 5, 6, ... of text [1, n], each from a cached step."""
+    """Logits after bytes 5, 6, ... of text [1, n], each from a cached step."""
     step = CachedStep(model, cache_of(config, page_size))
     fresh = [text[:, :5], *text[:, 5:].split(1, dim=1)]
     return torch.cat([step(part).clone() for part in fresh])

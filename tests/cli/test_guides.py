@@ -18,7 +18,7 @@ ROOT = DOCS.parent
 
 @pytest.fixture(autouse=True)
 def _emulation_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A page may call te.emulate() for good, and writes its pictures to the working folder."""
+    """Restore emulation, which a page may enable permanently, and run in a temporary folder for pictures of pages."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     with emulate():
@@ -31,7 +31,7 @@ def output_blocks(page: str) -> list[str]:
     return [text for language, text in blocks if not language]
 
 
-def test_first_principles_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_first_principles_prints_the_output_on_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """The losses of the last cells depend on the machine's rounding: their last digit may differ."""
     run("first_principles.md")
     printed = capsys.readouterr().out

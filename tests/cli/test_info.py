@@ -1,4 +1,4 @@
-"""`te info`: what it reports is what the tables would do."""
+"""`te info` reports the choices that the tables of backends make."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_reasons_and_unused_operations_are_printed_on_request():
     assert "operations that a TransformerLayer does not use" in result.output
 
 
-def test_one_backend_is_chosen_and_the_others_say_why_not(found: Survey):
+def test_one_backend_is_chosen_and_the_others_have_reasons(found: Survey):
     for finding in found.findings:
         assert {verdict.backend for verdict in finding.verdicts} == set(tables[finding.operation].names())
         assert sum(verdict.chosen for verdict in finding.verdicts) == 1
@@ -85,7 +85,7 @@ def test_the_survey_leaves_the_tables_as_they_were(found: Survey):
     assert found.findings and undisturbed()
 
 
-def test_jax_has_its_versions_its_devices_and_the_way_of_fp8():
+def test_jax_has_its_versions_its_devices_and_its_fp8_products():
     jax = pytest.importorskip("jax")
     described = jax_machine()
     assert described.versions["jax"] == jax.__version__ and set(described.versions) == {
@@ -97,7 +97,7 @@ def test_jax_has_its_versions_its_devices_and_the_way_of_fp8():
     assert "--xla_gpu_enable_triton_gemm is" in described.fp8
 
 
-def test_without_jax_that_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
+def test_missing_jax_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(optional, "installed", lambda module: False)
     described = jax_machine()
     assert described.devices == 'not installed; pip install ".[jax]" in a checkout of this package'
@@ -114,7 +114,7 @@ def test_without_jax_that_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatc
         (90, "true", "direct: scales are applied after cuBLASLt; --flag is true"),
     ],
 )
-def test_the_way_of_fp8_follows_from_the_gpu_and_the_flag(
+def test_fp8_products_of_jax_depend_on_the_gpu_and_the_flag(
     capability: int | None, value: str | None, words: str
 ):
     assert words in fp8_route(capability, "flag", value)

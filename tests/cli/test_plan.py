@@ -14,7 +14,7 @@ def te(*arguments: str):
     return CliRunner().invoke(cli.application(), ["plan", *arguments], env={"COLUMNS": "200"})
 
 
-def test_the_command_prints_what_the_function_returns():
+def test_the_command_prints_the_result_of_the_function():
     options = ["--model", "llama-8b", "--devices", "64", "--tp", "2", "--cp", "2", "--fsdp", "16"]
     printed = te(*options, "--recipe", "current", "--json")
     assert printed.exit_code == 0, printed.output

@@ -1,4 +1,4 @@
-"""`te verify` compares the model of a file with one device, and reports what the file lacks."""
+"""`te verify` compares the model of a file with one device, and reports missing parts of the file."""
 
 from __future__ import annotations
 

@@ -9,6 +9,6 @@ from transformer_engine.pytorch.quantization import emulate
 
 @pytest.fixture
 def emulated():
-    """Formats that the hardware lacks are computed all the same."""
+    """Emulate formats that the hardware lacks."""
     with emulate():
         yield

@@ -30,7 +30,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """How the model is taken apart, and which numbers it holds.
+    """How the model is sharded, and which parameters it has.
 
     strategy None  plain: no megatron-fsdp
     quantized      weights hold codes of the recipe

@@ -42,7 +42,7 @@ def tokens(device: Any = "cpu", batch: int = 2, length: int = 32) -> Tensor:
 
 
 def losses(step: Callable[[], Tensor], steps: int) -> list[float]:
-    """What a step returns, again and again."""
+    """Call a step repeatedly and return its losses."""
     return [step().item() for _ in range(steps)]
 
 

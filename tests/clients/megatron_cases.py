@@ -1,6 +1,7 @@
-"""Megatron-core as published, on a CPU: cases that print {name: result} as JSON; the traceback of one that raises.
+"""Megatron-core as published, on a CPU.
 
-Importing Megatron changes torch, and its models write environment variables, so all of it runs in a process of its own.
+Prints {case: result} as JSON, where the result of a case that raises is its traceback. Importing Megatron changes
+torch, and its models write environment variables, so everything runs in a separate process.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def trained(gpt: Any, make_optimizer: Callable[..., Any] = torch.optim.AdamW, st
     return losses
 
 
-# What a file of Megatron's says of this engine in one word. Others are of apex, flashinfer and the like.
+# Flags in Megatron's files that depend on this engine. Other flags are about apex, flashinfer and similar packages.
 FLAG = re.compile(
     r"^\s*((?:HAVE_TE|HAVE_GTP|HAVE_FUSED_QKV|USING_TE|USING_PYTORCH|HAVE_APEX_OR_TE)\w*)\s*=", re.MULTILINE
 )
@@ -287,7 +288,7 @@ def extra_states() -> dict[str, bool]:
 
 
 def distributed_checkpoint() -> bool:
-    """Does a model saved and loaded as a sharded checkpoint go on as if nothing had been?"""
+    """Whether a model continues without a difference after it is saved and loaded as a sharded checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -307,7 +308,7 @@ def distributed_checkpoint() -> bool:
 
 
 def permutation() -> dict[str, float]:
-    """Tokens to experts and back, fused by this engine and in Megatron's own torch: greatest differences."""
+    """Greatest differences between this engine's permutation of tokens and back and Megatron's torch code."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     torch.manual_seed(0)

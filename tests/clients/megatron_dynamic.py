@@ -27,7 +27,7 @@ GENERATED = 4
 
 
 class HostEvent:
-    """What is recorded on a stream that does not exist has happened."""
+    """An event that has always completed, because no stream exists."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -38,7 +38,7 @@ class HostEvent:
 
 @contextmanager
 def read_on_host() -> Iterator[None]:
-    """Megatron asks for CUDA's current device, its events and its pinned memory; the CPU stands for them."""
+    """Replace CUDA's current device, events and pinned memory, which Megatron uses, by the CPU's."""
     stream = types.SimpleNamespace(wait_event=lambda event: None)
     replacements = {
         (torch.cuda, "current_device"): lambda: torch.device("cpu"),
@@ -63,9 +63,9 @@ def _unpinned(make: Any) -> Any:
 
 
 def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
-    """Of the logits of a model's next tokens, in steps of all requests and by one call a sequence so far.
+    """Largest difference of the logits of next tokens between steps of all requests and one call per sequence.
 
-    The first step takes all prompts, packed and padded to Megatron's size; later ones a token a request.
+    The first step takes all prompts, packed and padded to Megatron's size. Later steps take one token per request.
     """
     from megatron.core.inference.config import InferenceConfig
     from megatron.core.inference.contexts import dynamic_context

@@ -1,4 +1,4 @@
-"""Megatron-core as published, on GPUs: `python megatron_gpu_cases.py CASE` prints what the case gives as JSON.
+"""Megatron-core as published, on GPUs: `python megatron_gpu_cases.py CASE` prints the case's result as JSON.
 
 Models are trained by Megatron's own schedule, data parallelism and optimizer. Where a process is one of several (RANK,
 WORLD_SIZE), every rank runs the case and the first one prints.
@@ -60,7 +60,7 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training: the model's settings, those of its data parallelism and optimizer, and how it is taken apart."""
+    """A training: settings of the model, its data parallelism, its optimizer and its model parallelism."""
 
     model: dict[str, Any] = field(default_factory=dict)
     positions: str = "rope"
@@ -90,7 +90,7 @@ def start(parallel: dict[str, Any]) -> None:
 
 
 def apex() -> types.ModuleType:
-    """What Megatron's own output layer asks of apex before it lets weights' gradients go into main_grad."""
+    """The module of apex that Megatron's output layer needs to accumulate weight gradients into main_grad."""
 
     def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(dy.float().t(), x.float())
@@ -272,7 +272,7 @@ def graphs_of_megatron(run: Run) -> list[float]:
 
 
 def distributed_checkpoint(run: Run) -> dict[str, Any]:
-    """Losses of a training that goes on, and of one that was saved, made anew and loaded."""
+    """Losses of an uninterrupted training, and of a training that is saved and loaded into a new model."""
     from megatron.core import dist_checkpointing
 
     first = Training(run)
@@ -324,7 +324,7 @@ PARAMETERS = {"fp8_param": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRAPHS = {"cuda_graph_warmup_steps": 2}
 
-# name: (what is computed, of which run)
+# name: (function that computes the result, its run)
 CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     "layers": (engine_layers, Run(model=EXPERTS)),
     **{f"train {name}": (trained, Run(model=recipe(name))) for name in RECIPES},

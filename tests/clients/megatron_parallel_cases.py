@@ -41,10 +41,10 @@ NCCL_EP = {
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event on a machine without a GPU."""
+    """A replacement of a CUDA stream or event on a machine without a GPU."""
 
     def wait_stream(self, *others: Any) -> None:
-        """Everything is done when it is called."""
+        """Do nothing: all work has already completed."""
 
     synchronize = wait_event = wait_stream
 

@@ -64,7 +64,7 @@ def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -
 
 
 def _kept(key: str, compute: Callable[[Path], str]) -> str:
-    """Return what `compute` returned in the first of pytest's processes that asked for this key."""
+    """Return the result of `compute` from the first of pytest's processes that needed this key."""
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}", name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,9 +77,9 @@ def _kept(key: str, compute: Callable[[Path], str]) -> str:
 
 
 def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
-    """What the first of several processes of one group prints; the last words of the first that fails.
+    """Return the output of rank 0 of a process group, or raise with the last lines of the first rank that fails.
 
-    A port that is free when it is looked for may be taken when the group asks for it: then by another one.
+    Another process may take the free port before the group binds it. The call then retries with another port.
     """
     for _ in range(ATTEMPTS):
         try:
@@ -105,7 +105,7 @@ def _on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
 
 
 def _first_to_fail(started: list[BaseProcess]) -> int | None:
-    """Which process failed, or was still running when patience ended; the others wait for it no longer."""
+    """Return the first process that fails or exceeds the time limit; the others are stopped."""
     end = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < end:

@@ -1,7 +1,7 @@
 """Public signatures of the original, as a call site sees them: order, names, kinds, defaults.
 
-Where two of its releases differ, the newer one. UNKNOWN stands for a default that is not documented. What is listed
-for a callable is what is known of it, from the first parameter on; parameters that ours has beyond it have defaults.
+Where two releases differ, the newer one is listed. UNKNOWN marks an undocumented default. The entry of a callable has
+its known parameters, from the first one on; additional parameters of this package have defaults.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ EXTENSION = {
     "COUNT copy_to_kv_cache": 13,
 }
 
-# Members that code written against the original reads, by the path of their owner below transformer_engine.pytorch.
+# Members that code for the original reads, by the path of their owner below transformer_engine.pytorch.
 MEMBERS = {
     "Quantizer": "multi_quantize is_requantization_safe supports_only_rowwise_all_gather is_quantizable copy calibrate",
     "Float8CurrentScalingQuantizer": "scale amax",

@@ -143,7 +143,7 @@ file = io.BytesIO()
 torch.save(model.state_dict(), file)
 file.seek(0)
 model.load_state_dict(torch.load(file, weights_only=True))
-# What vortex does to a loaded layer, but for the CUDA device that it enters.
+# The steps of vortex on a loaded layer, except that it enters a CUDA device.
 model.fp8_meta_tensors_initialized = False
 model.set_extra_state(model.get_extra_state())
 for direction in ("scaling_fwd", "scaling_bwd"):

@@ -1,4 +1,4 @@
-"""Every name that a client of the original writes down is here, or has its reason in the list below."""
+"""Every name in the source of a client of the original exists, or has a reason in the list below."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.clients.walk_surface import SURFACE
 
 CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
 
-# Beginnings of names that are not here, and why that stops nobody.
+# Prefixes of absent names, and why no client needs them.
 ABSENT = {
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for below version 2.0 only",
     "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
@@ -54,7 +54,7 @@ def absent(name: str) -> bool:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_every_name_of_a_client_is_here(client):
+def test_every_name_of_a_client_exists(client):
     missing = []
     for name in CLIENTS[client]["names"]:
         if absent(name):
@@ -66,14 +66,14 @@ def test_every_name_of_a_client_is_here(client):
     assert missing == []
 
 
-def test_every_absence_is_one_that_a_client_asks_for():
+def test_every_listed_absence_is_used_by_a_client():
     names = {name for client in CLIENTS.values() for name in client["names"]}
     for start in ABSENT:
         assert any(name == start or name.startswith(f"{start}.") for name in names), start
 
 
-def test_what_is_told_absent_is_absent():
-    """A row of the list goes when what it names has come."""
+def test_names_listed_as_absent_do_not_exist():
+    """An entry must be removed once its name exists."""
     for start in ABSENT:
         if start in PRESENT_ALL_THE_SAME:
             continue

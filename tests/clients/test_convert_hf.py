@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def stock(family: str = "llama", kind: str = "ForCausalLM", **more: Any) -> Any:
-    """A tiny seeded model whose norms and biases are not what they begin as."""
+    """A tiny seeded model whose norms and biases differ from their initial values."""
     import transformers
 
     name, settings = FAMILIES[family]
@@ -161,7 +161,7 @@ def test_generation_is_the_stock_model_s(family, cache):
     assert torch.equal(ours.generate(prompt, **how), theirs.generate(prompt, **how))
 
 
-def test_padded_batches_and_positions_of_their_own():
+def test_padded_batches_and_given_positions():
     theirs, ours = both()
     tokens = installed.tokens(DEVICE)
     seen = torch.ones_like(tokens)
@@ -321,7 +321,7 @@ def test_attentions_are_recorded_again_after_turning_back(when):
     assert len(made.attentions) == layers and len(made.hidden_states) == layers + 1
 
 
-def test_what_callers_set_and_added_is_there_again_after_turning_back():
+def test_attributes_and_modules_of_callers_survive_turning_back():
     model, tokens = stock().eval(), installed.tokens(DEVICE)
     attention = model.model.layers[0].self_attn
     attention.scaling, attention.is_causal, attention.attention_dropout = 0.9, False, 0.25
@@ -354,7 +354,7 @@ def test_states_of_a_recipe_come_back_with_a_state_dict(recipe):
     assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
-def test_copies_and_pickles_are_models_of_their_own():
+def test_copies_and_pickles_are_independent_models():
     model = te.convert_hf(stock(), recipe=Float8CurrentScaling())
     tokens = installed.tokens(DEVICE)
     expected = model(tokens).logits
@@ -379,7 +379,7 @@ def test_frozen_weights_stay_frozen_both_ways():
 
 
 @pytest.mark.slow
-def test_a_compiler_traces_a_converted_model_whole():
+def test_a_converted_model_compiles_as_one_graph():
     model = te.convert_hf(stock(num_hidden_layers=1), recipe=Float8CurrentScaling())
     tokens = installed.tokens(DEVICE)
     expected = model(tokens, labels=tokens, use_cache=False).loss
@@ -391,7 +391,7 @@ def test_a_compiler_traces_a_converted_model_whole():
     assert model.model.layers[0].mlp.fc1_weight.grad is not None
 
 
-def test_what_cannot_be_converted_is_named():
+def test_an_unsupported_model_or_layer_is_named():
     import transformers
 
     gpt2 = transformers.GPT2LMHeadModel(

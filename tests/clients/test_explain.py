@@ -1,4 +1,4 @@
-"""te.explain says which backend ran and why the others did not."""
+"""te.explain reports which backend ran and why the others did not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_text_names_the_choice_and_each_rejection(device):
     assert "    not scaled_mm: an operand is not quantized" in text.splitlines()
 
 
-def test_no_gradient_is_left_behind_and_nobody_watches_afterwards(device):
+def test_explain_leaves_no_gradients_and_no_observers(device):
     layer, x = layer_and_input(device)
     te.explain(layer, x)
     assert x.grad is None and layer.weight.grad is None

@@ -1,4 +1,4 @@
-"""Unmodified lightning trains with this package: its precision as plugin and by name, with Trainer and Fabric."""
+"""Unmodified lightning trains with this package: precision as a plugin and as a string, with Trainer and Fabric."""
 
 from __future__ import annotations
 

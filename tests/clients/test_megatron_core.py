@@ -34,13 +34,13 @@ def results() -> dict[str, Any]:
 
 
 def of(results: dict[str, Any], case: str) -> Any:
-    """What a case gave; its traceback as the failure's message where it raised."""
+    """Return the result of a case; fail with its traceback if it raised."""
     assert not isinstance(results[case], str), results[case]
     return results[case]
 
 
 def test_every_feature_of_the_engine_is_found(results):
-    """But for what docs/megatron.md gives a reason for."""
+    """Except for the features that docs/megatron.md explains."""
     assert len(of(results, "flags")) > 30
     absent = {name for name, there in of(results, "flags").items() if not there}
     asks_for_cuda = set() if torch.cuda.is_available() else {"dist_checkpointing.strategies.torch HAVE_TE"}

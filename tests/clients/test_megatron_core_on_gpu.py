@@ -13,7 +13,7 @@ import torch
 from tests.clients import processes
 
 CASES = str(Path(__file__).parent / "megatron_gpu_cases.py")
-EMULATED = ("mxfp8", "nvfp4")  # by bfloat16 products, where the hardware lacks the format
+EMULATED = ("mxfp8", "nvfp4")  # uses bfloat16 products if the hardware lacks the format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def of(case: str, ranks: int = 1) -> Any:
-    """What a case prints, in processes of its own."""
+    """Run a case in separate processes and return its printed result."""
     emulation = {"TE_EMULATE": "1"} if case.endswith(EMULATED) else {}
     said = processes.once([CASES, case], ranks, **emulation)
     return json.loads(said.splitlines()[-1])
@@ -121,7 +121,7 @@ def test_multi_latent_attention_trains(recipe):
     assert_trains(of(f"latent {recipe}"))
 
 
-def test_a_distributed_checkpoint_goes_on():
+def test_a_distributed_checkpoint_continues():
     found = of("checkpoint")
     assert_alike(found["found"], found["expected"], 1e-3)
 
@@ -143,6 +143,6 @@ def test_two_gpus_hold_two_experts_each():
 
 
 @two
-def test_two_gpus_go_on_from_a_distributed_checkpoint():
+def test_two_gpus_continue_from_a_distributed_checkpoint():
     found = of("two data-parallel checkpoint", 2)
     assert_alike(found["found"], found["expected"], 1e-3)

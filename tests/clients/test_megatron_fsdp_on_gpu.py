@@ -29,7 +29,7 @@ GPUS = [pytest.param(1, id="one_gpu"), pytest.param(2, id="two_gpus", marks=two)
 
 
 def losses(case: str, ranks: int = 1) -> list[float]:
-    """Losses that a case prints, in processes of its own; all ranks have the same data."""
+    """Run a case in separate processes and return its losses; all ranks have the same data."""
     return json.loads(processes.once([CASES, case], ranks).splitlines()[-1])
 
 

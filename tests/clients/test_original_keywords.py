@@ -1,4 +1,4 @@
-"""Keywords and members of the original do what its documentation says; `signatures` lists their names."""
+"""Keywords and members of the original behave as documented; `signatures` lists their names."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_quantized_parameter_follows_a_recipe_of_another_history(device, monke
         made.update_quantizer(te.Float8CurrentScalingQuantizer(E4M3))
 
 
-def test_a_layer_that_meets_another_recipe_says_that_its_type_changed(device, monkeypatch):
+def test_a_layer_under_another_recipe_warns_of_the_change(device, monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
     layer, x = te.Linear(32, 32, device=device), values(device, 16, 32)
     with te.autocast(recipe=DelayedScaling()):
@@ -252,7 +252,7 @@ def role_layer(device, asked):
     return layer, CustomRecipe(qfactory=factory)
 
 
-def test_an_equal_role_changes_nothing_and_another_one_asks_the_factory_again(device, monkeypatch):
+def test_only_a_different_role_calls_the_factory_again(device, monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
     asked = []
     layer, recipe = role_layer(device, asked)
@@ -428,7 +428,7 @@ def attended(layout, device):
 
 
 @pytest.mark.parametrize(("own", "other"), [("sbhd", "bshd"), ("bshd", "sbhd"), ("bshd", "bhsd")])
-def test_fused_attention_takes_and_gives_axes_in_the_order_asked_for(own, other, device):
+def test_fused_attention_keeps_the_requested_order_of_axes(own, other, device):
     q, k, v, lengths = attended(own, device)
     layout = "_".join([own] * 3)
     kind = cpp_extensions.fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
@@ -509,7 +509,7 @@ def test_softmax_classes_are_those_of_torch_under_their_masks(device):
         torch.testing.assert_close(first, second)
 
 
-def test_utilities(device):
+def test_utility_functions(device):
     scores = torch.zeros(1, 1, 2, 2, device=device)
     hidden = torch.tensor([[False, True], [False, False]], device=device)
     assert utils.attention_mask_func(scores, hidden) is scores and scores[0, 0, 0, 1] == -10000.0

@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 def adapted(kind: str, recipe: Any = None) -> Any:
-    """A network with an adapter round its one layer, whose weights are codes where a recipe says so."""
+    """A network with an adapter around its only layer, whose weights are quantized under a recipe."""
     import peft
 
     with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
@@ -73,7 +73,7 @@ def values(parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_an_adapter_trains_beside_a_frozen_layer(kind, recipe):
+def test_an_adapter_trains_on_a_frozen_layer(kind, recipe):
     model = adapted(kind, recipe)
     base = {name: values(p) for name, p in model.named_parameters() if not p.requires_grad}
     assert len(base) >= 2
@@ -88,7 +88,7 @@ def test_an_adapter_trains_beside_a_frozen_layer(kind, recipe):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_layer_wants_no_gradient_of_its_weights(kind):
+def test_the_frozen_layer_computes_no_weight_gradient(kind):
     """The output is that of the layer alone plus the adapter's product, and so is the gradient of the input."""
     model = adapted(kind)
     for name, parameter in model.named_parameters():
@@ -176,7 +176,7 @@ def test_adapters_come_after_the_conversion():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", LAYERS)
-def test_an_adapter_trains_beside_codes_on_a_gpu(kind):
+def test_an_adapter_trains_on_quantized_weights_on_a_gpu(kind):
     recipe = Float8CurrentScaling()
     model = adapted(kind, recipe).cuda()
     base = [p for p in model.parameters() if isinstance(p, te.QuantizedTensor)]

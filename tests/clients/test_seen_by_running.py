@@ -1,4 +1,4 @@
-"""What clients do beyond the documented calls: each has stopped one of them once."""
+"""Undocumented uses of the package by clients; each once made a client fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def trained_linear() -> te.Linear:
 
 
 def test_an_extra_state_may_name_megatrons_loader_of_storages(monkeypatch):
-    """Megatron puts safe_load_from_bytes in torch's place, and pickle writes the name down; nothing of it runs."""
+    """Megatron replaces torch's loader by safe_load_from_bytes, whose name pickle stores; loading does not run it."""
     module = types.ModuleType("megatron.core.safe_globals")
     ran = []
 
@@ -98,7 +98,7 @@ def test_the_recipe_of_quantized_parameters_is_there_after_construction(name, de
     assert layer.fp8_meta["recipe"].mxfp8()
 
 
-def test_codes_of_mxfp8_are_no_views_and_may_lie_in_a_callers_buffer():
+def test_codes_of_mxfp8_are_not_views_and_may_use_a_callers_buffer():
     chosen = recipe.MXFP8BlockScaling()
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=chosen):
@@ -134,7 +134,7 @@ def test_mxfp8_tensors_say_that_their_scales_are_not_swizzled():
         build(with_gemm_swizzled_scales=True)
 
 
-def test_one_weight_is_processed_after_a_gather_as_a_list_of_them():
+def test_post_processing_after_a_gather_takes_a_single_weight():
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=torch.device("cpu"))
     weight = quantizer(torch.randn(32, 32))
     weight.update_usage(columnwise_usage=False)
@@ -158,7 +158,7 @@ def test_collectives_write_into_a_callers_tensor():
 
 @contextmanager
 def replaced(owner, name, value):
-    """As nvidia-modelopt replaces a function: the former one is kept beside it."""
+    """Replace a function as nvidia-modelopt does: an attribute with a leading underscore keeps the former one."""
     former = getattr(owner, name)
     setattr(owner, name, value)
     setattr(owner, f"_{name}", former)
@@ -201,8 +201,8 @@ def test_a_replaced_general_gemm_makes_every_product(name):
 def test_a_replaced_product_rejects_quantized_operands():
     layer = te.Linear(32, 32)
     own = partial(cpp_extensions.general_gemm)
-    refused = pytest.raises(NotImplementedError, match="restore the original")
-    with replaced(linear, "general_gemm", own), refused, te.autocast():
+    rejected = pytest.raises(NotImplementedError, match="restore the original")
+    with replaced(linear, "general_gemm", own), rejected, te.autocast():
         layer(torch.randn(16, 32, device=DEVICE))
 
 
@@ -210,7 +210,7 @@ def test_a_replaced_product_rejects_quantized_operands():
 @pytest.mark.parametrize("place", ["the layer's file", "_common", "both"])
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
 def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
-    """Megatron replaces it in the file that it is from and in those that import it."""
+    """Megatron replaces the class in the module that defines it and in modules that import it."""
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
     files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[place]
     torch.manual_seed(0)
@@ -235,8 +235,8 @@ def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
-def test_a_replaced_step_of_an_autograd_class_gets_input_and_weight_by_name(name, grad):
-    """As nvidia-modelopt quantizes them: it looks for the parameters called inp and weight, or the trailing tensors."""
+def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad):
+    """nvidia-modelopt quantizes the parameters called inp and weight, or the trailing tensors."""
     owner = linear._Linear if name == "Linear" else grouped_linear._GroupedLinear
     torch.manual_seed(0)
     layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE)
@@ -282,7 +282,7 @@ def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
 
 
-def test_an_operation_of_ones_own_is_a_module():
+def test_a_custom_operation_is_a_module():
     class Double(BasicOperation):
         def op_forward(self, ctx, input_, **options):
             return 2 * input_
@@ -301,7 +301,7 @@ def test_an_operation_of_ones_own_is_a_module():
         operation.set_extra_state(torch.ones(3, dtype=torch.uint8))
 
 
-def test_parts_of_a_split_are_views_and_gradients_that_lie_together_are_not_copied():
+def test_parts_of_a_split_are_views_and_adjacent_gradients_are_not_copied():
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     parts = SplitAlongDim.apply(x, 1, [4, 6])
     assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
@@ -325,7 +325,7 @@ def test_contexts_of_recomputation_serve_torchs_checkpoint():
     assert x.grad.isfinite().all()
 
 
-def test_preparing_what_is_not_sharded_is_rejected():
+def test_preparing_an_unsharded_module_is_rejected():
     with pytest.raises(TypeError, match="FullyShardedDataParallel"):
         prepare_te_modules_for_fsdp(te.Linear(32, 32))
 

@@ -27,14 +27,14 @@ WITHOUT_DEFAULT = inspect.Parameter.empty
 
 
 def parameters_of(text: str) -> list[inspect.Parameter]:
-    """A line of the table as parameters."""
+    """Return the parameters of a line of the table."""
     scope = {"UNKNOWN": UNKNOWN, "torch": torch}
     exec(f"def listed({' '.join(text.split())}): ...", scope)
     return list(inspect.signature(scope["listed"]).parameters.values())  # pyright: ignore
 
 
 def differences(callable_, text: str, bound: bool = False) -> list[str]:
-    """What a call site written for the listed signature would notice."""
+    """Differences that break a call written for the listed signature."""
     ours = list(inspect.signature(callable_).parameters.values())[int(bound) :]
     wanted = parameters_of(text)
     by_name = {p.name: p for p in ours}
@@ -67,7 +67,7 @@ def differences(callable_, text: str, bound: bool = False) -> list[str]:
 
 
 def at(path: str):
-    """What a dotted path from transformer_engine.pytorch leads to, through modules and attributes."""
+    """Return the object at a dotted path from transformer_engine.pytorch, through modules and attributes."""
     *modules, _ = path.split(".")
     for count in range(len(modules), -1, -1):
         name = ".".join(["transformer_engine.pytorch", *modules[:count]])
@@ -192,7 +192,7 @@ def test_an_overlap_flag_changes_no_result(device):
     assert torch.equal(plain(x), flagged(x))
 
 
-def test_hooks_are_called_by_keyword(device):
+def test_hooks_are_registered_by_keyword(device):
     layer = te.Linear(16, 16, delay_wgrad_compute=True, device=device)
     called = []
     layer.register_wgrad_accumulation_and_reduce_hooks(
@@ -204,14 +204,12 @@ def test_hooks_are_called_by_keyword(device):
 
 
 @pytest.mark.parametrize("module", [tex, None], ids=["extension", "package"])
-def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
+def test_packed_sequences_convert_to_the_order_of_ranks_and_back(module, device):
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     x = torch.arange(12.0, device=device)[:, None]
     cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32, device=device)
-    last = (
-        12 if module is tex else 0
-    )  # the extension is told how many tokens there are, the package which axis
+    last = 12 if module is tex else 0  # the extension takes the number of tokens, the package the axis
     to, back = (
         getattr(module or context_parallel, name)
         for name in ("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")
@@ -223,7 +221,7 @@ def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
         to(x, cu_seqlens, 2, 13 if module is tex else 1)
 
 
-def test_a_score_mod_gets_its_tensors_by_name(device):
+def test_a_score_mod_gets_its_tensors_as_keywords(device):
     q, k, v = (torch.randn(2, 8, 2, 16, device=device, requires_grad=True) for _ in range(3))
     table = torch.randn(2, device=device, requires_grad=True)
 

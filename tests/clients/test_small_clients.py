@@ -1,4 +1,4 @@
-"""Examples of the pages on clients, and cases of clients that use a part of the package; one process per client."""
+"""Examples on the pages of clients, and cases of clients that use part of the package; one process per client."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_examples_of_a_page_run(page: str, errors: dict[str, str]):
 @pytest.mark.clients
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("client", NEEDED)
-def test_a_client_computes_what_its_own_pytorch_does(client: str, device: str, errors: dict[str, str]):
+def test_a_client_equals_its_own_pytorch_code(client: str, device: str, errors: dict[str, str]):
     """The example of the page as printed, then the cases on the device."""
     skip_unless_installed(NEEDED[client])
     assert len(examples_of_client(client, device)) > 1 and client in EXAMPLE_OF[client]

@@ -76,7 +76,7 @@ def test_a_converted_model_trains_as_the_stock_one(tmp_path):
 
 
 def test_a_checkpoint_is_read_by_both(tmp_path):
-    """Half of a converted training, the rest of it by the stock model, from the Trainer's own checkpoint."""
+    """A stock model continues half of a converted training from the Trainer's own checkpoint."""
     from transformers import LlamaForCausalLM
 
     run = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "run", max_steps=4)

@@ -1,9 +1,9 @@
-"""client_surface.json: {client: version, names}, every dotted name of the engine that the installed clients write down.
+"""client_surface.json: {client: version, names}, every dotted name of the engine in the source of installed clients.
 
-`python tests/clients/walk_surface.py SITE_PACKAGES` reads the clients there, without importing them, and writes the
-file anew. A client that is not there keeps what the file says of it. A name is what follows from an import or from
-attributes of what was imported: `import transformer_engine as te` and `te.pytorch.Linear` give
-transformer_engine.pytorch.Linear. What a client reads of an object (a module's weight, a tensor's codes) is not in it.
+`python tests/clients/walk_surface.py SITE_PACKAGES` reads the clients there, without importing them, and rewrites the
+file. A client that is not installed keeps its entry. Names come from imports and from attributes of imported modules:
+`import transformer_engine as te` and `te.pytorch.Linear` give transformer_engine.pytorch.Linear. Attributes of objects
+(a module's weight, a tensor's codes) are not recorded.
 """
 
 from __future__ import annotations

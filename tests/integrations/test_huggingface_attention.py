@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Imported(Attention):
-    """Calls torch's attention by a name of its own file."""
+    """Calls torch's attention through a name imported into its file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
@@ -160,7 +160,7 @@ def test_a_padded_batch_is_attended_where_its_tokens_are():
 
 
 @pytest.mark.parametrize("case", ["mask", "scale", "input"])
-def test_what_is_not_described_is_left_to_torch_and_counted(case, caplog):
+def test_unsupported_calls_fall_back_to_torch_and_are_counted(case, caplog):
     stock, injected = pair()
     x = tokens()
     if case == "mask":
@@ -230,7 +230,7 @@ def test_injecting_twice_changes_nothing():
     assert not inject_te_attention_into_module(injected.layers[0])
 
 
-def test_a_layer_with_an_attention_of_its_own_is_left_alone():
+def test_a_layer_with_its_own_attention_module_is_unchanged():
     layer = Attention()
     layer.attn_module = nn.Identity()
     assert not inject_te_attention_into_module(layer)
@@ -298,19 +298,19 @@ def test_threads_do_not_see_each_others_attention():
     assert F.scaled_dot_product_attention is sdpa.TORCH_SDPA
 
 
-def test_an_attention_imported_by_name_is_skipped_with_a_warning(caplog):
+def test_a_directly_imported_attention_is_skipped_with_a_warning(caplog):
     layer = Imported()
     with caplog.at_level(logging.WARNING):
         assert not inject_te_attention_into_module(layer)
     assert "Imported is not changed: its file imports scaled_dot_product_attention" in caplog.text
 
 
-def test_what_is_no_model_is_rejected():
+def test_an_argument_other_than_a_model_is_rejected():
     with pytest.raises(TypeError, match="model=None is no"):
         inject_te_attention(None)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_model_without_a_known_layout_says_so(caplog):
+def test_a_model_without_a_known_layout_warns(caplog):
     model = nn.Sequential(nn.Linear(4, 4))
     with caplog.at_level(logging.WARNING):
         inject_te_attention(model)
@@ -318,7 +318,7 @@ def test_a_model_without_a_known_layout_says_so(caplog):
     assert not hasattr(model, "_te_attention_injected")
 
 
-def test_a_model_that_does_not_call_torchs_attention_is_told(caplog):
+def test_a_model_without_torchs_attention_warns(caplog):
     model = Model(Attention())
     model.config = type("Config", (), {"_attn_implementation": "eager"})()
     with caplog.at_level(logging.WARNING):
@@ -433,7 +433,7 @@ def test_fp8_attention_follows_autocast():
         assert 0 < error < 2**-3
 
 
-def test_torch_autocast_has_its_say():
+def test_torch_autocast_applies():
     stock, injected = pair()
     x = tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -462,7 +462,7 @@ def test_inference_mode_reads_masks_anew():
         torch.testing.assert_close(injected(x, mask=mask), stock(x, mask=mask), **ATTENDED)
 
 
-def test_counters_are_logged_when_asked_for(monkeypatch, caplog):
+def test_counters_are_logged_on_request(monkeypatch, caplog):
     monkeypatch.setenv("TE_ATTENTION_LOG_EVERY", "2")
     _, injected = pair()
     with caplog.at_level(logging.INFO):
@@ -473,14 +473,14 @@ def test_counters_are_logged_when_asked_for(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_the_interface_rejects_what_it_does_not_compute(name):
+def test_the_interface_rejects_unsupported_arguments(name):
     q = torch.randn(1, HEADS, 4, SIZE)
     with pytest.raises(NotImplementedError, match=f'{name} is not computed.*attn_implementation="eager"'):
         te_attention_forward(nn.Module(), q, q, q, None, **{name: 1.0})
 
 
 def test_the_interface_takes_any_mask():
-    """A mask without a name goes to the attention as it is: booleans, or numbers that are added."""
+    """A mask that no mask type describes reaches the attention unchanged: booleans, or values added to the scores."""
     layer, (q, k, v) = nn.Module(), (torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS))
     mask = causal()
     mask[..., 5, 2] = False

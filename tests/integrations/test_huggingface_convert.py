@@ -45,7 +45,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("prefix", ["", "model.layers.3."])
-def test_names_go_both_ways(prefix):
+def test_names_are_converted_both_ways(prefix):
     theirs = {prefix + name: torch.randn(shape) for name, shape in SHAPES.items()}
     names = LayerNames.of("qwen3", DECODER)
     state: dict[str, Any] = dict(theirs)
@@ -64,7 +64,7 @@ def test_names_go_both_ways(prefix):
     assert len(set(storages)) == len(storages)
 
 
-def test_a_state_that_lacks_a_part_is_left_as_it_is():
+def test_an_incomplete_state_is_unchanged():
     state: dict[str, Any] = {"self_attn.q_proj.weight": torch.zeros(12, 6), "other": 1}
     before = dict(state)
     LayerNames.of("llama", DECODER).to_ours(state)
@@ -73,7 +73,7 @@ def test_a_state_that_lacks_a_part_is_left_as_it_is():
 
 
 class Rotary(nn.Module):
-    """What transformers' rotary embeddings do, with a factor of attention."""
+    """Imitates transformers' rotary embeddings with a factor of attention."""
 
     attention_scaling = 1.25
 
@@ -211,7 +211,7 @@ def test_another_checkpoint_is_rejected_under_a_recipe(device):
     decoder.eval()(x)
 
 
-def test_a_forward_that_raises_moves_no_scale(device):
+def test_a_forward_that_raises_updates_no_scale(device):
     decoder = Decoder().to(device)
     enter_recipe(decoder, DelayedScaling())
     decoder(torch.randn(16, 16, device=device))
@@ -228,8 +228,8 @@ def _interrupt(*call: Any) -> None:
     raise InterruptedError
 
 
-def test_a_machine_without_transformers_is_told(monkeypatch):
-    monkeypatch.setattr(optional, "failure", lambda *names: "importing transformers failed: there is none")
+def test_missing_transformers_are_named(monkeypatch):
+    monkeypatch.setattr(optional, "failure", lambda *names: "importing transformers failed: not installed")
     with pytest.raises(ImportError, match="pip install transformers"):
         te.convert_hf(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="is not converted"):

@@ -70,7 +70,7 @@ def test_a_canonical_mask_is_a_name_and_a_window(kind, window, queries, keys):
     assert_attends_as(visible, masking)
 
 
-def test_a_window_that_no_query_fills_is_none():
+def test_a_window_longer_than_all_queries_is_dropped():
     masking = masks.of_mask(band(6, 6, 0, 6, [(0, 6)]), 1)
     assert masking == masks.CAUSAL
 
@@ -80,7 +80,7 @@ def test_any_large_negative_number_hides(hidden):
     assert masks.of_mask(additive(band(5, 5, 0, None, [(0, 5)]), hidden), 1) == masks.CAUSAL
 
 
-def test_all_keys_visible_is_no_mask():
+def test_a_mask_with_all_keys_visible_is_dropped():
     assert masks.of_mask(torch.ones(2, 1, 4, 6, dtype=torch.bool), 2) == masks.NO_MASK
 
 
@@ -124,7 +124,7 @@ def test_a_window_on_both_sides_is_one_of_an_encoder(padding):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("place", [0, 4])
-def test_a_static_cache_is_cut_to_what_is_written(place, window):
+def test_a_static_cache_is_limited_to_its_written_keys(place, window):
     visible = band(4, 16, place, window, [(0, 16)])
     masking = masks.of_mask(visible, 1)
     assert masking is not None
@@ -132,7 +132,7 @@ def test_a_static_cache_is_cut_to_what_is_written(place, window):
     assert_attends_as(visible, masking)
 
 
-def test_one_query_is_given_its_mask_and_nothing_is_read(monkeypatch):
+def test_a_mask_of_one_query_is_not_read(monkeypatch):
     monkeypatch.setattr(masks, "_read", None)
     visible = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)[:, None, None]
     masking = masks.of_mask(visible, 3)

@@ -218,7 +218,7 @@ def test_an_encoder_and_a_decoder_like_t5_are_those_of_torch():
 
 
 def test_cross_attention_leaves_the_caches_of_self_attention_alone():
-    """A decoder's layer hands one context to both: each step sees all of the other sequence and nothing twice."""
+    """A decoder layer passes one context to both: each step attends to the whole other sequence, without duplicates."""
     config = replace(CONFIG, num_query_groups=HEADS)
     torch.manual_seed(0)
     own = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal).eval()
@@ -240,7 +240,7 @@ def test_cross_attention_leaves_the_caches_of_self_attention_alone():
         torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_projections_are_asked_for_in_the_order_of_arguments_that_is_documented():
+def test_projections_take_the_documented_order_of_arguments():
     """(hidden_states, key_value_states, split_qkv)"""
     layer = self_attention()
     mixed, sizes = layer.get_query_key_value_tensors(hidden(), None, False)
@@ -316,7 +316,7 @@ def test_queries_and_keys_are_normalized(norm):
 
 
 @pytest.mark.usefixtures("emulated")
-def test_it_trains_under_a_recipe_and_puts_weight_gradients_off():
+def test_attention_trains_under_a_recipe_and_delays_weight_gradients():
     config = replace(CONFIG, delay_wgrad_compute=True, params_dtype=torch.bfloat16)
     torch.manual_seed(0)
     layer = SelfAttention(config, self_attention_submodules(config, input_norm=True), 1, AttnMaskType.causal)
@@ -330,7 +330,7 @@ def test_it_trains_under_a_recipe_and_puts_weight_gradients_off():
     assert layer.linear_proj.weight.grad.abs().sum() > 0
 
 
-def test_what_it_cannot_do_is_rejected_by_a_sentence():
+def test_unsupported_calls_are_rejected_with_a_reason():
     with pytest.raises(ValueError, match="cross-attention has no groups"):
         CrossAttention(CONFIG, cross_attention_submodules(CONFIG), 1)
     config = replace(CONFIG, num_query_groups=HEADS)
@@ -391,7 +391,7 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
 
 
 def in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
-    """What a layer makes of a prompt of 4 tokens and of one token after the other."""
+    """Run a layer on a prompt of 4 tokens, then on one token at a time."""
     parts = []
     with torch.no_grad():
         for part in x.split((4, *[1] * (len(x) - 4))):
@@ -451,7 +451,7 @@ def test_rotations_that_nothing_would_compute_are_rejected():
 
 
 @pytest.mark.parametrize("norm", ["qk_layernorm", "qk_l2_norm"])
-def test_a_fused_rotation_does_not_pass_over_norms_of_heads(norm):
+def test_a_fused_rotation_with_norms_of_heads_is_rejected(norm):
     layer = self_attention(replace(CONFIG, fused_single_qkv_rope=True, **{norm: True}))
     with pytest.raises(ValueError, match="norms of them"):
         layer(hidden(), None, rotary_pos_emb=angles())
@@ -461,7 +461,7 @@ def test_a_fused_rotation_does_not_pass_over_norms_of_heads(norm):
         )
 
 
-def test_each_sequence_may_have_angles_of_its_own():
+def test_each_sequence_may_have_different_angles():
     layer, x = self_attention(), hidden()
     freqs = torch.cat((angles(), 0.3 * angles().roll(1, 0)), dim=1)
     y, _ = layer(x, None, rotary_pos_emb=freqs)
@@ -481,7 +481,7 @@ def test_pages_take_angles_of_one_side_alone(rotates):
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_factor_of_yarn_multiplies_what_is_turned():
+def test_the_factor_of_yarn_multiplies_rotated_tensors():
     config = replace(CONFIG)
     vars(config)["yarn_rotary_scaling_factor"] = 32.0  # Megatron's config has it, ours where a caller sets it
     layer, x, freqs = self_attention(config).eval(), hidden(), angles()
@@ -509,7 +509,7 @@ def test_a_cache_has_the_causal_mask_in_training_mode_too():
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_contexts_say_what_they_cannot_hold():
+def test_contexts_reject_unsupported_sizes():
     with pytest.raises(ValueError, match="max_batch_size=0"):
         StaticContext(0, 4)
     with pytest.raises(TypeError, match=r"max_sequence_length=2\.5"):

@@ -95,7 +95,7 @@ def zeros(shape: int | Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
 
 
 def values_and_gradients(function: Callable[..., Any], dy: Any, *arguments: Any) -> tuple[Any, ...]:
-    """(y, *gradients of the arguments) of y = function(*arguments), its cotangent dy."""
+    """Return (y, *gradients of the arguments) for y = function(*arguments) and its cotangent dy."""
 
     def both(dy, *arguments):
         y, pullback = jax.vjp(function, *arguments)
@@ -105,7 +105,7 @@ def values_and_gradients(function: Callable[..., Any], dy: Any, *arguments: Any)
 
 
 def variables_of(model: nn.Module, rngs: Any, *inputs: Any, **options: Any) -> Any:
-    """model.init without boxes; options are static."""
+    """Return the variables of model.init without boxes; options are static."""
     return nn.meta.unbox(jax.jit(lambda rngs, *inputs: model.init(rngs, *inputs, **options))(rngs, *inputs))
 
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-# This folder's parent is on the path, so that without jax its name is found here, as a folder without an origin.
+# The parent of this folder is on the path. Without jax, `jax` is therefore found as this folder, without an origin.
 if getattr(find_spec("jax"), "origin", None) is None:
     collect_ignore_glob = ["test_*.py"]
 else:

@@ -55,7 +55,7 @@ def transformer_layer(**fields) -> te_flax.TransformerLayer:
 
 
 def mlp_of_tokens(intermediate_dim: int = 64, **fields) -> te_flax.LayerNormMLP:
-    """Return a gated MLP whose tokens lie over the axis of tensor parallelism between its products."""
+    """Return a gated MLP whose tokens are sharded over the tensor-parallel axis between its products."""
     tokens = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_TP_AXES, te.sharding.HIDDEN_AXES)
     hidden = (te.sharding.BATCH_AXES, te.sharding.SEQLEN_AXES, te.sharding.HIDDEN_TP_AXES)
     return te_flax.LayerNormMLP(
@@ -67,7 +67,7 @@ def mlp_of_tokens(intermediate_dim: int = 64, **fields) -> te_flax.LayerNormMLP:
 
 
 def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module) -> float:
-    """A layer with its parameters laid over the mesh: loss, gradients and state."""
+    """Loss, gradients and state of a layer with parameters sharded over the mesh."""
     x = normal(jax.random.key(0), (8, 16, 32))
 
     def run(params, state, x):
@@ -108,7 +108,7 @@ def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None
 
 
 def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None) -> float:
-    """Attention of tokens laid over "cp": output and gradients of q, k, v and the sinks."""
+    """Attention of tokens sharded over "cp": output and gradients of q, k, v and the sinks."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, dy = (normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
     k, v = (normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
@@ -152,7 +152,7 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
 
 @dataclass(frozen=True)
 class DoubledAndSummed(kernels.Kernel):
-    """A stand-in for a kernel: (2 x [rows, width], sums of columns), lowered for a CPU too."""
+    """A replacement of a kernel that also lowers for CPUs: (2 * x [rows, width], sums of columns)."""
 
     rule = ShardingRule("r w -> r w, w", ("w",), summed=(1,))
 
@@ -164,7 +164,7 @@ class DoubledAndSummed(kernels.Kernel):
 
 
 def kernel_case(mesh: Mesh) -> dict[str, float]:
-    """A kernel on rows that eight devices hold: results, all-gathers in the program, and rows a device has."""
+    """A kernel on rows sharded over eight devices: results, all-gathers in the program, and rows per device."""
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
     x = normal(jax.random.key(0), (16, 24))
     step = jax.jit(lambda x: kernels.call(DoubledAndSummed(), x))

@@ -1,4 +1,4 @@
-"""cuDNN's attention over eight host devices by jax's own rules, plain operations for cuDNN: {case: difference}."""
+"""cuDNN's attention over eight host devices by JAX's own rules, with plain operations for cuDNN: {case: difference}."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH, TOKENS, HEADS, GROUPS, DIM = 4, 8, 8, 4, 16
 
 
 def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
-    """out [b, s, h, d] in float32, of what cuDNN's call is given."""
+    """Return out [b, s, h, d] in float32 for the arguments of cuDNN's call."""
     batch, queries, heads, _ = q.shape
     assert lengths_q.size in (0, batch) and lengths_kv.size in (0, batch), "lengths lie as queries do"
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -54,7 +54,7 @@ def backward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, 
 
 
 def stand_in() -> None:
-    """Everything down to cuDNN's own call is jax's; its version and the GPU are those of an H200."""
+    """Replace only cuDNN's own call; its version and the GPU are those of an H200."""
     pairs = (
         (library._dot_product_attention_fwd_p, forward),
         (library._dot_product_attention_bwd_p, backward),
@@ -82,7 +82,7 @@ def step(mask, q, k, v, bias, lengths):
 
 
 def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple[float, int]:
-    """The greatest relative difference to one device, and the gathers, of arrays that lie as specs say."""
+    """Largest relative difference from one device, and number of gathers, for arrays sharded by specs."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(BATCH, TOKENS, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
     q, k, v = (normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))

@@ -33,7 +33,7 @@ def step(model, x, params, state):
 
 
 def difference(got, want) -> float:
-    """The largest of all leaves, by the largest element of each; NaN where one has a NaN, which max() may pass over."""
+    """Largest difference of all leaves, relative to each leaf's largest element. NaN is kept, which max() may drop."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     each = [
         np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30) for a, b in pairs
@@ -42,7 +42,7 @@ def difference(got, want) -> float:
 
 
 class Block(nn.Module):
-    """Two products, the kernel of the first split by columns and that of the second by rows."""
+    """Two products; the first kernel is sharded by columns and the second by rows."""
 
     @nn.compact
     def __call__(self, x):
@@ -62,13 +62,13 @@ class Block(nn.Module):
 
 
 def shards(params) -> int:
-    """In how many parts the first kernel lies."""
+    """Number of shards of the first kernel."""
     kernel = params["DenseGeneral_0"]["kernel"]
     return kernel.size // kernel.addressable_shards[0].data.size
 
 
 def restored_onto(mesh: Mesh, tree, placed):
-    """What orbax saves of one device's tree, parameters restored as `placed` lie, the rest on every device."""
+    """Save a tree of one device with orbax and restore it: parameters sharded like `placed`, the rest replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     laid = {
         "params": jax.tree.map(lambda leaf: leaf.sharding, placed),
@@ -84,7 +84,7 @@ def restored_onto(mesh: Mesh, tree, placed):
 
 
 def reduced(mesh: Mesh) -> dict[str, list[float]]:
-    """What the collectives of te.sharding make of the numbers 0 to 7, one a device of 4 x 2: the first of each."""
+    """The first results of the collectives of te.sharding on the numbers 0 to 7, one number per device of 4 x 2."""
 
     def body(x):
         return jnp.concatenate(
@@ -109,7 +109,7 @@ def reduced(mesh: Mesh) -> dict[str, list[float]]:
 
 
 def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
-    """Gradients and next states of what all devices share, where shard_map follows which arrays vary."""
+    """Gradients and next states of replicated arrays inside a shard_map that tracks varying axes."""
     x = normal(jax.random.key(2), (64, 32))
     found = {}
     for name, model in (
@@ -173,7 +173,7 @@ def main() -> None:
         found[f"{name} state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
         found[f"{name} shards"] = shards(placed)
         found[f"{name} all-gathers"] = text.count("all-gather(")
-    with te.autocast(True, RECIPE):  # its arguments lie over devices, and no mesh is in force
+    with te.autocast(True, RECIPE):  # its arguments are sharded over devices, and no mesh is active
         got = jax.jit(lambda x, *a: step(model, x, *a))(x_placed, placed, state)
     found["no mesh"] = difference(got[0], want[0])
     found["no mesh gradients"] = difference(got[1][0], want[1][0])

@@ -74,10 +74,10 @@ def start(settings, x, **fields):
 def experts_case(
     mesh: Mesh, data_axes: tuple[str, ...], settings, x=None, routed=False, cut=(), entered=jax.set_mesh, **fields
 ) -> dict[str, float]:  # fmt: skip
-    """_MoEBlock with experts over "ep": output, gradients, state; and which rows every device received.
+    """Output, gradients, state and received rows per device of a _MoEBlock with experts over "ep".
 
     routed   by `gates`
-    cut      axes that parameters lie over: {name: spec}
+    cut      axes that shard the parameters: {name: spec}
     """
     x = normal(jax.random.key(0), (8, 8, WIDTH)) if x is None else x
     one, variables = start(settings, x, **fields)
@@ -152,7 +152,7 @@ def codes_case(name: str, member: str) -> dict[str, int]:
 
 
 def random_case() -> dict[str, float]:
-    """How far gradients of two like halves of a batch, whose devices round stochastically, lie from each other."""
+    """Difference of the gradients of two equal halves of a batch, whose devices round stochastically."""
     settings = recipe.NVFP4BlockScaling(disable_rht=True)
     half = normal(jax.random.key(0), (2, 16, WIDTH))
     x = jnp.concatenate((half, half))
@@ -165,7 +165,7 @@ def random_case() -> dict[str, float]:
 
 
 def lowered_case(settings) -> dict[str, int]:
-    """Calls in the program for CUDA of a step in bfloat16 on a mesh that has one axis more."""
+    """Calls in the CUDA program of a bfloat16 step on a mesh with one additional axis."""
     x = ones((8, 16, WIDTH), jnp.bfloat16)
     _, variables = start(settings, x, dtype=jnp.bfloat16)
     model = te_flax._MoEBlock(**FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",))

@@ -1,4 +1,7 @@
-"""Kernels cut over eight host devices, plain operations standing in for their calls: {case: difference} as JSON."""
+"""Kernels sharded over eight host devices, with plain operations in place of their calls.
+
+Prints {case: difference} as JSON.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ class Heads(Kernel):
 
 @dataclass(frozen=True)
 class Masked(softmax.SoftmaxForward):
-    """The masked softmax, literally: a device's part of the mask is to fit its part of the scores."""
+    """The masked softmax in plain operations; a device's shard of the mask must match its shard of the scores."""
 
     def run(self, x, hidden=None):
         return (literal_softmax.run(x, hidden == 1, None),)
@@ -138,12 +141,12 @@ def random(seed, *shape):
 
 
 def whole(seed, *shape):
-    """Numbers whose sums are exact in any order, and whose partial sums bfloat16 rounds."""
+    """Numbers whose float32 sums are exact in any order, and whose partial sums bfloat16 rounds."""
     return array(np.random.default_rng(seed).integers(-30, 30, shape), jnp.float32)
 
 
 def largest(pairs) -> float:
-    """The largest difference; NaN where there is one, which max() may pass over."""
+    """The largest difference. NaN is kept, which max() may drop."""
     return float(np.max([np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs]))
 
 
@@ -179,7 +182,7 @@ CASES = {
     ),
     "a mask": (Masked("b m1 q k"), [random(6, 4, 2, 4, 8), mask(4, 1, 4, 8)], [("dp", "tp"), ("dp",)]),
     "a mask of whole scores": (Masked("b m1 q k"), [random(6, 4, 2, 4, 8), mask(4, 1, 4, 8)], [(), ("dp",)]),
-    "a mask whose keys are cut": (
+    "a mask with sharded keys": (
         Masked("b h q k"), [random(6, 4, 2, 4, 8), mask(4, 2, 4, 8)], [("dp",), (None, None, None, "tp")],
     ),
     "a mask of one row": (Masked("m0 m1 m2 k"), [random(6, 4, 2, 4, 8), mask(1, 1, 1, 8)], [("dp", "tp"), ()]),
@@ -188,7 +191,7 @@ CASES = {
 
 
 def experts_there_and_back(x):
-    """x [t, h] that two experts a token pass on at half its size each, over four devices: x again."""
+    """Send x [t, h] to two experts per token over four devices; each returns half of it, so the result is x."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("ep",), axis_types=(AxisType.Auto,))
     config = ep.EpConfig(8, 4)
 
@@ -204,7 +207,7 @@ def experts_there_and_back(x):
 
 
 def misnamed(mesh: Mesh) -> int:
-    """Of arrays that lie over axes of the mesh, how many `named` finds to lie otherwise."""
+    """Number of arrays sharded over axes of the mesh for which `named` finds another sharding."""
     specs = [
         (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
     ]  # fmt: skip
@@ -284,7 +287,7 @@ def main() -> None:
         found[name] = largest(zip(made, wanted[name], strict=True))
         found[f"{name}: gathers"] = len(re.findall(r"all-gather(?:-start)?\(", compiled.as_text() or ""))
     x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))
-    for name, kernels_of in (  # which says on stderr, once, that there is no mesh
+    for name, kernels_of in (  # warns once on stderr that no mesh is set
         ("a kernel", lambda x, apply: apply(x)),
         ("kernels of kernels", lambda x, apply: apply(apply(apply(x)[1])[0])),
     ):

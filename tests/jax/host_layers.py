@@ -1,4 +1,4 @@
-"""A layer on eight host devices against one, and what its devices exchange: {case: facts} as JSON.
+"""A layer on eight host devices against one, and the arrays that its devices exchange: {case: facts} as JSON.
 
 Products of codes as on CUDA, in the partitioner's hands; the rest by the reference.
 """
@@ -40,11 +40,11 @@ TOKENS = 48  # no extent of a kernel
 RECIPES = {
     "values": None, "delayed": recipe.DelayedScaling(amax_history_len=2), "current": recipe.Float8CurrentScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
-    # A sum in another order would round stochastically to the other side.
+    # A sum in another order could change the direction of stochastic rounding.
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }  # fmt: skip
 # A device's part has whole blocks, of every kernel and of a sequence.
-# In float32, where a sum in another order moves but few codes.
+# In float32 a sum in another order changes only a few codes.
 IN_BLOCKS = {"hidden_size": 128, "mlp_hidden_size": 256, "num_gqa_groups": 8, "dtype": jnp.float32}
 TOKENS_IN_BLOCKS = 384
 BLOCKS = ("mxfp8", "nvfp4")
@@ -81,27 +81,27 @@ def model_of(kind: str, sizes: dict[str, Any], sequence_parallel: bool = False) 
 
 
 def inputs_of(kind: str, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the inputs of a model: of an attention queries and keys."""
+    """Return the inputs of a model; for attention, queries and keys."""
     return (x, x) if kind == "attention" else (x,)
 
 
 def as_on_cuda() -> None:
-    """Products of codes are kernels here too."""
+    """Make products of codes kernels on this platform, too."""
 
     def unsupported_reason(request) -> str | None:
         return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
 
-    def refuses_blocks(request) -> str | None:
+    def blocks_unsupported_reason(request) -> str | None:
         return decoded.unsupported_reason(dataclasses.replace(request, platform="cuda"))
 
     scaled = Backend("scaled", unsupported_reason=unsupported_reason, bind=lambda request: float8.run_scaled)
-    blocks = Backend("decoded", unsupported_reason=refuses_blocks, bind=decoded.BACKEND.bind)
+    blocks = Backend("decoded", unsupported_reason=blocks_unsupported_reason, bind=decoded.BACKEND.bind)
     gemm.TABLE = Table("jax_gemm", (scaled, blocks, reference.DOT, reference.BACKEND))
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
 
 
 def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
-    """(collective, dtype, shape) of every array that devices exchange."""
+    """Return (collective, dtype, shape) of every array that devices exchange."""
     found = []
     for line in text.splitlines():
         if match := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
@@ -122,7 +122,7 @@ def step(kind, model, state, params, x):
 
 @functools.cache
 def of_one_device(kind: str, name: str) -> tuple[Any, Any, Any]:
-    """(the variables in boxes, x, what a step makes of them)"""
+    """Return the boxed variables, the input and the results of a step on them."""
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
     model = model_of(kind, sizes)
     tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS

@@ -26,7 +26,7 @@ from transformer_engine.jax.quantize import QuantizerFactory
 
 EXPERTS, CHOSEN = 8, 2
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
-# {mesh: (its axes, what they serve, axis of rows, axis of columns)}
+# {mesh: (its axes, the resources they are for, axis of rows, axis of columns)}
 MESHES = {
     "dp 8": ({"dp": 8}, {"dp_resource": "dp"}, "dp", None),
     "dp 4, tp 2": ({"dp": 4, "tp": 2}, {"dp_resource": "dp", "tp_resource": "tp"}, "dp", "tp"),
@@ -53,10 +53,11 @@ def random(seed: int, *shape: int):
 
 @dataclass(frozen=True)
 class Case:
-    """loss(*arrays) of rows.
+    """A loss of arrays with rows, loss(*arrays).
 
-    cut       of each array the axes of a mesh, "rows", "columns" or None
-    by_rows   is it the mean of what devices make of their rows, so that it can stand in shard_map?
+    Attributes:
+        cut: For each array the axes that shard it: "rows", "columns" or None per dimension.
+        by_rows: The loss is the mean of the devices' losses on their rows, so shard_map can compute it.
     """
 
     loss: Callable[..., jax.Array]
@@ -69,7 +70,7 @@ class Case:
         return tuple(PartitionSpec(*(axes[name] for name in cut)) for cut in self.cut)
 
     def step(self, mapped: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The loss, and the gradients of all arrays, of states the next ones."""
+        """Return the loss and the gradients of all arrays; the gradient of a state is the next state."""
         loss = self.loss if mapped is None else mapped
         return jax.value_and_grad(loss, argnums=tuple(range(len(self.arrays))))
 
@@ -141,7 +142,7 @@ WHOLE = (None,)
 
 
 def in_blocks(settings: Any) -> Case:
-    """A dense layer whose kernel lies in parts along both axes, the contracted one by what cuts rows."""
+    """A dense layer whose kernel is sharded along both axes; the axis of the rows shards the contracted one."""
     arrays = (random(0, 64, 64), random(1, 64, 32), *states(1, settings))
     return Case(dense, arrays, (("rows",), ("rows", "columns"), WHOLE), by_rows=False)
 
@@ -174,8 +175,8 @@ def cases() -> dict[str, Case]:
 def over_devices(
     case: Case, mesh: Mesh, rows: str, columns: str | None, way: str, resource: te.MeshResource
 ) -> Any:
-    """What the mesh makes of a step that is given its arrays cut."""
-    # Inside shard_map a device has its rows of everything: kernels and heads are whole there.
+    """Run the step of a case on sharded arrays on the mesh."""
+    # Inside shard_map only rows are sharded: every device has all kernels and heads.
     specs = case.specs(rows, None if way == "shard_map" else columns)
     laid = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     placed = tuple(

@@ -60,7 +60,7 @@ def backward(q, k, v, *rest, scale, mask_type, **options):
 
 
 def by_cudnn() -> dict[str, float]:
-    """jax's call of cuDNN with plain operations in the library's place, on 2 x 2 x 2 devices against one."""
+    """JAX's call of cuDNN, with plain operations in place of the library, on 2 x 2 x 2 devices against one."""
     for primitive, function in (
         (library._dot_product_attention_fwd_p, forward),
         (library._dot_product_attention_bwd_p, backward),
@@ -129,7 +129,7 @@ def lowered() -> dict[str, dict[str, int]]:
 
 
 def explained() -> dict[str, str]:
-    """Why the kernels take an attention or not."""
+    """Texts of te.explain for attentions that the kernels do or do not support."""
     q, k, longer = (zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
     causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
     with jax.set_mesh(mesh_of(cp=2)):

@@ -1,4 +1,4 @@
-"""Packed rows dealt to host devices, and choices of experts that are none: printed as JSON, {case: difference}."""
+"""Packed rows distributed over host devices, and invalid choices of experts: printed as JSON, {case: difference}."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def error_of(call) -> str:
 
 
 def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> float:
-    """Attention and its gradients of rows in stripes, put back in order, against one device."""
+    """Attention of rows in stripes and its gradients, restored to their order, against one device."""
     deal = partial(
         attention.reorder_causal_load_balancing, strategy=attention.ReorderStrategy.Striped, cp_size=4, seq_dim=1,
         stripe_size=stripe,
@@ -104,7 +104,7 @@ def by_resource(mesh: Mesh) -> dict[str, object]:
 
 
 def dispatched(mesh: Mesh, choices) -> dict[str, object]:
-    """Expert e multiplies by e + 1; what tokens come to, against a sum over their choices from 0 to E - 1."""
+    """Expert e multiplies by e + 1. Compare the results of tokens with a sum over their choices from 0 to E - 1."""
     tokens = normal(jax.random.key(1), (2 * TOKENS, WIDTH))
     weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
     choices = jnp.broadcast_to(jnp.asarray(choices, jnp.int32), weights.shape)

@@ -19,7 +19,7 @@ DTYPES = {
 
 
 def facts_of(launch: Launch, kinds: tuple[str | None, ...]) -> dict:
-    # The extents of inputs do not take part in a lowering: what a kernel reads is its scalars' business.
+    # Lowering does not depend on the extents of inputs: scalars tell a kernel how much to read.
     inputs = [None if kind is None else jax.ShapeDtypeStruct((4096,), DTYPES[kind]) for kind in kinds]
     shapes = [
         None if output is None or (output.shape is not None and output.dtype is not None)
@@ -46,23 +46,25 @@ def main() -> None:
         written_cases.casts, written_cases.activations, written_cases.norms, written_cases.others,
         written_cases.grouped, written_cases.attentions,
     )  # fmt: skip
-    # One launch a kernel, or all of them.
+    # One launch per kernel, or all launches.
     everything = "--all" in sys.argv
-    seen, found, refused = set(), {}, {}
+    seen, found, unsupported = set(), {}, {}
     for group in groups:
         for name, launch, kinds in group():
             if launch.kernel in seen and not everything:
                 continue
             if launch.tables:
-                refused[name] = "table"
+                unsupported[name] = "table"
             elif launch.dependent:
-                refused[name] = "dependent"
+                unsupported[name] = "dependent"
             elif not DTYPES.keys() >= set(kinds) - {None}:
-                refused[name] = "dtype"  # float64, which JAX has only when all of a process is told so
+                unsupported[name] = (
+                    "dtype"  # float64, which JAX supports only if it is enabled for the whole process
+                )
             else:
                 seen.add(launch.kernel)
                 found[name] = facts_of(launch, kinds)
-    print(json.dumps({"lowered": found, "refused": refused}))
+    print(json.dumps({"lowered": found, "unsupported": unsupported}))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def fan_in(distribution: str = "truncated_normal") -> Callable:
 
 
 def in_parts(init: Callable, keys: Callable, divisors: tuple[float, ...] = ()) -> Callable:
-    """An initializer of [in, parts, out] that draws part by part, with the keys that are made of its own."""
+    """Return an initializer of [in, parts, out] that draws each part with one of the keys made from the given key."""
 
     def draw(key, shape, dtype=jnp.float32):
         each, parts = (shape[0], shape[-1]), shape[1]
@@ -43,7 +43,7 @@ def one_after_the_other(key, parts):
 
 
 def normalized(module: nn.Module, x, of: Callable):
-    """The norm of x, whose parameters the module holds."""
+    """Normalize x with parameters of the module."""
     centered = of("zero_centered_gamma", False)
     scale = module.param("scale", of("scale_init") or (zeros if centered else ones), x.shape[-1:])
     shift = 0.0
@@ -54,13 +54,13 @@ def normalized(module: nn.Module, x, of: Callable):
 
 
 def adapted(scope: str, product: str) -> bool:
-    """Is a product, "qkv_proj", "output_proj" or "mlp", within a scope?"""
+    """Whether a scope includes a product: "qkv_proj", "output_proj" or "mlp"."""
     excluded = scope.startswith("exclude_") and scope != f"exclude_{product}"
     return scope in ("all", product) or excluded
 
 
 def low_rank(module: nn.Module, prefix: str, x, kernel, init: Callable, of: Callable):
-    """x @ a @ b * alpha / rank beside x @ kernel [in, *features]."""
+    """Compute the low-rank update x @ a @ b * alpha / rank of x @ kernel, with kernel [in, *features]."""
     rank, alpha, between = (
         of("low_rank_adaptation_dim", 32),
         of("low_rank_adaptation_alpha"),
@@ -83,7 +83,7 @@ class Norm(nn.Module):
 
 
 class Dense(nn.Module):
-    """(norm(x) @ kernel + what adapts it + bias) / depth_scaling, and the norm; normed: a LayerNormDenseGeneral."""
+    """(norm(x) @ kernel + low-rank update + bias) / depth_scaling, and the norm; normed: a LayerNormDenseGeneral."""
 
     fields: Any
     normed: bool = False
@@ -97,7 +97,7 @@ class Dense(nn.Module):
         features = features if isinstance(features, tuple) else (features,)
         kernel = self.param("kernel", init, (x.shape[-1], *features))
         y = jnp.tensordot(inner, kernel, 1)
-        made = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral makes its bias first
+        made = {} if self.normed else {"bias": self._bias(features)}  # DenseGeneral creates its bias first
         if of("enable_low_rank_adaptation", False):
             y += low_rank(self, "", inner, kernel, init, of)
         y += made["bias"] if made else self._bias(features)
@@ -331,7 +331,7 @@ class Layer(nn.Module):
 
 
 def chosen_weights(logits, bias, of: Callable):
-    """[T, E]: what each token's chosen experts weigh, 0 for the others; and which they are."""
+    """Return the weights [T, E] of each token's chosen experts, 0 for the others, and the chosen experts."""
     k, sigmoid = of("num_experts_per_tok", 2), of("score_function", "softmax") == "sigmoid"
     dense = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
     before = sigmoid or of("use_pre_softmax", False)
@@ -374,7 +374,7 @@ class Experts(nn.Module):
         tokens = jnp.repeat(x.reshape(-1, 1, width), count, axis=1)
         hidden = CURVES[of("activation_type", "silu")](gate(tokens)) * linear(tokens)
         weights, chosen = chosen_weights(logits, bias, of)
-        # Weights in front of the last product leave its bias as it is.
+        # Weights applied before the last product do not scale its bias.
         factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)
         made = last(hidden * factors[0][..., None])
         y, coeff = (made * factors[1][..., None]).sum(1).reshape(x.shape), of("aux_loss_coeff", 0.0)

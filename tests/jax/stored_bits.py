@@ -1,7 +1,7 @@
-"""Digests of the codes, scales and maxima that the PyTorch reference makes of a table of matrices.
+"""Digests of the codes, scales and maxima that the PyTorch reference computes for a table of matrices.
 
-Run as a program it compares them with what JAX makes here, without torch, and prints which differ as JSON; with --write
-it writes those of torch's reference; with --few it takes one spec of each kind of scale.
+Run as a program it compares them with JAX's results on this machine, without torch, and prints the different ones as
+JSON. --write stores the digests of torch's reference; --few uses one spec per kind of scale.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def stored_cases() -> Iterator[tuple[str, QuantizeSpec, np.ndarray]]:
 
 
 def quantized(spec: QuantizeSpec, x: np.ndarray) -> Any:
-    """What JAX makes of a matrix, in one program."""
+    """Quantize a matrix with JAX in one program."""
     random = random_numbers(spec, x.shape)
     return program(spec)(jnp.asarray(x), None, None if random is None else tuple(map(jnp.asarray, random)))
 
@@ -102,7 +102,7 @@ def jax_digest(made: Any) -> str:
 
 
 def of_torch(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> Any:
-    """What the PyTorch reference makes of a matrix."""
+    """Quantize a matrix with the PyTorch reference."""
     import torch
 
     from transformer_engine.common.dispatch import use_backend

@@ -1,4 +1,4 @@
-"""Calls that the original computes are computed here, with a warning where an argument has no effect."""
+"""Calls that the original supports are computed, with a warning where an argument has no effect."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_softmax_that_reads_no_mask_ignores_it_with_one_warning(kind):
         np.testing.assert_array_equal(one, softmax(scores, None, 0.5, kind))
 
 
-def test_an_unknown_scope_adapts_nothing_with_a_warning():
+def test_an_unknown_scope_warns_and_adapts_nothing():
     with pytest.warns(UserWarning, match="low_rank_adaptation_scope='some' is unknown"):
         assert _canonicalize_lora_scope("some") == LoRAScope()
 
@@ -117,15 +117,15 @@ def test_timescales_may_fall():
     np.testing.assert_allclose(got, np.concatenate((z.real, z.imag), -1), atol=1e-6)
 
 
-def test_a_head_may_be_of_another_width_than_the_module_says():
-    """head_dim gives the scale alone."""
+def test_a_head_width_may_differ_from_the_field_of_the_module():
+    """head_dim only determines the scale."""
     q, k, v = drawn(3, 1, 4, 2, 8)
     got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply({}, q, k, v, deterministic=True)
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0)
     np.testing.assert_allclose(got, jnp.einsum("bhqk,bkhd->bqhd", weights, v), atol=1e-5)
 
 
-def test_names_of_bias_types_are_taken_in_any_case():
+def test_names_of_bias_types_are_case_insensitive():
     q, k, v = drawn(3, 1, 4, 2, 8)
     bias = drawn(1, 2, 4, 4, seed=3)
     lower, upper = (
@@ -137,7 +137,7 @@ def test_names_of_bias_types_are_taken_in_any_case():
     np.testing.assert_array_equal(lower, upper)
 
 
-def test_no_mesh_resource_may_be_guarded():
+def test_a_guard_accepts_none_as_its_resource():
     with (
         sharding.global_shard_guard(te.MeshResource()),
         sharding.global_shard_guard(None),
@@ -155,7 +155,7 @@ def test_quantized_operands_are_multiplied_below_the_api():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_quantizer_of_a_plain_operand_is_used_beside_a_quantized_one():
+def test_product_quantizes_its_plain_operand_with_the_given_quantizer():
     x, kernel = drawn(16, 32), drawn(32, 8, seed=1)
     one, other = (
         QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Arguments that were once taken for others in silence: members of enumerations, lengths, segments, masks, maps."""
+"""Arguments that must not be misinterpreted silently: members of enumerations, lengths, segments, masks, maps."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ NO_MEMBERS = {
 
 
 @pytest.mark.parametrize("name", NO_MEMBERS)
-def test_what_is_no_member_is_rejected(name):
+def test_a_value_outside_of_its_enumeration_is_rejected(name):
     with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is not an? \w+; give one of "):
         NO_MEMBERS[name]()
 
 
-REFUSED = {
+INCONSISTENT = {
     "a length behind its row": (
         "a sequence ends after token 5 of a row of 4",
         lambda: attend(attn_mask_type=PADDING, sequence_descriptor=descriptor([5, 2])),
@@ -197,15 +197,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_rejected(name):
-    sentence, call = REFUSED[name]
+@pytest.mark.parametrize("name", INCONSISTENT)
+def test_inconsistent_arguments_are_rejected(name):
+    sentence, call = INCONSISTENT[name]
     with pytest.raises(ValueError, match=sentence):
         call()
 
 
-def test_a_length_that_is_traced_is_cut_to_its_row():
-    """Kernels read as many tokens as they are told, those of the next row among them."""
+def test_a_traced_length_is_clamped_to_its_row():
+    """Without the clamp a kernel would read past its row into the next one."""
 
     def bounds(lengths, offsets):
         made = descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
@@ -225,8 +225,8 @@ def test_a_length_that_is_traced_is_cut_to_its_row():
 
 
 @pytest.mark.parametrize("call", ["fused", "layer"])
-def test_sequences_behind_the_greatest_number_are_padding_where_they_are_traced(call):
-    """Kernels look for sequences 1 to n; the plain operations would see others, and backends differ in silence."""
+def test_traced_sequences_above_the_maximum_are_padding(call):
+    """Kernels handle sequences 1 to n. Plain operations could attend to others, and backends would differ silently."""
     query, key, value = rows(5, 3, 2, 6, 2, 8)
     ids, places = np.asarray([[1, 1, 2, 2, 3, 3]] * 2), np.asarray([[0, 1] * 3] * 2)
     layer = te_flax.DotProductAttention(
@@ -274,7 +274,7 @@ def test_a_causal_mask_with_a_window_reads_the_mask_that_it_is_given(environment
     np.testing.assert_allclose(fused, out, rtol=2e-5, atol=2e-6)
 
 
-def test_a_step_behind_the_cache_is_no_number_where_the_index_is_traced():
+def test_a_step_past_the_cache_is_nan_for_a_traced_index():
     model = te_flax.MultiHeadAttention(head_dim=4, num_attention_heads=2)
     x = rows(1, 1, 3, 8)
     variables = unboxed_variables(model, x, x, deterministic=True, decode=True)
@@ -296,7 +296,7 @@ def test_a_step_behind_the_cache_is_no_number_where_the_index_is_traced():
         model.apply(given, half, half, deterministic=True, decode=True, mutable=["cache"])
 
 
-def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys):
+def test_an_empty_array_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jax.block_until_ready(jax.jit(lambda x: experimental.inspect_array(x, "empty") * 2)(jnp.zeros((0, 3))))
     jax.effects_barrier()
@@ -304,8 +304,8 @@ def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys)
     assert next(tmp_path.glob("*_empty.bin")).read_bytes() == b""
 
 
-def test_the_layout_of_one_group_is_no_constant():
-    """custom_partitioning, through which a kernel goes on several devices, takes no array of constants."""
+def test_the_layout_of_one_group_is_computed_in_the_program():
+    """custom_partitioning, which runs kernels on several devices, does not support constant arrays."""
     for rows_of_one in (1, 128, 300):
         traced = jax.make_jaxpr(lambda rows=rows_of_one: codes_product.one_group(rows))()
         assert not traced.consts

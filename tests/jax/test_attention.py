@@ -51,7 +51,7 @@ def drawn(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
 
 
 def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
-    """One query at a time, float64; seen(b, i, j) says whether query i sees key j."""
+    """Attention of one query at a time in float64; seen(b, i, j) is whether query i attends to key j."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     batch, queries, heads, _ = query.shape
     out = np.zeros((batch, queries, heads, value.shape[-1]))
@@ -76,7 +76,7 @@ def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
 
 
 def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
-    """seen(b, i, j) of a mask's name, in words of its own."""
+    """Return seen(b, i, j) for the name of a mask, written independently of the package."""
 
     def seen(b, i, j):
         n_q, n_k = (lengths_q[b], lengths_k[b]) if "padding" in mask else (queries, keys)
@@ -302,7 +302,7 @@ def test_a_learnable_sink_is_a_parameter_at_its_path():
     )
 
 
-def test_dropout_draws_what_a_flax_module_of_the_same_path_would(cpu_alone):
+def test_dropout_draws_from_the_flax_stream_of_its_path(cpu_alone):
     query, key, value = drawn(8, 8, groups=4)
     module = te_flax.DotProductAttention(8, 4, attention_dropout=0.4, attn_mask_type="no_mask")
 
@@ -387,7 +387,7 @@ def test_the_jax_and_the_torch_side_agree_in_value_and_gradients(case):
 
 
 @pytest.mark.parametrize("strategy", list(ReorderStrategy))
-def test_reordering_deals_tokens_and_puts_them_back(strategy):
+def test_reordering_tokens_is_inverted(strategy):
     x = jnp.arange(2 * 16).reshape(2, 16)
     dealt = reorder_causal_load_balancing(x, strategy, 4, 1)
     first = [0, 1, 14, 15] if strategy is ReorderStrategy.DualChunkSwap else [0, 4, 8, 12]
@@ -395,14 +395,14 @@ def test_reordering_deals_tokens_and_puts_them_back(strategy):
     np.testing.assert_array_equal(inverse_reorder_causal_load_balancing(dealt, strategy, 4, 1), x)
 
 
-def test_there_is_no_fused_kernel_on_a_cpu(cpu_alone):
+def test_fused_attention_is_unavailable_on_a_cpu(cpu_alone):
     assert not is_fused_attn_kernel_available(
         True, jnp.bfloat16, jnp.bfloat16, QKVLayout.BSHD_BSHD_BSHD, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK,
         AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, 8, 8, 128, 128, 64, 64,
     )  # fmt: skip
 
 
-def test_the_question_for_a_kernel_takes_sizes_that_decide_nothing(cpu_alone):
+def test_fused_attention_availability_ignores_batch_and_segments(cpu_alone):
     asked = {
         "is_training": True, "q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16,
         "qkv_layout": QKVLayout.THD_THD_THD, "attn_bias_type": AttnBiasType.NO_BIAS,
@@ -525,7 +525,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(bad, sentence):
 
 
 @pytest.mark.parametrize("layout", QKVLayout)
-def test_a_layout_says_which_arrays_lie_together(layout):
+def test_a_layout_states_which_arrays_are_packed(layout):
     arrays = 1 if "3" in layout.value else 2 if "2" in layout.value else 3
     assert (layout.is_qkvpacked(), layout.is_kvpacked(), layout.is_separate()) == tuple(
         arrays == count for count in (1, 2, 3)

@@ -51,7 +51,7 @@ def by_offsets():
 
 
 def uneven():
-    """Two sequences of queries a row, three of keys: nobody looks at the last ones."""
+    """Two sequences of queries per row and three of keys: no query attends to the last keys."""
     lengths = (
         array([[20, 66], [50, 30]], jnp.int32),
         array([[20, 40, 26], [50, 30, 9]], jnp.int32),
@@ -92,12 +92,12 @@ CASES: dict[str, dict] = {
     },
 }  # fmt: skip
 FEW = ("causal", "lengths-causal-sink", "packed-window-sink", "bias")
-# What cuDNN takes too.
+# Cases that cuDNN supports, too.
 LIBRARY = ("whole", "causal", "window", "lengths", "packed", "packed-causal", "packed-offsets", "bias")
 
 
 class Attention:
-    """One case: its arrays, and a function of those that have gradients."""
+    """The arrays of one case, and a function of the arrays that have gradients."""
 
     def __init__(self, name: str, dtype, dropout: float = 0.0):
         case = CASES[name]
@@ -127,7 +127,7 @@ class Attention:
         )  # fmt: skip
 
     def both(self, backend: str, arrays=None, key=None):
-        """The output, and the gradients by name."""
+        """Return the output and {name: gradient}."""
         arrays = self.arrays if arrays is None else arrays
 
         def run(arrays, cotangent, key):
@@ -140,7 +140,7 @@ class Attention:
 
 
 def near(got, want, tolerance: float, name: str) -> None:
-    """Equal relative to the largest element; NaN equals nothing."""
+    """Assert equality relative to the largest element; NaN is never equal."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert np.isfinite(got).all(), f"{name} is not finite"
     error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
@@ -189,7 +189,7 @@ def whole(query, key, value):
     + ([] if INTERPRETED else [("cudnn", jnp.bfloat16, 0.02)]),
 )
 def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance):
-    """By their levels, and in gradients of the output and the level of the whole; a causal part is one of its own."""
+    """Partial outputs are merged with their log-sum-exp; gradients use the merged output and log-sum-exp."""
     arrays = Attention("whole", dtype).arrays
     query, keys, values = arrays["query"], arrays["key"], arrays["value"]
     dout = Attention("whole", dtype).cotangent
@@ -270,7 +270,7 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tokens_of_nobody_are_cleared_and_others_stay(dtype):
+def test_padding_tokens_are_zeroed_and_others_unchanged(dtype):
     x = array(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
     seen = array(np.random.default_rng(2).random((2, 21)) < 0.7)
     seen = seen.at[1].set(True)

@@ -43,7 +43,7 @@ DEALT = {"strategy": attention.ReorderStrategy.Striped, "cp_size": 4, "seq_dim":
 
 
 class Held:
-    """The quantizers with a state that the calls of one test are given."""
+    """The quantizers with state that are passed to the calls of one test."""
 
     quantizers: quantize.QuantizerSet
 
@@ -64,7 +64,7 @@ def _quantizers():
 
 
 def state(value) -> dict[str, object]:
-    """Everything that outlives a call: contexts, switches, random numbers, quantizers, and what the call was given."""
+    """State that outlives a call: contexts, switches, random numbers, quantizers and the call's arguments."""
     arrays = [leaf for leaf in jax.tree.leaves((held(), value)) if isinstance(leaf, (np.ndarray, jax.Array))]
     return {
         "recipe": quantize.get_global_quantize_recipe(),
@@ -165,7 +165,7 @@ def in_groups(**arguments):
 
 
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
-# (what is called with one argument replaced, that argument, its bad values)
+# (function of the replaced argument, name of the argument, its bad values)
 CASES = [
     (lambda x: te.dense.dense(x, ones(8, 2), quantizer_set=held()), "dense x", ARRAYS | SHAPES),
     (lambda k: te.dense.dense(ones(4, 8), k, quantizer_set=held()), "dense kernel", ARRAYS | SHAPES),
@@ -661,7 +661,7 @@ CASES = [
             mask=m,
         ),
         "DotProductAttention mask",
-        {"beside a descriptor": np.zeros((2, 1, 4, 4), bool)},
+        {"together with a descriptor": np.zeros((2, 1, 4, 4), bool)},
     ),
     (
         lambda v: attention.reorder_causal_load_balancing(ones(2, 16), **(DEALT | v)),
@@ -807,23 +807,23 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "value"), CALLS)
-def test_a_bad_call_is_rejected_in_a_sentence_and_changes_nothing(call, value):
+def test_a_bad_call_raises_a_sentence_and_changes_nothing(call, value):
     before = state(value)
-    with pytest.raises((ValueError, TypeError)) as refused:
+    with pytest.raises((ValueError, TypeError)) as raised:
         call(value)
-    sentence = str(refused.value)
-    module = refused.traceback[-1].frame.f_globals.get("__name__", "")
+    sentence = str(raised.value)
+    module = raised.traceback[-1].frame.f_globals.get("__name__", "")
     assert module.startswith("transformer_engine."), f"{module}: {sentence}"
     assert any(word in sentence for word in ("; ", "give ", "must ")), sentence
     after = state(value)
     assert [name for name in before if before[name] != after[name]] == []
 
 
-def test_there_are_three_hundred():
+def test_there_are_three_hundred_bad_calls():
     assert len(CALLS) >= 300
 
 
-def test_a_good_call_changes_what_is_looked_at():
+def test_a_good_call_changes_the_compared_state():
     before = state(None)
     quantizer_call()
     with te.autocast(True, mesh_resource=te.MeshResource(dp_resource="dp")):

@@ -1,4 +1,4 @@
-"""Functions besides the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
+"""Functions other than layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from transformer_engine.jax.version_utils import jax_version_meet_requirement
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
-def test_explain_names_every_operation_and_why_not_the_others(cpu_alone):
+def test_explain_names_every_operation_and_every_rejection(cpu_alone):
     model = te_flax.LayerNormMLP(intermediate_dim=32)
     x = ones((4, 16))
     with te.autocast(True, DELAYED):
@@ -119,7 +119,7 @@ def test_names_of_the_extension_compute():
         (12, 64, jnp.float16, False),
     ],
 )
-def test_which_scores_a_softmax_kernel_takes(queries, keys, dtype, there):
+def test_availability_of_a_softmax_kernel_by_scores(queries, keys, dtype, there):
     kind, vanilla = te.softmax.SoftmaxFusionType.SCALED, te.attention.AttnSoftmaxType.VANILLA_SOFTMAX
     assert tex.is_softmax_kernel_available(kind, vanilla, 2, 2, queries, keys, dtype) is there
 
@@ -178,7 +178,7 @@ def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
         tex.register_primitive(GemmPrimitive)
 
 
-def test_plain_versions_compute_what_the_operations_do():
+def test_plain_versions_equal_the_operations():
     x, gamma = normal(jax.random.key(0), (4, 16)), ones(16)
     hidden = x.reshape(2, 2, 2, 8)
     plain = tex_quantization._jax_quantize_dbias(x, None)
@@ -254,7 +254,7 @@ def test_a_score_mod_of_one_record_is_that_of_its_arguments():
         tex.make_fused_attn_score_mod_config(None, jnp.tanh)
 
 
-def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
+def test_a_missing_flag_of_xla_warns_once(monkeypatch):
     monkeypatch.setattr(float8, "has_gpu", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", "")
     float8._warn.cache_clear()
@@ -319,7 +319,7 @@ def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
     assert model.kernel_scale[...][0] == np.float32(448) / np.abs(np.asarray(model.kernel[...])).max()
 
 
-def test_a_loss_of_nnx_takes_keywords_and_answers_more_than_its_value():
+def test_a_loss_of_nnx_takes_keywords_and_returns_auxiliary_values():
     x = normal(jax.random.key(0), (8, 16))
 
     def loss(model, x, *, factor):

@@ -1,4 +1,4 @@
-"""`te bench --provider jax --provider xla`: the same work, as compiled programs whose state goes round."""
+"""`te bench --provider jax --provider xla`: the same work, as compiled programs that pass on their state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
     case = small(family, "bf16")
-    # Shapes of parameters suffice: no program draws them.
+    # Only the shapes of parameters are needed: no program initializes them.
     monkeypatch.setattr(jax, "jit", lambda function: functools.partial(jax.eval_shape, function))
     ours, plain = (result_shapes(provider, case) for provider in (JAX, XLA))
     assert ours == plain
@@ -82,7 +82,7 @@ def test_every_quantization_makes_codes_of_both_directions(kind: str):
     assert {made.rowwise_tensor.data.shape, made.colwise_tensor.data.shape} <= {(256, 512), (512, 256)}
 
 
-def test_a_call_takes_the_state_that_the_call_before_has_left():
+def test_a_call_takes_the_state_of_the_previous_call():
     workload = JAX.workload(small("dense", "delayed"), CPU)
     with workload.context():
         call = jax_workload._CompiledCall(workload, backward=True)
@@ -109,7 +109,7 @@ def test_both_frameworks_start_a_kernel_of_every_family_from_the_same_record():
         assert "triton_kernel_call_ffi" in text, case.name
 
 
-def test_a_program_comes_out_of_the_cache_on_disk_once_it_was_compiled():
+def test_a_compiled_program_is_read_from_the_disk_cache():
     before = jax.config.jax_compilation_cache_dir
     workload = JAX.workload(small("dense", "bf16"), CPU)
     with jax_workload._cache_on_disk():
@@ -148,18 +148,18 @@ def test_time_that_streams_share_counts_once_and_a_call_begins_where_torch_has_s
     assert jax_workload._calls(planes_of(FIRST, SECOND, torch_s)) == [15 + 10 + 1, 8]
 
 
-def test_where_torch_s_sleep_is_not_seen_a_call_has_the_mean(monkeypatch):
+def test_a_call_without_a_recorded_sleep_has_the_mean_time(monkeypatch):
     monkeypatch.setattr(jax_workload, "PROFILED", 2)
     assert jax_workload._calls(planes_of(FIRST, SECOND)) == [(15 + 10 + 1 + 8) / 2]
     assert jax_workload._calls(planes_of()) == []
 
 
-def test_they_are_measured_where_they_are_named():
+def test_jax_providers_are_measured_only_on_request():
     assert not {"jax", "xla"} & {provider.name for provider in _providers(None)}
     assert [provider.name for provider in _providers(["xla", "jax"])] == ["jax", "xla"]
 
 
-def test_a_device_that_one_framework_alone_has_is_rejected(cpu_alone):
+def test_a_device_that_only_one_framework_has_is_rejected(cpu_alone):
     assert JAX.unavailable_reason(CPU) is None
     assert (
         JAX.unavailable_reason(torch.device("cuda"))
@@ -230,7 +230,7 @@ def test_a_row_with_an_error_is_a_goal_that_is_not_measured(key: str):
     assert all(goal.reached is None for goal in differ)
 
 
-def test_two_devices_are_held_to_one_alone(tmp_path: Path, monkeypatch):
+def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
     def layer(layout, *sizes) -> float:
         if layout.name == "one":
             raise ValueError("out of memory")

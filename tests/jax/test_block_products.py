@@ -1,4 +1,4 @@
-"""Products with block scales on Hopper: which kernel takes them, and how XLA is handed one that wants memory."""
+"""Products with block scales on Hopper: the choice of the kernel, and kernels of XLA programs with a workspace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.operand import Operand
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 CODES, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
 REQUEST = GemmRequest(BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", 90, True)
@@ -56,7 +56,7 @@ def shapes(second, m, n, k):
     ({"m": 256 * 17}, "136 tiles of 256 x 128 leave more than 3 in 10"),
     ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it writes bfloat16"),
 ])  # fmt: skip
-def test_what_it_rejects_and_why(change):
+def test_unsupported_requests_have_a_reason(change):
     fields, sentence = change
     assert codes_product.gluon_unsupported_reason(REQUEST) is None
     assert sentence in (codes_product.gluon_unsupported_reason(dataclasses.replace(REQUEST, **fields)) or "")
@@ -84,14 +84,14 @@ def test_a_triton_without_gluon_or_with_its_interpreter_is_rejected(monkeypatch)
     )
 
 
-def test_what_it_binds_is_one_function_so_that_products_alike_are_traced_once():
+def test_equal_requests_bind_the_same_function():
     bind = TABLE.named("gluon").bind
     assert bind is not None and bind(REQUEST) is bind(REQUEST)
 
 
 @needs_bridge
 @pytest.mark.parametrize("second", [BLOCK_2D, BLOCK_1D])
-def test_it_is_chosen_on_hopper_and_its_memory_is_a_result(second):
+def test_gluon_is_chosen_on_hopper_with_its_workspace_as_a_result(second):
     def product(a, scale_a, b, scale_b):
         first, other = (
             Operand(codes, scale, None, form, BFLOAT16)
@@ -116,7 +116,7 @@ def test_it_is_chosen_on_hopper_and_its_memory_is_a_result(second):
 @pytest.mark.parametrize(("n", "kernel"), [
     (1008, "product_kernel"), (1000, "columns_kernel"), (272, "columns_kernel"),
 ])  # fmt: skip
-def test_a_part_of_a_device_that_does_not_fit_it_goes_to_the_other_kernel(n, kernel, monkeypatch):
+def test_an_unsupported_shard_is_multiplied_by_the_other_kernel(n, kernel, monkeypatch):
     started = []
     run = codes_product.run
     monkeypatch.setattr(

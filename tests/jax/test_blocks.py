@@ -42,7 +42,7 @@ def test_one_object_is_entered_nested_and_one_after_the_other(block_and_setting)
         assert setting() == outside
 
 
-def test_an_error_leaves_every_entry_of_it(block_and_setting):
+def test_an_error_exits_every_nested_entry(block_and_setting):
     block, setting = block_and_setting
     outside = setting()
     with pytest.raises(ZeroDivisionError), block, block:
@@ -51,10 +51,10 @@ def test_an_error_leaves_every_entry_of_it(block_and_setting):
 
 
 def test_an_object_that_is_rejected_is_rejected_again_and_changes_nothing():
-    refused = te.autocast(enabled=object())  # pyright: ignore[reportArgumentType]
+    invalid = te.autocast(enabled=object())  # pyright: ignore[reportArgumentType]
     with te.autocast(True, DELAYED):
         for _ in range(2):
-            with pytest.raises(TypeError, match=r"enabled=.* is neither True nor False"), refused:
+            with pytest.raises(TypeError, match=r"enabled=.* is neither True nor False"), invalid:
                 pytest.fail("the block was entered")
             assert get_global_quantize_recipe() is DELAYED
     assert get_global_quantize_recipe() is None
@@ -101,15 +101,15 @@ def test_threads_share_an_object():
 def test_a_function_may_be_decorated_and_call_itself():
     @te.autocast(True, CURRENT)
     def recipes(depth):
-        """What is in force at every depth."""
+        """The active recipe at every depth."""
         return [get_global_quantize_recipe()] + (recipes(depth - 1) if depth else [])
 
     assert recipes(2) == [CURRENT] * 3
-    assert recipes.__doc__ == "What is in force at every depth."
+    assert recipes.__doc__ == "The active recipe at every depth."
     assert get_global_quantize_recipe() is None
 
 
-def test_the_former_name_warns_where_it_is_entered():
+def test_the_former_name_warns_when_entered():
     block = te.fp8_autocast(True, DELAYED)
     for _ in range(2):
         with pytest.warns(DeprecationWarning, match="use autocast") as said, block:

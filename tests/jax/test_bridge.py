@@ -1,4 +1,4 @@
-"""Kernel calls that are data become operations of XLA: lowered for CUDA on a machine without a GPU."""
+"""Kernel calls become XLA operations, lowered for CUDA on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = None; from tests.jax import lowering_cases; lowering_cases.main()"
 )
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 
 
@@ -42,7 +42,7 @@ def report(*options: str) -> dict:
 
 def check(facts: dict) -> None:
     assert all(case["calls"] == 1 for case in facts["lowered"].values()), facts["lowered"]
-    assert set(facts["refused"].values()) <= {"table", "dependent", "dtype"}
+    assert set(facts["unsupported"].values()) <= {"table", "dependent", "dtype"}
 
 
 @needs_bridge
@@ -67,7 +67,7 @@ def cast_launch(records: bool):
 
 
 @needs_bridge
-def test_outputs_are_results_and_what_is_written_in_place_is_aliased():
+def test_outputs_are_results_and_arrays_written_in_place_are_aliased():
     def call(x, scale, record):
         return launching.run(cast_launch(True), [x, scale, record])
 
@@ -134,7 +134,7 @@ def test_tables_of_addresses_are_rejected():
 
 
 @needs_bridge
-def test_whole_numbers_that_are_one_become_constants():
+def test_integers_equal_to_one_become_constants():
     from transformer_engine.common.kernels.compiled import compiled
 
     launch = cast_launch(True)

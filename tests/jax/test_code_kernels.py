@@ -30,9 +30,9 @@ from transformer_engine.jax.primitives.scale_update import triton as scale_updat
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 NAMES, PARAMS = ("silu", "linear"), ActivationParams()
 SPECS = {
@@ -96,8 +96,8 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
             assert kernel.in_parts.results(*operands)[place].dtype == jnp.float32, name
 
 
-def test_what_wraps_a_kernel_knows_its_results_as_the_kernel_does():
-    """The maximum of parts, where one of them forgot it, would be a device's own."""
+def test_wrapped_kernels_keep_the_facts_of_the_kernel():
+    """If a wrapper lost this fact, devices would not reduce the maxima of their shards."""
     for case, kernel, operands in kernels_with_operands():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
             assert wrapped.name == kernel.name, (case, wrapped)
@@ -139,7 +139,7 @@ def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatc
     # Norm and its transpose, two kernels, the activation; dy, the activation's gradient; the norm's gradient and its
     # sums; six states in one; six products.
     assert len(re.findall("triton_kernel_call_ffi", text)) == 2 + 2 + 1 + 1 + 1 + 2 + 1 + 6
-    # A scale of 0 is read as 1 by the kernels that load it: an operation before each would be a kernel of XLA's.
+    # Kernels read a scale of 0 as 1; a separate operation before each would be another kernel.
     assert re.findall(r"stablehlo\.(?:compare|select).*tensor<1xf32>", text) == []
 
 
@@ -153,7 +153,7 @@ def test_both_products_of_an_mlp_advance_their_states():
             assert float(quantizer.amax_history[-1]) > 0 and float(quantizer.scale[0]) > 0
 
 
-def test_what_a_kernel_does_not_quantize_has_a_reason(monkeypatch):
+def test_unsupported_quantization_has_a_reason(monkeypatch):
     for module in ("activation.triton", "quantize.triton"):
         monkeypatch.setattr(
             f"transformer_engine.jax.primitives.{module}.unsupported_on", lambda platform, name: None

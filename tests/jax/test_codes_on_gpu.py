@@ -1,4 +1,4 @@
-"""Codes that kernels make of their own results: the bytes of separate steps, on a GPU or in the interpreter."""
+"""Kernels that quantize their results give the bytes of separate steps, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cast_of(name: str) -> Cast:
 
 
 def both_ways(operation: str, function, *arrays):
-    """The leaves of what kernels make where values are made, and of what separate ones make."""
+    """Return the leaves of the fused kernels' results and of the separate kernels' results."""
     made = []
     for backend in ("triton", "separate"):
         with use_backend(**{operation: backend}):
@@ -61,7 +61,7 @@ def assert_equal(pairs, name: str) -> None:
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "delayed rows", "delayed from 0", "current", "blocks of rows"])
-def test_a_norm_makes_the_codes_of_what_it_would_store(name, centered):
+def test_codes_of_a_norm_equal_those_of_its_output(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
 
@@ -73,7 +73,7 @@ def test_a_norm_makes_the_codes_of_what_it_would_store(name, centered):
 
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
 @pytest.mark.parametrize("name", SPECS)
-def test_an_activation_makes_the_codes_of_what_it_would_store(name, names):
+def test_codes_of_an_activation_equal_those_of_its_output(name, names):
     x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(12, 12, len(names), 256)
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1)).reshape(12, 12, 256)
     params = ActivationParams()
@@ -221,7 +221,7 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (1, 1, 1, 129), (0, 0, 3, 0)])
 def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
-    """And those behind the last group: of the second sizes one row more than the groups' tiles have."""
+    """Also rows after the last group: the second sizes have one row more than the tiles of all groups."""
     x = jnp.asarray(matrix("normal", (144, 80), dtype, 1)).at[2, 3].set(jnp.nan)
     multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32) if given else None
     made = []
@@ -234,7 +234,7 @@ def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
 
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (0, 0, 3, 0)])
 def test_maxima_of_groups_found_apart_make_the_same_codes(sizes):
-    """As where those of several devices count: `over` of `quantize_rows`."""
+    """As for maxima over several devices: `over` of `quantize_rows`."""
     x = jnp.asarray(matrix("normal", (144, 80), "bfloat16", 1)).at[2, 3].set(jnp.nan)
     rows, scaling = jnp.asarray(sizes, jnp.int32), (True, 1e-3)
 

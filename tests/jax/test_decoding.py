@@ -1,4 +1,4 @@
-"""Token by token with a cache of keys and values, a layer computes the same as for the whole sequence."""
+"""Decoding token by token with a cache of keys and values equals one pass over the whole sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layer(**fields) -> te_flax.TransformerLayer:
 
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.sampled(2)
-def test_steps_give_the_rows_of_the_whole(name):
+def test_steps_equal_the_rows_of_the_full_pass(name):
     model = layer(**FIELDS[name])
     axis = 0 if "transposed" in name else 1
     shape = (TOKENS, 2, HIDDEN) if axis == 0 else (2, TOKENS, HIDDEN)
@@ -67,7 +67,7 @@ def test_steps_give_the_rows_of_the_whole(name):
     ("kind", "window"), [("padding_causal", None), ("causal", (3, 0)), ("causal", None), ("causal", (-1, -1))]
 )
 @pytest.mark.sampled(2)
-def test_steps_read_a_mask_where_the_whole_does(kind, window):
+def test_steps_read_a_mask_exactly_when_the_full_pass_does(kind, window):
     model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
@@ -95,7 +95,7 @@ def test_steps_read_a_mask_where_the_whole_does(kind, window):
 
 
 @pytest.mark.slow
-def test_a_quantized_layer_decodes_near_the_whole():
+def test_a_quantized_layer_decodes_close_to_the_full_pass():
     model = layer(enable_relative_embedding=False)
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
@@ -105,7 +105,7 @@ def test_a_quantized_layer_decodes_near_the_whole():
     np.testing.assert_array_equal(first, whole[:, :1])
 
 
-def test_what_does_not_fit_the_cache_is_rejected_with_the_remedy():
+def test_tokens_that_exceed_the_cache_are_rejected_with_the_remedy():
     model = te_flax.MultiHeadAttention(4, 4)
     x = ones((2, 2, HIDDEN))
     variables = drawn_variables(model, x, x, decode=True, deterministic=True)

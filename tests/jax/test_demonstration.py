@@ -53,7 +53,7 @@ def _short_evaluations(monkeypatch: pytest.MonkeyPatch):
 
 
 class Killed(BaseException):
-    """What ends a program between two checkpoints."""
+    """Ends a program between two checkpoints."""
 
 
 def losses(history: list[Progress]) -> list[Any]:
@@ -167,7 +167,7 @@ def trained_without_torch(text: str, tmp_path_factory: pytest.TempPathFactory) -
     return folder, forked.output(command, ROOT, environment, framework="jax")
 
 
-def test_it_trains_where_torch_is_not_installed(trained_without_torch: tuple[Path, str]):
+def test_the_demonstration_trains_without_torch(trained_without_torch: tuple[Path, str]):
     _, output = trained_without_torch
     assert "in jax on cpu" in output
 
@@ -201,7 +201,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
         (["--resume"], "there is no checkpoint at"),
     ],
 )
-def test_what_the_flax_model_does_not_have_is_rejected(
+def test_options_that_the_flax_model_lacks_are_rejected(
     options: list[str], words: str, text: str, tmp_path: Path
 ):
     result = te(

@@ -67,7 +67,7 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.sampled(2)
 def test_the_products_are_those_of_the_dequantized_tensors(name):
-    """Three products of the tensors that the quantizers make, within the format's tolerance of the plain ones."""
+    """The three products of the quantized tensors are within the format's tolerance of the plain products."""
     x, kernel, dy = inputs()
     with te.autocast(True, RECIPES[name]):
         quantizers = QuantizerFactory.create_set()
@@ -86,7 +86,7 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
         x_columns, kernel_columns, dy_columns = (
             t.get_tensor(TensorUsage.LHS_TRANS).dequantize() for t in made
         )
-        # Under a Hadamard transform both factors are transformed, which leaves their product as it is.
+        # A Hadamard transform applies to both factors and leaves their product unchanged.
         dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
 
@@ -128,7 +128,7 @@ def test_any_axes_are_contracted(dims):
 
 
 def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
-    """A number of float64 is another draw from the same key, and none that a kernel reads."""
+    """A float64 draw from the same key has other bits, which kernels do not support."""
     x = normal(jax.random.key(0), (32, 64))
     key = jax.random.key_data(jax.random.key(1))
     quantizer = QuantizerFactory.create(
@@ -226,7 +226,7 @@ def test_checkpoint_names_reach_every_leaf_of_the_quantized_tensors():
     assert text.count("name=codes") == 2 * 2 * 3  # two tensors, two directions, three leaves
 
 
-def test_a_forced_backend_that_rejects_raises_its_reason():
+def test_a_forced_unsupported_backend_raises_its_reason():
     x, kernel, _ = inputs()
     with (
         use_backend(jax_gemm="direct"),

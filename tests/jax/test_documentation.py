@@ -1,4 +1,4 @@
-"""The code of the pages of JAX runs as printed."""
+"""The examples of the JAX pages run as printed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_experts_on_four_devices_learn():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_that_stops_goes_on_with_the_same_losses():
+def test_a_resumed_run_has_the_same_losses():
     names: dict[str, Any] = {}
     exec(examples("jax_examples.md")[3], names)
     assert names["resumed"] == names["losses"][5:] and len(names["resumed"]) == 5

@@ -48,7 +48,7 @@ def same(got, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("ours", "ieee"), [(exact.divide, np.divide), (exact.multiply, np.multiply)])
-def test_scales_are_computed_as_ieee_says(ours, ieee, compiled, pairs):
+def test_scale_arithmetic_equals_ieee(ours, ieee, compiled, pairs):
     first, second = pairs
     with np.errstate(all="ignore"):
         want = ieee(first, second)
@@ -69,7 +69,7 @@ def test_a_quotient_does_not_depend_on_the_rounding_of_float_division(units):
     np.testing.assert_array_equal(got, quotient | (rest != 0))
 
 
-def test_a_subnormal_scale_multiplies_as_it_should():
+def test_a_product_with_a_subnormal_scale_is_exact():
     scale = np.asarray([2.0**-130, 1.1 * 2.0**-127, 2.0**-101, 3.0], np.float32)
     values = np.asarray([448.0, 57344.0, -30.0, 7.0], np.float32)
     same(jax.jit(exact.scaled)(jnp.asarray(values), jnp.asarray(scale)), values * scale)

@@ -69,13 +69,13 @@ def test_every_recipe_on_every_mesh():
     assert_one_device(found["halves: current"], gradients=2**-7)
     codes = {name: case["unequal"] for name, case in found.items() if name.startswith("codes")}
     assert len(codes) == 2 * len(QUANTIZED) and not any(codes.values()), codes
-    # Two halves of a batch are alike: codes of values are, those of gradients are rounded by numbers of each device.
+    # Two halves of a batch are equal, and so are codes of values; each device rounds gradients by its own numbers.
     assert found["random"]["y"] == 0.0 and found["random"]["dx"] > 1e-3
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
-    """Tokens, of which biases make zeros, leave a state that has seen no row of biases alone."""
+    """The parameters make all tokens zero. Rows without tokens, which have only biases, would change the maximum."""
     model = te_flax._MoEBlock(
         num_experts=2, num_experts_per_tok=1, intermediate_size=16, use_ffn_bias=True,
         apply_topk_weights_early=early, activation_type="relu",
@@ -94,7 +94,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
 
 
-def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
+def test_a_data_axis_missing_from_the_mesh_is_rejected():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("ep",))
     model = te_flax._MoEBlock(
         num_experts=2,

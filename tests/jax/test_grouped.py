@@ -76,7 +76,7 @@ def test_a_grouped_product_is_a_product_for_every_group(name):
 
 
 def test_gradients_of_biases_in_halves_are_added_up_in_float32():
-    """In bfloat16 a sum of 4096 numbers from 1 to 2 would stand still at 512."""
+    """In bfloat16 a sum of 4096 numbers from 1 to 2 would not increase beyond 512."""
     rows, sizes = 8192, array([4096, 0, 4000])
     dy = (1.0 + jax.random.uniform(jax.random.key(0), (rows, N))).astype(jnp.bfloat16)
     x, kernel = jnp.ones((rows, 16), jnp.bfloat16), jnp.ones((3, 16, N), jnp.bfloat16)
@@ -91,7 +91,7 @@ def test_gradients_of_biases_in_halves_are_added_up_in_float32():
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_group_has_the_bits_of_a_product_of_its_own(name):
+def test_a_group_equals_a_separate_product(name):
     x, kernel, dy, _ = inputs()
     with te.autocast(True, RECIPES[name][0]):
         quantizers, own = QuantizerFactory.create_set(n_groups=3), QuantizerFactory.create_set()
@@ -104,7 +104,7 @@ def test_a_group_has_the_bits_of_a_product_of_its_own(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
-def test_every_group_advances_a_state_of_its_own():
+def test_every_group_advances_its_own_state():
     x, kernel, _, _ = inputs()
     with te.autocast(True, RECIPES["delayed"][0]):
         quantizers = QuantizerFactory.create_set(n_groups=3)
@@ -158,11 +158,11 @@ def test_codes_of_groups_come_back_within_the_format(mode):
     for directions, values in ((rows, x), (stack, kernel)):
         for direction in directions:
             assert relative_error(direction, values) < 0.04
-    # One scale a group: a small group keeps its precision beside a large one.
+    # With one scale per group, a small group keeps its precision next to a large one.
     assert relative_error(whole[32:96], x[32:96]) < 0.04
 
 
-def test_the_module_of_grouped_products_keeps_a_state_a_group():
+def test_the_grouped_module_keeps_one_state_per_group():
     x, kernel, _, _ = inputs()
     module = te_flax.make_grouped_dense_cls(RECIPES["delayed"][0])
     variables = drawn_variables(module, x, kernel, jnp.asarray(SIZES))
@@ -210,7 +210,7 @@ def test_quantizers_of_one_tensor_are_not_those_of_groups():
 
 
 def test_quantizers_of_groups_are_not_those_of_one_tensor():
-    """A TypeError spoke of an argument of GroupedQuantizer.encode that was missing."""
+    """Without the check, a TypeError would name a missing argument of GroupedQuantizer.encode."""
     x, kernels, _, _ = inputs()
     kernel, ones = kernels[0], jnp.ones(K)
     with te.autocast(True, RECIPES["current"][0]):
@@ -230,7 +230,7 @@ def test_quantizers_of_groups_are_not_those_of_one_tensor():
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0), (1, 3, 0)])
 @pytest.mark.sampled(1)
-def test_under_vmap_a_grouped_product_is_one_call_after_the_other(name, mapped):
+def test_vmap_of_a_grouped_product_runs_calls_in_sequence(name, mapped):
     """JAX rejects its own ragged products there: "ragged_dot vmap over any dim but 0 - NYI"."""
     x, kernel, dy, _ = inputs()
     with te.autocast(name != "none", RECIPES[name][0]):

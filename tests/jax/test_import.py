@@ -1,4 +1,4 @@
-"""Each framework is imported for itself alone, and says what to install where something is missing."""
+"""Each framework can be imported alone, and errors name the package to install if a dependency is missing."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], 
     return done.stdout.splitlines(), done.stdout + done.stderr, done.returncode, folder
 
 
-def test_the_jax_side_works_without_torch_and_asks_for_no_device(without_torch):
+def test_the_jax_side_works_without_torch_and_initializes_no_device(without_torch):
     lines, output, _, _ = without_torch
     assert lines[:1] == ["[]"], output
 
 
-def test_an_nnx_that_jax_is_too_new_for_is_named(without_torch):
+def test_an_nnx_incompatible_with_jax_is_named(without_torch):
     lines, output, _, _ = without_torch
     assert len(lines) > 1, output
     assert "cannot be imported beside jax" in lines[1] and "pip install --upgrade flax" in lines[1]
@@ -103,7 +103,7 @@ def test_a_missing_framework_is_named_with_its_remedy(name, missing):
 
 
 @pytest.mark.parametrize("module", ["transformer_engine.pytorch", "transformer_engine_torch"])
-def test_an_import_without_torch_says_what_to_install(module):
+def test_an_import_without_torch_names_the_package_to_install(module):
     done = run(BLOCK.format(name="torch") + f"import {module}")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
@@ -112,7 +112,7 @@ def test_an_import_without_torch_says_what_to_install(module):
     assert 'pip install ".[pytorch]" in a checkout' in last
 
 
-def test_a_command_without_its_framework_says_what_to_install():
+def test_a_command_without_its_framework_names_the_package_to_install():
     called = (
         "from transformer_engine.cli import main\n"
         "def call(*arguments):\n"
@@ -140,19 +140,19 @@ def assert_training_needs(framework: str, extra: str, status: int, output: str, 
     assert not list(folder.iterdir())
 
 
-def test_a_run_without_torch_says_what_to_install(without_torch):
+def test_a_run_without_torch_names_the_package_to_install(without_torch):
     _, output, status, folder = without_torch
     assert_training_needs("torch", "cli", status, output, folder)
 
 
-def test_a_run_without_jax_says_what_to_install(tmp_path):
+def test_a_run_without_jax_names_the_package_to_install(tmp_path):
     program = forked.Program(["-c", BLOCK.format(name="jax") + train("jax", tmp_path)], ROOT, os.environ)
     status = program.finish()
     assert_training_needs("jax", "cli-jax", status, program.printed + program.errors, tmp_path)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [(("typer",), "cli"), (("typer", "torch"), "cli-jax")])
-def test_a_command_beside_jax_alone_is_not_told_to_install_torch(missing, extra):
+def test_a_command_with_jax_alone_does_not_suggest_torch(missing, extra):
     done = run(
         "".join(BLOCK.format(name=name) for name in missing)
         + "from transformer_engine.cli import main; main()"
@@ -163,7 +163,7 @@ def test_a_command_beside_jax_alone_is_not_told_to_install_torch(missing, extra)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on")
-def test_the_core_needs_no_framework_and_the_extras_bring_them():
+def test_the_core_needs_no_framework_and_the_extras_install_them():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -189,9 +189,9 @@ def test_an_unknown_attribute_is_an_attribute_error():
 )
 def test_a_version_out_of_range_is_rejected_with_the_range(found, fits):
     jax = next(package for package in frameworks.JAX.packages if package.name == "jax")
-    refusal = jax.unsupported_reason(found)
-    assert (refusal is None) is fits
-    assert fits or refusal == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
+    found_reason = jax.unsupported_reason(found)
+    assert (found_reason is None) is fits
+    assert fits or found_reason == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_version_out_of_range_is_rejected_with_the_range(found, fits):
         ("flax", "flax 0.13.1 is installed, flax>=0.12.8,<0.13"),
     ],
 )
-def test_an_import_with_a_version_out_of_range_says_which_and_what_to_install(name, said):
+def test_an_import_with_a_version_out_of_range_names_the_version_and_the_remedy(name, said):
     found = f"lambda of: '0.13.1' if of == {name!r} else found(of)"
     program = (
         "import importlib.metadata\nfound = importlib.metadata.version\n"

@@ -12,7 +12,7 @@ from tests.support.programs import interpreting
 
 ROOT = Path(__file__).parents[2]
 FILES = tuple(f"tests/jax/test_{name}_on_gpu.py" for name in ("kernels", "codes", "products", "attention"))
-# A kernel of each kind: what is written in place, codes, a norm, an activation.
+# One kernel of each kind: a write in place, codes, a norm, an activation.
 FEW = (
     "writes_in_place or swiglu-bfloat16 or rmsnorm-bfloat16 or "
     "(bytes_of_the_torch_reference and bfloat16 and (float8-e5m2 or block2d-power or mxfp8-e5m2))"

@@ -1,4 +1,4 @@
-"""The Triton rows of norms, activations, softmax and rotations: traced without a GPU, lowered for CUDA, partitioned."""
+"""The Triton backends of norms, activations, softmax and rotations: traced and lowered for CUDA without a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.primitives import activation as activations
 from transformer_engine.jax.primitives import launching, norm, rope, softmax
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 pytestmark = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 
 
@@ -83,7 +83,7 @@ def test_gradients_of_a_norms_parameters_are_float32_sums_rounded_to_their_dtype
     assert converted == (0 if dtypes[0] == dtypes[1] else 1), "a kernel of XLA's each"
 
 
-def test_without_a_gpu_no_kernel_is_asked_for_unless_one_says_so(monkeypatch):
+def test_without_a_gpu_kernels_need_an_environment_variable(monkeypatch):
     request = norm.NormRequest("forward", 64, jnp.dtype(jnp.bfloat16), 4, "cuda")
     row = norm.triton.BACKEND
     assert row.rejection_reason(request) is None
@@ -108,7 +108,7 @@ def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "gelu", "softmax"])
-def test_a_second_derivative_of_a_kernel_is_rejected_with_the_remedy_which_computes_it(name, monkeypatch):
+def test_a_second_derivative_of_a_kernel_is_rejected_with_a_working_remedy(name, monkeypatch):
     function, shape, _ = CASES[name]
     x = x_of(*shape, dtype=jnp.float32)
 
@@ -120,7 +120,9 @@ def test_a_second_derivative_of_a_kernel_is_rejected_with_the_remedy_which_compu
         match=r"a derivative of the kernel \w+(Forward|Backward): .*NVTE_JAX_CUSTOM_CALLS=false",
     ):
         second()
-    with pytest.raises(TypeError, match="forward-mode"):  # JAX's own words, before a rule of ours is asked
+    with pytest.raises(
+        TypeError, match="forward-mode"
+    ):  # JAX raises this before it calls a rule of this package
         jax.jvp(CASES["gelu"][0], (x_of(4, 1, 64),), (x_of(4, 1, 64),))
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     assert np.isfinite(second()).all()

@@ -1,4 +1,4 @@
-"""Kernels of ours run from JAX: codes have the reference's bits, values its size, on a GPU or in the interpreter."""
+"""Kernels run from JAX: codes have the reference's bits, values are close to it, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_second_a_kernel_runs_and_its_result_begins_at_zero():
         assert amax.shape == (1,) and float(amax[0]) == 3.0
 
 
-def test_third_what_a_kernel_writes_in_place_is_its_last_result():
+def test_third_an_array_that_a_kernel_writes_in_place_is_its_last_result():
     from transformer_engine.common.kernels import cast
 
     launch = cast.cast((64, 128), E4M3, True, True, records=True)
@@ -74,7 +74,7 @@ def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
     want = np.asarray(x).max(axis=(1, 2))[:, None]
     np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.map(maximum, x))(x), want)
     if INTERPRETED:
-        return  # what follows is traced, and the interpreter has no trace
+        return  # the following calls are traced, which the interpreter does not support
     np.testing.assert_array_equal(jax.jit(jax.vmap(maximum))(x), want)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("x")
@@ -117,7 +117,7 @@ def test_codes_and_scales_have_the_bytes_of_the_torch_reference(name, dtype):
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", SPECS)
-def test_one_direction_alone_has_them_too(name, direction):
+def test_one_direction_alone_equals_the_torch_reference(name, direction):
     only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
     spec = dataclasses.replace(SPECS[name], **only)
     if fits(spec, (48, 62)):
@@ -125,7 +125,7 @@ def test_one_direction_alone_has_them_too(name, direction):
 
 
 @pytest.mark.parametrize("scale", [0.37, 2.0**40])
-def test_a_given_scale_is_used_and_the_maximum_found_on_the_way(scale):
+def test_a_given_scale_is_used_and_the_maximum_recorded(scale):
     compare(
         "given", QuantizeSpec(FLOAT8, E4M3, columnwise=True), matrix("spread", (33, 40), "float32"), scale
     )
@@ -152,7 +152,7 @@ def x_of(*shape, dtype=jnp.bfloat16, seed=0):
 
 
 def joined(x, gamma, beta, kind):
-    """What goes round a norm is added to it: the norm's kernel adds its gradient."""
+    """Add the residual around a norm to its output: the norm's backward kernel adds the residual's gradient."""
     with bypass(x, True) as residual:
         y = layernorm(x, gamma, beta, kind)
     assert residual.value is not x
@@ -170,7 +170,7 @@ NARROW = GAMMA.astype(jnp.bfloat16)
 
 
 def mask_of(*shape):
-    """True in some places of an array of this shape, in each of its rows not the same ones."""
+    """Return a mask of this shape with different True positions in each row."""
     places = np.arange(np.prod(shape)).reshape(shape)
     return jnp.asarray(places * 7 % 5 == 0)
 
@@ -210,7 +210,7 @@ def test_values_and_gradients_are_those_of_the_reference(name, dtype):
     if name.startswith("softmax") and dtype == "bfloat16":
         pytest.skip("scores are float32")
     if dtype == "float32" and rest and rest[0].dtype != np.float32:
-        pytest.skip("gradients of bfloat16 are compared beside values of bfloat16")
+        pytest.skip("cases with bfloat16 values cover bfloat16 gradients")
     x, rest = make(*shape, dtype=jnp.dtype(dtype)), [jnp.asarray(r) for r in rest]
 
     def both(x, *rest):

@@ -37,7 +37,7 @@ def constrained(pspec: Any, x: Any = None):
     return sharding.with_sharding_constraint(jnp.ones((2, 4)) if x is None else x, pspec)
 
 
-REFUSED = {
+BEYOND_LIMITS = {
     "a margin of a recipe": (
         ValueError, r"DelayedScaling: margin=10000: 2\^10000 is not a normal float32; give a number from -126 to 127",
         lambda: recipe.DelayedScaling(margin=10**4),
@@ -64,7 +64,7 @@ REFUSED = {
         ValueError, "n_groups=1000000000 is above 65536",
         lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, n_groups=MANY),
     ),
-    "a keyword that sets have not": (
+    "an unknown keyword of a set": (
         TypeError, r"QuantizerFactory.create_set\(\) takes no margin=; leave it out",
         lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, margin=1),
     ),
@@ -105,15 +105,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_rejected(name):
-    error, sentence, call = REFUSED[name]
+@pytest.mark.parametrize("name", BEYOND_LIMITS)
+def test_values_beyond_their_limits_are_rejected(name):
+    error, sentence, call = BEYOND_LIMITS[name]
     with pytest.raises(error, match=sentence):
         call()
 
 
 @pytest.mark.parametrize("margin", [-126, 127, np.int64(2), np.float32(1.5)])
-def test_margins_within_are_computed_with(margin):
+def test_margins_within_the_limits_scale_by_powers_of_two(margin):
     if not isinstance(margin, np.float32):
         assert recipe.DelayedScaling(margin=margin).margin == margin
     made = delayed(1, 4, margin=margin).advanced(jnp.full(1, 448.0))
@@ -123,11 +123,11 @@ def test_margins_within_are_computed_with(margin):
 @pytest.mark.parametrize(
     ("scale", "history"), [((1,), (1,)), ((3,), (3, 4)), ((2, 1), (2, 4)), ((2, 3), (2, 3, 4))]
 )
-def test_states_of_one_of_several_and_of_layers_that_a_scan_stacks_are_taken(scale, history):
+def test_states_of_groups_and_of_scanned_layers_are_accepted(scale, history):
     assert delayed(scale, history).amax_history.shape == history
 
 
-def test_a_history_of_another_length_than_the_recipe_s_goes_on_at_its_own():
+def test_a_history_keeps_its_length_under_a_recipe_with_another():
     x, layer = jnp.full((8, 16), 3.0), te_flax.DenseGeneral(features=4)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=3)):
         variables = unboxed_variables(layer, x)
@@ -139,7 +139,7 @@ def test_a_history_of_another_length_than_the_recipe_s_goes_on_at_its_own():
 
 
 def test_the_first_expert_may_be_a_traced_number():
-    """As where every device of a shard_map begins with the experts that it has, by lax.axis_index."""
+    """As in a shard_map in which every device starts at its own experts, by lax.axis_index."""
     inputs, experts = jnp.arange(20.0).reshape(5, 4), jnp.asarray([[0], [3], [1], [2], [3]])
 
     def dispatched(first):
@@ -153,7 +153,7 @@ def test_the_first_expert_may_be_a_traced_number():
 
 
 class OfTwoProcesses(jax.Array):  # pyright: ignore
-    """What is known of an array that is laid over several processes."""
+    """The locally known attributes of an array that is sharded over several processes."""
 
     shape, ndim, dtype, size = (2,), 1, np.dtype(np.int32), 2
     is_fully_addressable = is_fully_replicated = False
@@ -172,7 +172,7 @@ def test_sizes_that_other_processes_hold_are_not_read():
 
 
 def test_sequences_that_other_processes_hold_are_not_read():
-    """Nothing is checked that cannot be read; their numbers are cut to those that kernels look for, as traced ones."""
+    """Values of other processes are not checked; as for traced arrays, they are clamped to the valid range."""
     other, none, here = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
     by_lengths = SequenceDescriptor((other, other), (none, none), (none, none), (none, none))
     by_offsets = SequenceDescriptor((here, here), (other, other), (none, none), (none, none))
@@ -198,17 +198,17 @@ def test_a_cache_whose_index_other_processes_hold_is_not_read():
         full._check(step, step)
 
 
-def test_a_window_may_be_of_numpy_s_numbers():
+def test_a_window_may_hold_numpy_integers():
     np.testing.assert_array_equal(attend(window_size=(np.int64(1), np.int32(0))), attend(window_size=(1, 0)))
 
 
 class Renamed(te_flax.DenseGeneral):
-    """A module of a user, whose own field is called a name and is none."""
+    """A user's module with a field `axis_name` that is not a name."""
 
     axis_name: tuple[str, ...] = ("a", "b")
 
 
-def test_a_subclass_has_fields_of_its_own():
+def test_a_subclass_may_add_fields():
     layer = Renamed(features=4)
     assert jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 8)))["params"][
         "kernel"
@@ -225,7 +225,7 @@ def test_a_subclass_has_fields_of_its_own():
         ("a",),
     ],
 )
-def test_specs_of_every_form_lay_an_array_and_leave_its_values(pspec):
+def test_specs_of_every_form_keep_the_values_of_an_array(pspec):
     mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         x = jnp.arange(8.0).reshape(2, 4)

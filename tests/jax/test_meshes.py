@@ -24,14 +24,14 @@ def test_a_mesh_computes_what_one_device_does(few, way):
     assert len(found) >= 2 and all(value < 1e-5 for value in found.values()), found
 
 
-def test_routing_and_permutation_are_among_them(few):
+def test_the_sample_has_routing_and_permutation(few):
     functions = {name.split(",")[0] for name in few}
     assert {"router", "balance", "permutation", "attention", "mlp"} == {
         f for f in functions if " in " not in f
     }
 
 
-def test_recipes_of_blocks_are_among_them_where_devices_share_blocks(few):
+def test_the_sample_has_block_recipes_whose_blocks_devices_share(few):
     """Operands are given, not computed: their codes are those of one device, whatever the layout.
 
     The slow test has NVFP4 too. Products of its shared blocks always run in test_partitioned_kernels.py.

@@ -26,7 +26,7 @@ from tests.jax.test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, da
 gaussian, uniform = nn.initializers.normal, nn.initializers.uniform
 CLAMPED = ("clamped_silu", "clamped_linear")
 ADAPTED = {"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 5}
-# Of each field what differs from its default, with what it needs to be seen.
+# For each field, values other than its default, with the fields that they need to have an effect.
 OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
     "num_gqa_groups": ({"num_gqa_groups": 2}, {"num_gqa_groups": 1}),
     "layernorm_type": ({"layernorm_type": "rmsnorm"},),
@@ -120,7 +120,7 @@ BIASED_BY_EXPERT = {
         {"use_ffn_bias": True, "bias_init": uniform(0.3)},
     ),
 }
-# Of the other modules their own fields; what a layer hands down to them is above.
+# The own fields of the other modules; OF_A_LAYER has the fields that a layer passes to them.
 FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
     te_flax.TransformerLayer: OF_A_LAYER,
     te_flax.DenseGeneral: MADE_BY | KERNEL_AXES | {
@@ -210,7 +210,7 @@ Meeting = tuple[str, bool, str, bool]
 
 
 def meetings(given: Any, fields: Any) -> set[Meeting]:
-    """Of every two fields, which of them are given."""
+    """For every pair of fields, which of the two are given."""
     states = [(name, name in given) for name in sorted(fields)]
     return {(*first, *second) for first, second in itertools.combinations(states, 2)}
 
@@ -222,7 +222,7 @@ def possible(fields: Any) -> set[Meeting]:
 
 
 def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, Any]]:
-    """Modules in which of every two fields both are given somewhere, none is, and each without the other."""
+    """Modules that cover, for every pair of fields: both given, neither given, and each given alone."""
     draw, missing, chosen = random.Random(0), possible(fields), []
     while missing:
         candidates = []
@@ -256,10 +256,10 @@ CASES = [
     for cls, of_module in FIELDS.items()
     for place, fields in enumerate(covering(of_module))
 ]
-# Fields with tests of their own: what a score_mod excludes is most of the others.
+# Fields with separate tests: a score_mod excludes most other fields.
 ELSEWHERE = {"score_mod", "score_mod_bprop", "dtype"}
 PASSED_ON = {
-    # A layer gives its attention these, which the layers above vary.
+    # A layer passes these to its attention; the layers above vary them.
     te_flax.MultiHeadAttention: set(OF_A_LAYER)
     | {"head_dim", "num_attention_heads", "window_size"}
     # Former names: test_transformer.py.
@@ -305,7 +305,7 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
 
 
 def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arrays that a module with these fields is called with, of which the first has a gradient."""
+    """Return the arrays to call a module with these fields; the first has a gradient."""
     x, encoded, mask, cross = data(fields)
     transposed = fields.get("transpose_batch_sequence")
     turn = (lambda y: None if y is None else jnp.swapaxes(y, 0, 1)) if transposed else (lambda y: y)
@@ -326,7 +326,7 @@ def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[An
 
 
 def called(cls: type[nn.Module], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Self-attention is told by one array given twice, which a traced function makes of one argument."""
+    """Pass the same array twice for self-attention; a traced function must do so from one argument."""
     return (arguments[0], *arguments) if cls is te_flax.MultiHeadAttention else arguments
 
 
@@ -371,7 +371,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
         made = one.apply({"params": params}, *called(cls, given), rngs=keys(4), **options)
         return [leaf for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
-    # Of the plain one as many results: a norm's output is among them where it was asked for.
+    # The plain module returns as many results, with a norm's output if it is requested.
     results = jax.eval_shape(lambda *given: values_of(model, params, given), *arguments)
 
     def loss_of(one):
@@ -393,7 +393,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
 
 
 def near(got: Any, want: Any, least: float, name: str) -> None:
-    # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+    # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
     scale = max(float(np.abs(want).max()), least)
     got, want = np.asarray(got), np.asarray(want)
     np.testing.assert_allclose(got / scale, want / scale, atol=2e-4, rtol=0, err_msg=name)

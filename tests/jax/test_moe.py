@@ -147,7 +147,7 @@ def test_gradients_go_the_way_of_the_tokens():
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_behind_the_buffer_are_dropped():
+def test_rows_beyond_the_buffer_are_dropped():
     x = ones((T, H))
     _, chosen = router.fused_topk_with_score_function(logits(), 2)
     rows, _, row_id_map, _, _ = permutation.token_dispatch(x, chosen, 10)
@@ -179,7 +179,7 @@ def test_chunks_are_put_in_another_order():
 
 
 def test_ragged_offsets_move_every_row_there_and_back():
-    """The four numbers a shard, played through in NumPy."""
+    """The four numbers per shard, followed in NumPy."""
     counts = np.random.default_rng(0).integers(0, 4, (4, 8))
     sent = counts.reshape(4, 4, 2).sum(-1)
     held = [[(s, i) for i in range(sent[s].sum())] for s in range(4)]
@@ -233,7 +233,7 @@ def test_a_mixture_is_every_expert_weighted(early):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
+def test_the_block_has_one_state_per_product_and_expert():
     x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(
         num_experts=E, intermediate_size=F, use_ffn_bias=True, use_expert_routing_bias=True,
@@ -333,4 +333,4 @@ def test_a_bootstrap_holds_later_calls_to_its_sizes():
     np.testing.assert_array_equal(counts, chosen.sum(axis=0))
     np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
     short = ep.ep_dispatch(cfg, picked, x, weights, 5)
-    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # what was dropped is counted
+    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # dropped rows are counted

@@ -1,4 +1,4 @@
-"""Norms, activations and the layers made of them against plain jnp: values, every gradient, trees, bad calls."""
+"""Norms, activations and layers with them against plain jnp: values, every gradient, trees, bad calls."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_the_gradient_that_goes_round_a_norm_is_rounded_once_with_the_norms_own(kind):
+def test_a_residual_gradient_and_that_of_a_norm_are_rounded_once(kind):
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy, add = (normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
     gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
@@ -108,7 +108,7 @@ def test_the_gradient_that_goes_round_a_norm_is_rounded_once_with_the_norms_own(
 )
 @pytest.mark.sampled
 def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products, settings):
-    """Two additions of [2, 16, 64] remain, the layer's own, and those of products that read the attention's norm."""
+    """Two additions of [2, 16, 64] remain: the layer's, and that of the products after the attention's norm."""
     layer = te_flax.TransformerLayer(
         hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         enable_relative_embedding=False, layernorm_type="rmsnorm", dtype=jnp.bfloat16, **fields,
@@ -132,8 +132,8 @@ def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products
 @pytest.mark.parametrize(
     "fields", [{"apply_residual_connection_post_layernorm": True}, {"output_layernorm": True}]
 )
-def test_what_no_norm_takes_along_goes_round_as_it_is(fields):
-    """Where the residual is a norm's result, or nothing is normalised in front of the attention."""
+def test_gradients_are_right_without_a_residual_around_a_norm(fields):
+    """The residual is a norm's result, or no norm precedes the attention."""
     layer = te_flax.TransformerLayer(
         hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         enable_relative_embedding=False, **fields,
@@ -236,7 +236,7 @@ def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
     [*((("gelu",), True, name) for name in RECIPES), (("silu", "linear"), False, "none")],
 )
 @pytest.mark.sampled(2)
-def test_an_mlp_behind_a_norm(names, biased, name):
+def test_a_norm_followed_by_an_mlp(names, biased, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 6)
     x, gamma, beta = normal(keys[0], (2, 32, 64)), ones(64), zeros(64)
@@ -260,7 +260,7 @@ def test_an_mlp_behind_a_norm(names, biased, name):
 
 
 def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
-    """Under NVFP4, whose codes no activation makes, a float32 bias was given sums rounded to x's bfloat16."""
+    """Under NVFP4, which activations do not quantize, a float32 bias must not get sums rounded to x's bfloat16."""
     keys = jax.random.split(jax.random.key(0))
     dy, x = (
         normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((64, 32), (64, 1, 32)), strict=True)

@@ -1,4 +1,7 @@
-"""Packed rows by jax's call of cuDNN, a dense attention in the library's place that leaves noise where nobody is."""
+"""Packed rows through JAX's call of cuDNN.
+
+A dense attention replaces the library. It leaves noise at tokens outside all sequences.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def sequences():
 
 
 def dense(q, k, v, causal):
-    """out [b, s, h, d] in float32, 0 where nobody is."""
+    """Return out [b, s, h, d] in float32, 0 at tokens outside all sequences."""
     of = jnp.asarray(sequences())
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
@@ -79,7 +82,7 @@ def stand_in(monkeypatch):
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_rows_and_their_gradients_are_zero_where_nobody_is(causal):
+def test_packed_rows_and_their_gradients_are_zero_at_padding(causal):
     assert cudnn_packed.part_failure() is None
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dout = (

@@ -1,4 +1,4 @@
-"""Kernels over several devices: cut as their rules say, with the values of one device; lowered for CUDA with no GPU."""
+"""Kernels sharded over devices by their rules, with the values of one device; lowered for CUDA without a GPU."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ from transformer_engine.jax.primitives.partitioning import (
 from transformer_engine.jax.primitives.quantize import quantize
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
-REFUSAL = launching.kernels_unsupported_reason()
+UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
-    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+    UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 
 
 def printed_by(program: str, *options: str) -> tuple[dict, str]:
-    """What a program on eight host devices prints, and what it says on stderr."""
+    """Run a program on eight host devices; return the JSON that it prints and its stderr."""
     printed, said = run_on_host_devices(Path(__file__).with_name(program), *options)
     return json.loads(printed.splitlines()[-1]), said
 
 
-def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
+def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
     found, said = printed_by("host_kernels.py")
     warned = [line for line in said.splitlines() if "UserWarning: a program over several devices" in line]
     assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], "programs without a mesh say so once"
@@ -73,7 +73,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert found.pop("misnamed") == 0
     assert found.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
     assert all(value < 1e-5 for value in found.values()), found
-    # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
+    # No communication unless a shard splits a block, an operand has another sharding, or one axis shards both rows.
     free = (
         "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
         "a mask", "a mask of one row",
@@ -84,10 +84,10 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str)
-def test_what_devices_of_a_layer_exchange(options):
-    """No kernel under tensor parallelism, and of a kernel whose parts devices hold its codes alone.
+def test_layers_exchange_only_the_expected_arrays(options):
+    """No kernel under tensor parallelism, and only the codes of a sharded kernel.
 
-    Of blocks scales too, one for 16 or 32 elements, where several axes are the rows or columns of a matrix.
+    Block formats also exchange scales, one per 16 or 32 elements, if several axes are the rows or columns of a matrix.
     """
     found, said = printed_by("host_layers.py", *options)
     assert "without a mesh" not in said
@@ -118,7 +118,7 @@ def test_what_devices_of_a_layer_exchange(options):
 
 
 def of_tokens(shape: list[int], facts: dict[str, Any]) -> bool:
-    """Has an array an axis of tokens, or of blocks of 16 or 32 of them?"""
+    """Whether an array has an axis of tokens, or of blocks of 16 or 32 tokens."""
     return any(facts["tokens"] // block in shape for block in (1, *((16, 32) if facts["in blocks"] else ())))
 
 
@@ -139,9 +139,7 @@ def proposed(spec, *shape):
         ((None, "tp"), (), (), "k", ("tp",)),
     ],
 )  # fmt: skip
-def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result_wants(
-    a, b, out, cuts, reduced
-):
+def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out, cuts, reduced):
     operands, results = [proposed(a, 16, 32), proposed(b, 24, 32)], [proposed(out, 16, 24)]
     placed = placement(ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results)
     wanted = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
@@ -150,8 +148,8 @@ def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result
 
 
 @pytest.mark.slow
-def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
-    """By jax's own rules, which refuse a cut of tokens, and keys or lengths that lie otherwise than queries."""
+def test_attention_of_cudnn_takes_arrays_with_other_shardings():
+    """JAX's own rules do not support sharded tokens, or keys and lengths sharded differently from queries."""
     found, _ = printed_by("host_cudnn.py")
     rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"
@@ -163,7 +161,7 @@ def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
 
 
 @needs_bridge
-def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
+def test_attention_of_a_sharded_sequence_runs_kernels_of_one_device():
     """Three blocks forward and three of three kernels backward; no array is larger than the queries, scores least.
 
     With a causal window that reaches one chunk, two blocks; with a window to both sides, three.
@@ -184,7 +182,7 @@ def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
         assert "tokens over devices" not in found["explained"][taken]
 
 
-def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
+def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
     assert ParsedRule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
@@ -241,7 +239,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
 @pytest.mark.parametrize("name", ["blocks", "squares", "mxfp8", "nvfp4", "rows"])
 @pytest.mark.sampled(3)
 def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
-    """In as many kernels; the second has blocks across two axes."""
+    """The number of kernels is the same; the second case has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     (spec, *_), x = SPECS[name], normal(jax.random.key(0), shape, jnp.bfloat16)
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
@@ -277,7 +275,7 @@ def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference
 
 @needs_bridge
 def test_products_of_codes_with_several_axes_are_one_product_of_matrices_on_cuda(monkeypatch):
-    """In cuBLASLt's form, under vmap too: XLA knows a product of matrices alone, and a loop would be a call each."""
+    """In the form of cuBLASLt, also under vmap: XLA only supports products of matrices; a loop has a call for each."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     a, b = operand(FLOAT8, 64, 256), operand(FLOAT8, 160, 256)
@@ -311,7 +309,7 @@ def test_contracted_axes_that_differ_have_a_reason():
 @needs_bridge
 @pytest.mark.parametrize("depth", [128, 512])
 @pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
-def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
+def test_products_of_codes_may_be_sharded(forms, depth, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     assert not jax.make_jaxpr(lambda: one_group(300))().consts, "jax partitions no function with a constant"
     mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
@@ -337,7 +335,7 @@ def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
         ({"n": 0}, "a product without elements"),
     ],
 )  # fmt: skip
-def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not(change, sentence):
+def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sentence):
     codes = jnp.dtype(jnp.float8_e4m3fn)
     request = GemmRequest(
         formats.MXFP8, formats.MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True
@@ -398,7 +396,7 @@ def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["lengths", "packed"])
 @pytest.mark.sampled(2)
-def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, groups, monkeypatch):
+def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_sharded(kind, groups, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     q, k = ones((2, 64, 4, 32), jnp.bfloat16), ones((2, 64, groups, 32), jnp.bfloat16)
     offset = zeros((1, 4, 1, 1))
@@ -417,7 +415,7 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, group
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_our_attention_does_not_take_has_a_reason(monkeypatch):
+def test_unsupported_attention_has_a_reason(monkeypatch):
     monkeypatch.setattr(
         "transformer_engine.jax.primitives.attention.triton.unsupported_on", lambda platform, name: None
     )

@@ -1,4 +1,4 @@
-"""Where tokens go that are dealt to devices: rows given by offsets, choices that are none, axes that are not there."""
+"""Distribution of tokens over devices: rows given by offsets, invalid choices of experts, missing axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def facts() -> dict:
 
 
 @pytest.mark.parametrize("dealt", ["ALL_GATHER 1", "ALL_GATHER 2", "RING 1"])
-def test_offsets_are_those_of_the_sequence_in_order_however_tokens_are_dealt(facts, dealt):
+def test_offsets_refer_to_the_sequence_in_its_original_order(facts, dealt):
     assert facts[dealt] < 1e-5
 
 
@@ -26,7 +26,7 @@ def test_context_parallelism_takes_its_axis_from_the_mesh_resource(facts, balanc
     assert facts["resource, one token"] < 1e-5
 
 
-def test_an_axis_that_the_mesh_has_not_is_rejected(facts):
+def test_an_axis_missing_from_the_mesh_is_rejected(facts):
     for name in ("no axis", "no axis, a layer"):
         assert (
             "context_parallel_axis='tp' is not an axis of the mesh in use, which has ('cp',)" in facts[name]
@@ -43,7 +43,7 @@ def test_shard_map_s_default_adds_gradients_and_merges_states(facts, what):
 
 
 @pytest.mark.parametrize("choices", ["below", "all below", "above"])
-def test_an_index_that_is_no_expert_goes_nowhere(facts, choices):
+def test_tokens_with_an_invalid_expert_index_are_not_sent(facts, choices):
     found = facts[choices]
     assert found["difference"] < 1e-5
     assert sum(found["sent"]) == found["real"]

@@ -1,4 +1,4 @@
-"""One branch of a choice by platform is traced; the other one only in programs that are lowered for its platform."""
+"""A choice by platform traces one branch; the other one only in programs lowered for its platform."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_program_for_another_platform_traces_its_branch():
     assert "3.000000e+00" in text and "2.000000e+00" not in text
 
 
-def test_kernels_that_are_asked_for_make_cuda_the_expected_platform(monkeypatch):
+def test_requested_kernels_make_cuda_the_expected_platform(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     cuda, default = branches(Branch, "expected")
     jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
@@ -93,7 +93,7 @@ def test_kernels_that_are_asked_for_make_cuda_the_expected_platform(monkeypatch)
     np.testing.assert_allclose(first, np.sin(2 * X), rtol=1e-6, atol=1e-6)
 
 
-def test_a_program_traced_before_kernels_were_asked_for_lowers_its_own_branches(monkeypatch):
+def test_a_program_traced_before_kernels_were_requested_keeps_its_branches(monkeypatch):
     cuda, default = branches(Branch, "before")
     traced = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
@@ -123,7 +123,7 @@ def test_symbolic_extents_and_shard_map_take_both_branches():
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_a_call_outside_of_jit_computes_what_the_platform_of_its_arrays_does(disabled):
+def test_a_call_outside_of_jit_takes_the_branch_of_its_arrays(disabled):
     cuda, default = branches(Branch, "eager")
     with jax.disable_jit(disabled):
         first, total = by_platform(jnp.asarray(X), COUNT, cuda=cuda, default=default)

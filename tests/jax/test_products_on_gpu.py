@@ -255,7 +255,7 @@ def gradients_of(product, dy, *arguments):
 
 
 def values(quantizer, *arguments):
-    """What the codes of both directions stand for, as the reference makes them, laid as they were given."""
+    """The dequantized codes of both directions, as the reference computes them, in the layout of the input."""
     with use_backend(jax_quantize="reference"):
         tensor = quantizer.encode(*arguments, is_rowwise=True, is_colwise=True, dq_dtype=jnp.float32)[0]
         return tuple(np.asarray(one.dequantize()) for one in (tensor.rowwise_tensor, tensor.colwise_tensor))

@@ -29,15 +29,15 @@ pytestmark = pytest.mark.usefixtures("as_users_compile")
 KINDS = ("normal", "spread", "special", "infinite", "large", "small", "zero")
 SHAPES = ((144, 130), (16, 2), (1, 4))
 DTYPES = ("float32", "bfloat16", "float16")
-# One of each kind of scale: what the slow variants repeat for every spec.
+# One spec per kind of scale; slow tests cover all specs.
 CHOSEN = ("float8-e4m3", "nvfp4-hadamard")
 
-# Combinations of what other specs have.
+# Combinations of options of other specs.
 RARE = ("mxfp8-e5m2", "block2d-power-of-two", "nvfp4-hadamard-unsigned", "nvfp4-2d-stochastic", "float8-e5m2")
 
 
 def variants(names, choices, always):
-    """Every (spec, choice); those outside of `always` are slow, but for the chosen specs."""
+    """Every (spec, choice); choices outside of `always` are slow, except for the specs in CHOSEN."""
     return [
         pytest.param(
             name,
@@ -160,7 +160,7 @@ def test_any_matrix_equals_the_torch_reference(name, rows, depth, dtype, exponen
 
 
 def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
-    """The one exception: their maximum is seen in full, they are multiplied as zero."""
+    """The only exception: their maximum is exact, but they are multiplied as zero."""
     x = np.full((2, 4), 2.0**-130, np.float32)
     made = ours.quantize(jnp.asarray(x), QuantizeSpec(FLOAT8, E4M3))
     assert np.asarray(made.amax)[0] == np.float32(2.0**-130)
@@ -177,7 +177,7 @@ def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
         ((4, 4), {"format": NVFP4, "stochastic": True}, ValueError, "it is None"),
     ],
 )
-def test_a_bad_request_says_what_would_do(x, options, error, sentence):
+def test_a_bad_request_names_supported_values(x, options, error, sentence):
     form = options.get("format", FLOAT8)
     spec = QuantizeSpec(form, E2M1 if form == NVFP4 else E4M3, stochastic=options.get("stochastic", False))
     scale = options["scale"](1) if "scale" in options else None

@@ -32,7 +32,7 @@ RECIPES = {
 @pytest.mark.parametrize("of", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled(3)
-def test_layers_broadcast_by_name_alone(name, of):
+def test_layers_need_no_rank_promotion(name, of):
     x, settings = normal(jax.random.key(0), (2, 16, 32)), RECIPES[of]
 
     def step(promotion):

@@ -1,6 +1,6 @@
-"""Where XLA for a GPU would leave a rounding out, or round what is to stay float32, a barrier stands in the program.
+"""Programs have a barrier where XLA for GPUs would skip a rounding, or round a value that must stay float32.
 
-XLA for a CPU does neither, so that programs for CUDA are read here; one marked gpu is run.
+XLA for CPUs does neither. These tests therefore inspect programs lowered for CUDA; the test marked gpu runs one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def values(made: Quantized, spec: QuantizeSpec) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_codes_are_rounded_before_the_program_that_makes_them_reads_them(name, monkeypatch):
+def test_codes_are_rounded_before_their_program_reads_them(name, monkeypatch):
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     spec, x = SPECS[name], jax.ShapeDtypeStruct((128, 256), jnp.float32)
     program = jax.jit(lambda x: values(quantize(x, spec), spec))
@@ -69,7 +69,7 @@ def test_codes_are_rounded_before_the_program_that_makes_them_reads_them(name, m
 @pytest.mark.gpu
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name", SPECS)
-def test_values_in_the_program_that_makes_codes_are_those_of_the_codes(name):
+def test_values_in_the_program_of_codes_equal_the_codes(name):
     spec, x = SPECS[name], jnp.asarray(matrix("normal", (128, 256), "float32"))
 
     def both(x):
@@ -83,7 +83,7 @@ def test_values_in_the_program_that_makes_codes_are_those_of_the_codes(name):
 
 
 def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
-    """A barrier between the reshape and the conversion, which XLA takes away together with the one back to float32."""
+    """The barrier precedes a conversion that XLA would otherwise remove together with the one back to float32."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     codes, scale = (
         jax.ShapeDtypeStruct(*one) for one in (((32, 64), jnp.float8_e4m3fn), ((1,), jnp.float32))

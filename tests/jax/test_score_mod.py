@@ -38,7 +38,7 @@ def attend(q, k, v, **options):
 
 
 def capped(scores, tensors):
-    """Soft-capped scores with a slope a head, as several models have them."""
+    """Soft-capped scores with a slope per head, as in several models."""
     return tensors["cap"] * jnp.tanh(scores / tensors["cap"]) + tensors["slope"]
 
 
@@ -66,7 +66,7 @@ def test_a_function_of_scores_and_all_its_gradients():
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_of_ones_own_takes_the_place_of_jaxs():
+def test_a_custom_gradient_replaces_that_of_jax():
     q, k, v, dy = data()
 
     def halved(gradient, scores, factor):
@@ -85,7 +85,7 @@ def test_a_gradient_of_ones_own_takes_the_place_of_jaxs():
     np.testing.assert_allclose(gradients(0.5), want / 2, rtol=1e-4, atol=1e-5)
 
 
-def test_modules_hand_it_on():
+def test_modules_pass_on_a_score_mod():
     q, k, v, _ = data()
     module = te_flax.DotProductAttention(
         8, 4, 2, attn_mask_type="no_mask", scale_factor=0.3, score_mod=capped

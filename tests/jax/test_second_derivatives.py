@@ -84,7 +84,7 @@ ALWAYS = [
 )
 @pytest.mark.sampled(3)
 def test_a_second_derivative_through_codes_is_rejected(chosen, operation):
-    """It was 0 of a dense, and a part of the right one behind a norm."""
+    """Without the error it would be 0 for a dense layer, and a part of the right one after a norm."""
     (x,) = arrays((64, HIDDEN))
     y_of = functions(chosen)[operation]
     assert jax.eval_shape(penalty(y_of), x).shape == ()
@@ -119,15 +119,15 @@ def test_without_a_recipe_second_derivatives_are_those_of_differences(operation)
     np.testing.assert_allclose(found, (high - low) / 2e-2, rtol=2e-2)
 
 
-def test_what_is_like_an_array_copies_nothing_of_it_where_nothing_is_jitted():
-    """An axis in front, cut away again, was a copy of every kernel of an eager step."""
+def test_an_eager_placeholder_of_an_array_copies_no_elements():
+    """Adding and slicing a leading axis would copy every kernel of an eager step."""
     (x,) = arrays((64, HIDDEN))
     steps = jax.make_jaxpr(like)(x).eqns
     assert steps and all(made.aval.size == 0 for step in steps for made in step.outvars)
     assert like(x).shape == (0, 64, HIDDEN) and like(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_what_goes_past_the_codes_is_differentiated():
+def test_derivatives_that_bypass_the_codes_are_computed():
     """A gradient that is used, and not differentiated, does not raise the error."""
     (x,) = arrays((64, HIDDEN))
     y_of = functions(recipe.Float8CurrentScaling())["layernorm_mlp"]
@@ -144,7 +144,7 @@ def test_what_goes_past_the_codes_is_differentiated():
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.sampled(2)
-def test_codes_are_not_differentiated_and_values_pass_straight_through_where_it_is_written(mode):
+def test_codes_have_no_derivative_and_straight_through_values_do(mode):
     """JAX would round the cotangent to FP8 without a scale: 1e-4 came back as 0."""
     (x,) = arrays((32, 128))
     dtype = jnp.float4_e2m1fn if "NVFP4" in mode.name else jnp.float8_e4m3fn
@@ -180,7 +180,7 @@ def test_codes_of_rows_in_groups_are_not_differentiated():
 
 
 def test_a_gradient_of_kernels_of_groups_is_differentiated():
-    """JAX raised "Unimplemented grad_y_dims for ragged dot general", of mixtures of experts too."""
+    """JAX raises "Unimplemented grad_y_dims for ragged dot general" here, also for mixtures of experts."""
     x, kernel, x_way, kernel_way = arrays((12, 8), (3, 8, 5), (12, 8), (3, 8, 5))
     sizes = np.asarray([3, 0, 7])
     rows = np.pad(np.repeat(np.eye(3, dtype=np.float32), sizes, axis=0), ((0, 2), (0, 0)))

@@ -65,7 +65,7 @@ def test_two_processes_of_jax_distributed_compute_the_step_of_one_device():
 
 
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
-def test_eight_devices_compute_what_one_does(facts, entered):
+def test_eight_devices_compute_the_results_of_one(facts, entered):
     assert facts[entered] < 1e-6
     assert facts[f"{entered} gradients"] < 1e-6
     assert facts[f"{entered} shards"] == 2
@@ -76,7 +76,7 @@ def test_the_state_of_delayed_scaling_sees_the_whole_mesh(facts, entered):
     assert facts[f"{entered} state"] == 0.0
 
 
-def test_arguments_over_devices_without_a_mesh_in_force_compute_what_one_does(facts):
+def test_sharded_arguments_without_a_mesh_give_the_results_of_one_device(facts):
     assert facts["no mesh"] < 1e-6 and facts["no mesh gradients"] < 1e-6
     assert facts["no mesh state"] == 0.0
     assert facts["no mesh shards"] == 2
@@ -98,8 +98,8 @@ def test_gradients_and_states_within_shard_map_are_those_of_one_device(facts, la
     assert facts["shard_map"][layer] < 1e-5
 
 
-def test_collectives_go_over_the_axes_of_the_resource(facts):
-    """The numbers 0 to 7 on 4 x 2 devices: maximum but for the pipeline, sum over batches, sum over tokens."""
+def test_collectives_reduce_over_the_axes_of_the_resource(facts):
+    """The numbers 0 to 7 on 4 x 2 devices: maximum over all axes but the pipeline's, sums over batches and tokens."""
     assert facts["reduced"] == {"dp and tpsp": [7, 0 + 2 + 4 + 6, 28], "pp and fsdp": [1, 1, 1]}
 
 
@@ -133,7 +133,7 @@ def test_every_composition_on_eight_devices():
     assert len(numbers) == 7 + 22 + 2 and all(number < 5e-5 for number in numbers)
 
 
-def test_the_partitioner_cuts_a_kernel_along_its_rows(compositions):
+def test_the_partitioner_shards_a_kernel_along_its_rows(compositions):
     assert compositions["kernels"] == {
         "difference": pytest.approx(0, abs=1e-6),
         "all-gathers": 0,
@@ -157,7 +157,7 @@ def test_a_mesh_without_a_resource_is_rejected_with_the_remedy(mesh):
 @pytest.mark.parametrize("quantized", [None, False, True])
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
 def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_remedy(mesh, entered, quantized):
-    """Also under an autocast without a mesh_resource, which is no resource of no axes."""
+    """Also under an autocast without a mesh_resource: that differs from a resource without axes."""
     axes = {
         "kernel_axes": (sharding.W_FSDP_AXES, sharding.W_TP_AXES),
         "input_axes": (sharding.BATCH_AXES, None),
@@ -187,29 +187,29 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize("field", [name for name in vars(te.MeshResource()) if name != "cp_resource"])
-def test_an_axis_that_the_mesh_has_not_is_rejected_where_the_resource_and_the_mesh_meet(mesh, field):
-    """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
+def test_a_resource_axis_missing_from_the_mesh_is_rejected(mesh, field):
+    """Raised on entry of a resource inside a mesh, and on the lookup of an axis of a mesh inside a resource."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
-    refusal = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
+    sentence = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match=refusal), block:
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=sentence), block:
             pytest.fail("the block was entered")
         assert sharding._resource.get() is None and te.quantize.get_global_quantize_recipe() is None
     with sharding.global_shard_guard(resource):
         assert sharding.global_mesh_resource() is resource
         with jax.set_mesh(mesh):
             for ask in (sharding.global_mesh_resource, sharding.mesh_resource_or_default):
-                with pytest.raises(ValueError, match=refusal):
+                with pytest.raises(ValueError, match=sentence):
                     ask()
-            with pytest.raises(ValueError, match=refusal):
+            with pytest.raises(ValueError, match=sentence):
                 te_flax.extend_logical_axis_rules(())
-        with mesh, pytest.raises(ValueError, match=refusal):
+        with mesh, pytest.raises(ValueError, match=sentence):
             sharding.get_active_resource_axis(field)
 
 
-def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mesh):
-    x, refusal = ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
-    with pytest.raises(ValueError, match=refusal):
+def test_every_function_of_axes_rejects_an_axis_missing_from_the_mesh(mesh):
+    x, sentence = ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+    with pytest.raises(ValueError, match=sentence):
         sharding.get_mesh_axis_size("zz", mesh)
     assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
     calls = (
@@ -225,11 +225,11 @@ def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mes
     for way in ("with mesh", "set_mesh"):
         with mesh if way == "with mesh" else jax.set_mesh(mesh):
             for call in calls:
-                with pytest.raises(ValueError, match=refusal):
+                with pytest.raises(ValueError, match=sentence):
                     call()
 
 
-def test_the_axis_of_a_field_that_a_resource_has_not_is_rejected():
+def test_an_unknown_field_of_a_resource_is_rejected():
     with (
         sharding.global_shard_guard(te.MeshResource(dp_resource="dp")),
         pytest.raises(ValueError, match=r"mesh_resource_name='dp' is not a field of .* dp_resource, "),
@@ -237,7 +237,7 @@ def test_the_axis_of_a_field_that_a_resource_has_not_is_rejected():
         sharding.get_active_resource_axis("dp")
 
 
-def test_a_name_without_a_rule_of_flax_is_left_whole_with_one_warning(mesh):
+def test_a_name_without_a_flax_rule_is_unsharded_with_one_warning(mesh):
     x = ones((2, 3))
     rules = (("rows of this test", "dp"), ("columns of this test", None))
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules), warnings.catch_warnings(record=True) as said:

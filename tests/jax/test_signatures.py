@@ -66,7 +66,7 @@ def described(found: Any) -> str:
 
 
 @pytest.mark.parametrize("line", TABLE)
-def test_a_public_name_is_as_the_table_has_it(line):
+def test_a_public_name_has_the_signature_of_the_table(line):
     """A line of the table is module:name and a description."""
     module, _, rest = line.partition(":")
     path = f"{module}:{rest.partition('(')[0].partition(':')[0].partition(' ')[0]}"

@@ -38,7 +38,7 @@ from transformer_engine.jax.quantize.sharing import over_devices
 @pytest.mark.parametrize(
     ("amax", "want"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
 )
-def test_a_scale_keeps_its_old_value_where_an_amax_gives_none(amax, want):
+def test_a_scale_is_unchanged_for_an_unusable_amax(amax, want):
     scale = compute_scale_from_amax(array([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
     assert scale.shape == (1,)
     assert np.asarray(scale)[0] == np.float32(want)
@@ -96,8 +96,8 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("read", [(False, True, True), (True, False, False), (False, False, False)])
-def test_states_of_devices_that_read_nothing_do_not_count(read):
-    """As of copies of `fan_out`: zeros of a branch that a device does not take are no scale."""
+def test_unread_states_of_devices_are_ignored(read):
+    """As with copies from `fan_out`, zeros from a branch that a device does not take are not scales."""
     scales, maxima = (
         np.asarray([[8.0], [2.0], [4.0]], np.float32),
         np.asarray([[1.0], [4.0], [2.0]], np.float32),
@@ -204,7 +204,7 @@ def following_of(state, metas):
 
 
 class Branch(nn.Module):
-    """Two layers, of which a step may leave out the second."""
+    """Two layers; a step may skip the second."""
 
     @nn.compact
     def __call__(self, x, both=True):
@@ -229,7 +229,7 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
         loss, new = branch(x)
         following = jax.jit(jax.grad(loss), static_argnums=2)(new, x, False)
         layer = following["fp8_metas"]["sometimes"]
-        assert layer["x_scale"] == 0.0  # JAX's gradient of what was not read
+        assert layer["x_scale"] == 0.0  # JAX's gradient of a value that was not read
         as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
         step = jax.jit(jax.value_and_grad(loss))
         got, want = (step(state, x) for state in (following, as_new))
@@ -238,7 +238,7 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
     assert got[1]["fp8_metas"]["sometimes"]["x_scale"] > 0
 
 
-def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
+def test_a_state_of_0_equals_a_new_state():
     left_out = DelayedScaleQuantizer(
         q_dtype=jnp.dtype(jnp.float8_e4m3fn), scale=zeros(1), amax_history=zeros(4)
     )
@@ -252,7 +252,7 @@ def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
         jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, map(step, (left_out, new))))
 
 
-def test_groups_whose_state_was_not_read_begin_as_new_ones():
+def test_groups_with_an_unread_state_begin_anew():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
     x, kernel = normal(jax.random.key(0), (8, 16)), ones((2, 16, 4))
     arguments = x, kernel, array([3, 5])
@@ -290,12 +290,12 @@ def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(use
 
 
 @pytest.mark.parametrize("given", [{"params": {"kernel": np.ones(4, np.float32)}}, [1], None])
-def test_what_is_no_state_is_not_fanned_out(given):
+def test_fan_out_rejects_objects_without_state(given):
     with pytest.raises(TypeError, match=r"quantizer_set.* give"):
         fan_out(given, 2)
 
 
-def test_a_state_that_no_branch_used_stays_as_it_is():
+def test_a_state_that_no_branch_used_is_unchanged():
     state = delayed_set()
     state.x.scale = jnp.full(1, 7.0)
 
@@ -321,7 +321,7 @@ def test_a_public_quantizer_advances_itself():
     assert np.asarray(quantizer.scale)[0] == np.float32(448) / amax
 
 
-def test_three_missing_quantizers_are_the_set_that_does_nothing():
+def test_three_missing_quantizers_are_the_identity_set():
     assert QuantizerSet(None, None, None) == noop_quantizer_set
     assert delayed_set() != noop_quantizer_set
     assert QuantizerFactory.create_set() == noop_quantizer_set
@@ -393,8 +393,8 @@ def test_a_recipe_that_the_gpu_lacks_is_rejected_with_the_switch_that_emulates_i
 
 
 def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
-    refused = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
-    layer = nn.Dense(4, dot_general=refused())
+    unsupported = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
+    layer = nn.Dense(4, dot_general=unsupported())
     with pytest.raises(ValueError, match="backward_override='dequantized'"):
         jax.eval_shape(layer.init, jax.random.key(0), ones((8, 16)))
 
@@ -437,8 +437,8 @@ def test_a_model_without_its_state_is_rejected_with_the_remedy():
         (lambda leaf: leaf[:0], ValueError, r"has shape \[0\], not \[1\]"),
     ],
 )  # fmt: skip
-def test_a_state_that_is_no_float32_or_of_other_extents_is_rejected(change, error, said):
-    """A tree that is cast as a whole was computed with, and only its gradient failed, within a concatenation."""
+def test_a_state_of_another_dtype_or_shape_is_rejected(change, error, said):
+    """Without the check, the forward of a tree cast as a whole succeeds, and its gradient fails in a concatenation."""
     x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     with te.autocast(True, RECIPE):
@@ -474,7 +474,7 @@ E4M3, E5M2, E2M1 = (jnp.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2, j
         (recipe.NVFP4BlockScaling(), (E2M1, E2M1), ["NVFP4_1D_SCALING", "NVFP4_2D_SCALING", "NVFP4_1D_SCALING"]),
     ],
 )  # fmt: skip
-def test_a_config_says_what_a_recipe_does_with_each_tensor(given, dtypes, modes):
+def test_a_config_has_the_dtype_and_mode_of_each_tensor(given, dtypes, modes):
     config = get_quantize_config_with_recipe(given)
     assert (jnp.dtype(config.FWD_DTYPE), jnp.dtype(config.BWD_DTYPE)) == tuple(map(jnp.dtype, dtypes))
     assert [config.get_scaling_mode(source).name for source in TensorSource] == modes

@@ -1,4 +1,4 @@
-"""Around a layer: jit switched off, arrays that a trace closes over, Explicit axes, masks that nothing reads."""
+"""Layers with jit disabled, arrays that a trace closes over, Explicit axes, and masks that are not read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_products_of_groups_and_their_gradients_where_jit_is_switched_off():
 
 
 @pytest.mark.parametrize("trace", [jax.jit, lambda f: lambda: jax.eval_shape(f)], ids=["jit", "eval_shape"])
-def test_an_array_that_a_trace_closes_over_is_laid_as_one_that_it_is_given(trace):
+def test_a_constraint_applies_to_an_array_that_a_trace_closes_over(trace):
     x, mesh = ones((4, 8)), Mesh(np.asarray(jax.devices()[:1]), ("dp",))
     with jax.set_mesh(mesh):
         laid = trace(lambda: sharding.with_sharding_constraint(x, PartitionSpec("dp")))()
@@ -57,7 +57,7 @@ def test_init_of_a_sequence_parallel_layer_closes_over_its_inputs():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_explicit_axes_that_cut_an_input_are_warned_of(kind):
+def test_explicit_axes_that_shard_an_input_warn(kind):
     mesh = AbstractMesh((8,), ("dp",), axis_types=(kind,))
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("dp")))
     layer = te_flax.DenseGeneral(features=16)

@@ -26,7 +26,7 @@ MODULES = {
 
 
 def exported(name, x, platforms):
-    """(the function of parameters and x, its parameters, the same as exported for any batch)."""
+    """Return the function of parameters and x, its parameters, and the function exported for any batch."""
     module, arguments = MODULES[name]
     variables = drawn_variables(module, *arguments(x))
     function = jax.jit(lambda variables, x: module.apply(variables, *arguments(x))[0])
@@ -38,8 +38,8 @@ def exported(name, x, platforms):
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sampled(1)
-def test_a_batch_that_is_a_symbol_is_computed_as_one_of_its_own(name):
-    """Extents were compared with the limits of kernels, "inconclusive", and an expert's rows had to be an int."""
+def test_a_symbolic_batch_gives_the_results_of_a_concrete_one(name):
+    """Comparisons of symbolic extents with limits of kernels are "inconclusive", so none may happen in a trace."""
     x = normal(jax.random.key(1), (3, 8, WIDTH))
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
         function, variables, program = exported(name, x, None)
@@ -49,7 +49,7 @@ def test_a_batch_that_is_a_symbol_is_computed_as_one_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_kernels_are_not_launched_for_a_batch_that_is_a_symbol(name, monkeypatch):
+def test_kernels_are_not_launched_for_a_symbolic_batch(name, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     x = ones((2, 8, WIDTH), jnp.bfloat16)
     _, _, program = exported(name, x, ("cuda",))
@@ -74,7 +74,7 @@ def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_al
     assert needed in program.mlir_module()
 
 
-def test_a_kernel_forced_on_a_symbol_is_rejected():
+def test_a_kernel_forced_on_a_symbolic_batch_is_rejected():
     gamma = ones(WIDTH)
     (batch,) = export.symbolic_shape("batch")
     program = jax.jit(lambda x: layernorm(x, gamma, None, "rmsnorm"))

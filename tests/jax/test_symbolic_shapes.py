@@ -72,7 +72,7 @@ def test_a_length_may_be_symbolic(name):
 
 
 @pytest.mark.parametrize(("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")])
-def test_a_symbolic_length_is_rejected_where_a_table_has_a_row_a_token(name, message):
+def test_a_symbolic_length_is_rejected_for_a_table_of_tokens(name, message):
     (tokens,) = export.symbolic_shape("s")
     with pytest.raises(ValueError, match=f"{message} is symbolic.*export with a number"):
         exported(name, 3, tokens)

@@ -92,7 +92,7 @@ def test_a_train_state_overwrites_the_state_by_its_gradient():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_run_that_stops_goes_on_bit_for_bit(tmp_path, sharded):
+def test_a_resumed_run_is_equal_bit_for_bit(tmp_path, sharded):
     _, undisturbed = trained(begin(), range(6))
     stopped, _ = trained(begin(), range(3))
     with ocp.StandardCheckpointer() as checkpointer:

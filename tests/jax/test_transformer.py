@@ -76,8 +76,8 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (d**-0.5 if fields.get("scale_attn_logits") else 1)
     scores = scores + (0 if bias is None else bias)
     scores = jnp.where(hidden, -jnp.inf, scores)
-    sink = {"vanilla": None, "off_by_one": 0.0}.get(fields.get("softmax_type", "vanilla"), "learnt")
-    if sink == "learnt":
+    sink = {"vanilla": None, "off_by_one": 0.0}.get(fields.get("softmax_type", "vanilla"), "learned")
+    if sink == "learned":
         sink = p["DotProductAttention_0"][scores_of()]["softmax_offset"]
     weights = jnp.exp(scores)
     total = weights.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink))
@@ -168,7 +168,7 @@ CONFIGURATIONS = {
     "encoder-residual-of-norms": {"apply_residual_connection_post_layernorm": True},
     "encoder-output-norm": {"output_layernorm": True, "self_attn_mask_type": "no_mask"},
     "encoder-window-sink": {"window_size": (2, 0), "softmax_type": "off_by_one"},
-    "encoder-learnt-sink-function": {"softmax_type": "learnable", "mlp_activations": (jnp.sin,)},
+    "encoder-learned-sink-function": {"softmax_type": "learnable", "mlp_activations": (jnp.sin,)},
     "encoder-transposed": {"transpose_batch_sequence": True, "num_gqa_groups": 2},
     "encoder-low-rank": {"low_rank_adaptation_scope": "exclude_mlp", "low_rank_adaptation_dim": 2},
     "decoder": DECODER,
@@ -192,12 +192,12 @@ PAIRS = {
     "rms-sink-transposed": RMS | TRANSPOSED | {"softmax_type": "off_by_one"},
     "gated-bias-rope": GATED | ROPE | {"use_bias": True},
     "gated-zero-centred-unfused": GATED | UNFUSED | {"zero_centered_gamma": True},
-    "gated-learnt-sink-gqa": GATED | {"softmax_type": "learnable", "num_gqa_groups": 1},
+    "gated-learned-sink-gqa": GATED | {"softmax_type": "learnable", "num_gqa_groups": 1},
     "gated-residual-of-norms": GATED | {"apply_residual_connection_post_layernorm": True},
     "function-bias": {"mlp_activations": (jnp.tanh,), "use_bias": True},
     "functions-gated": {"mlp_activations": (jnp.cos, "linear"), **RMS},
     "no-mask-scaled": {"self_attn_mask_type": "no_mask", "scale_attn_logits": True},
-    "padding-learnt-sink": {"self_attn_mask_type": "padding_causal", "softmax_type": "learnable"},
+    "padding-learned-sink": {"self_attn_mask_type": "padding_causal", "softmax_type": "learnable"},
     "padding-gqa-rope": {"self_attn_mask_type": "padding_causal", "num_gqa_groups": 4, **ROPE},
     "window-gqa-halves": {"window_size": (1, 0), "num_gqa_groups": 2, **HALVES},
     "window-zero-centred": {"window_size": (2, 0), "zero_centered_gamma": True},
@@ -274,7 +274,7 @@ def test_a_layer_is_the_plain_one(fields):
     for (path, got), expected in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
     ):
-        # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+        # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
         scale = max(float(np.abs(expected).max()), 1e-2 * largest)
         np.testing.assert_allclose(
             np.asarray(got) / scale, np.asarray(expected) / scale, atol=2e-4, err_msg=str(path)
@@ -286,7 +286,7 @@ ONES, ZEROS = 1.0, 0.0
 
 
 def projection(inputs, features, axes, fields, adapted=False):
-    """{name: (shape, axes, first values: a constant, or the standard deviation of what is drawn)}."""
+    """{name: (shape, axes, initial value)}: a constant or the standard deviation of random values."""
     features = features if isinstance(features, tuple) else (features,)
     bias_axes = axes[1:] if axes[-1] == TP else (WHOLE,)
     made = {"kernel": ((inputs, *features), axes, None)}
@@ -327,12 +327,12 @@ def attention_parameters(fields, self_attention, normed):
 
 
 def scores_of():
-    """The scope of a sink: where there is a fused kernel, and with it another path, is known before the first call."""
+    """The parameter scope of a sink, which has the name of the fused module if a fused kernel exists."""
     return f"_{'Unfused' if jax.default_backend() == 'cpu' else 'Fused'}DotProductAttention_0"
 
 
 def layer_parameters(fields):
-    """The tree that checkpoints of a layer have."""
+    """Return the tree of a layer's checkpoint."""
     decoder = fields.get("layer_type") is TransformerLayerType.DECODER
     parts = len(fields.get("mlp_activations", ("gelu",)))
     wide = fields.get("output_layernorm", False)
@@ -382,7 +382,7 @@ def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
         for case in LAYERS
     ],
 )
-def test_the_parameters_of_a_layer_begin_as_they_should(fields):
+def test_the_parameters_of_a_layer_have_their_initial_values(fields):
     _, init = boxed_and_initial(fields)
     drawn = flax.traverse_util.flatten_dict(nn.meta.unbox(jax.jit(init)(jax.random.key(1))))
     for path, (shape, _, constant) in flax.traverse_util.flatten_dict(layer_parameters(fields)).items():
@@ -419,7 +419,7 @@ def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
     ("groups", "child", "parts"), [(HEADS, "qkv", "qkv"), (2, "query", "q"), (2, "kv", "kv")]
 )
 def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
-    """With the keys that jax.random.split makes of the parameter's own; the query's divided by sqrt(head_dim)."""
+    """With keys from jax.random.split of the parameter's key; the query's part is divided by sqrt(head_dim)."""
     x, draw = ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
     fields = {"num_gqa_groups": groups, "input_layernorm": False, "kernel_init": draw}
     model = te_flax.MultiHeadAttention(8, HEADS, **fields)
@@ -494,7 +494,7 @@ def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settin
     low = jax.tree.map(lambda y: y.astype(dtype), (swap(x), encoded))
     with te.autocast(settings is not None, settings):
         params, state = parameters(model, swap(x), encoded, mask, cross)
-        # The first step measures, the second multiplies by what it measured.
+        # The first step records amax values; the second uses the scales derived from them.
         ours = jax.jit(
             jax.value_and_grad(
                 lambda params, state: (
@@ -515,7 +515,7 @@ def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settin
     for (path, got), expected, size in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want), norms, strict=True
     ):
-        # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+        # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
         error = float(jnp.linalg.norm(got - expected)) / max(size, 0.05 * max(norms))
         assert error < tolerance, path
 
@@ -565,7 +565,7 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
 
 
 def test_a_layer_takes_the_width_of_its_inputs():
-    """hidden_size gives the width of heads alone: 16 / 4 heads here, whatever the inputs' width is."""
+    """hidden_size only determines the width of heads: 16 / 4 heads here, for any width of the inputs."""
     x = normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
     model = te_flax.TransformerLayer(
         hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
@@ -607,14 +607,14 @@ def test_a_bad_layer_is_rejected_with_value_limit_and_remedy(fields, encoded, se
         model.init(jax.random.key(0), x, x if encoded else None, deterministic=True)
 
 
-def test_relative_biases_ask_for_two_buckets():
+def test_relative_biases_need_two_buckets():
     with pytest.raises(ValueError, match="num_buckets=1"):
         RelativePositionBiases(1, 8, 2).init(jax.random.key(0), 3, 3)
 
 
 @pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
-def test_unquantized_projections_of_the_same_values_stay_products_of_their_own(fused, apart):
-    """XLA for a GPU joins products that share an operand, unless a barrier stands between it and all but one."""
+def test_unquantized_projections_of_the_same_values_stay_separate_products(fused, apart):
+    """XLA for GPUs merges products that share an operand, unless all of them except one read it through a barrier."""
     x = ones((1, 8, 32), jnp.bfloat16)
     module = te_flax.MultiHeadAttention(
         head_dim=8, num_attention_heads=4, num_gqa_groups=2, fuse_qkv_params=fused, dtype=jnp.bfloat16

@@ -57,7 +57,7 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 1, "ep": 2, "tp": 1}], ids=["ep", "dp, ep and tp"])
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
-def test_experts_on_two_devices_receive_every_row_and_compute_what_those_on_one_do(name, axes):
+def test_experts_on_two_devices_receive_every_row_and_equal_one_device(name, axes):
     data_axes = ("dp",) if "dp" in axes else ()
     found = experts.experts_case(compositions.mesh_of(**axes), data_axes, experts.RECIPES[name])
     assert found["received"] == found["slots"]
