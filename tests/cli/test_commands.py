@@ -89,7 +89,7 @@ def test_a_run_is_replaced_only_on_request(text: str, tmp_path: Path):
         (["--resume", "--overwrite"], "--resume continues a run and --overwrite replaces it"),
         (["--data", "/nonexistent"], "--data /nonexistent: there is no such file or folder"),
         (["--hidden", "100"], "hidden=100 is not a positive multiple of 32; try 96"),
-        (["--resume", "--name", "absent"], "no checkpoint at"),
+        (["--resume", "--name", "absent"], "there is no checkpoint at"),
     ],
 )
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path):

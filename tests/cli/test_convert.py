@@ -55,7 +55,7 @@ def test_failed_download_reports_the_hubs_reason_and_exit_code_1(monkeypatch: py
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
     result = te("owner/absent", "ours")
     assert result.exit_code == 1
-    assert "no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
+    assert "there is no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
     assert "hf auth login" in result.output
 
 

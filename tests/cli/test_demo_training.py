@@ -116,7 +116,7 @@ def test_another_text_is_rejected(corpus: Corpus, tmp_path: Path):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"no checkpoint at .*checkpoint; leave --resume out"):
+    with pytest.raises(ValueError, match=r"there is no checkpoint at .*checkpoint; leave --resume out"):
         checkpoint.load(tmp_path / "checkpoint")
 
 
