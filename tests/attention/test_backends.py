@@ -405,7 +405,7 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("backend", TABLE.names())
-def test_a_gradient_of_any_layout_is_read_as_what_it_is(backend, tensor_format, device):
+def test_a_gradient_of_any_layout_is_read_correctly(backend, tensor_format, device):
     """As a slice of wider rows, spread over one number, or with its first axes exchanged in memory."""
     torch.manual_seed(0)
     shape = (64, 4, 32) if tensor_format == "thd" else (32, 2, 4, 32)

@@ -76,7 +76,7 @@ def test_one_rank_has_the_whole_batch(device, monkeypatch):
     assert get_batch_on_this_cp_rank(bounds([8], device), ids, ids, ids)[0] is ids
 
 
-def test_size_and_rank_are_asked_of_the_default_group_where_none_is_given(device, monkeypatch):
+def test_size_and_rank_come_from_the_default_group_unless_given(device, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: asked.append(group) or 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: asked.append(group) or 1)

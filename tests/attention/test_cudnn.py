@@ -174,7 +174,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name, installed):
+def test_supported_requests_have_no_rejection_reason(name, installed):
     assert cudnn.BACKEND.rejection_reason(request(**TAKEN[name])) is None
 
 
@@ -220,7 +220,7 @@ def test_packed_lengths_share_plans_at_the_cost_of_an_eighth():
     assert len({cudnn_plan.bucketed_tokens(tokens) for tokens in range(8192, 16384)}) <= 9
 
 
-def test_only_what_is_not_aligned_is_copied():
+def test_only_unaligned_tensors_are_copied():
     buffer = torch.zeros(4, 3, 24, dtype=torch.bfloat16)
     view = buffer[..., 8:16]
     assert cudnn.aligned(view) is view
@@ -363,7 +363,7 @@ def test_every_option_is_exact(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("q_format", ["bshd", "thd"])
-def test_pages_are_read_where_they_lie(page_size, q_format):
+def test_pages_are_read_in_place(page_size, q_format):
     pytest.importorskip("cudnn")
     r = request(
         "padding_causal_bottom_right",

@@ -190,7 +190,7 @@ def test_packed_sequences_keep_their_offsets(library):
     assert first.offsets == second.offsets == (("q", 256), ("kv", 128), ("q", 4))
 
 
-def test_backward_and_fp8_plans_are_kept_beside_the_forward_ones(library, tmp_path):
+def test_backward_and_fp8_plans_are_stored_too(library, tmp_path):
     r, code = request(), torch.float8_e4m3fn
     backward = STRIDED._replace(grad_output=STRIDED.q)
     for _ in range(2):

@@ -97,7 +97,7 @@ def test_a_compiler_traces_through():
     assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), x + 1)
 
 
-def test_what_nobody_asked_for_is_printed_when_the_process_ends(tmp_path):
+def test_pending_failures_are_printed_when_the_process_ends(tmp_path):
     program = (
         "import torch; from transformer_engine.pytorch.runtime.device_checks import Waiting, collect\n"
         "def rule(numbers): raise ValueError(f'{numbers} will not do')\n"
@@ -125,7 +125,7 @@ def test_numbers_on_a_gpu_are_checked_without_waiting_for_it(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_call_waits_for_its_numbers_where_it_is_asked_to(monkeypatch):
+def test_a_call_waits_for_its_numbers_on_request(monkeypatch):
     monkeypatch.setenv("TE_CHECK", "2")
     with pytest.raises(ValueError, match=r"^7 is not below 3; lower it$"):
         demand(below, (torch.tensor([1, 7], device="cuda"),), 3)

@@ -138,7 +138,7 @@ def test_fp8_output_needs_fp8_attention(device):
         attention()(*tensors(device), fp8_output=True)
 
 
-def test_quantized_queries_keys_and_values_are_taken_as_they_are(device):
+def test_quantized_queries_keys_and_values_are_used_directly(device):
     module, qkv = attention(), tensors(device)
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, columnwise=False)
     codes = [quantizer(x.detach()) for x in qkv]
@@ -260,7 +260,7 @@ def test_fp8_mha_hands_codes_to_the_projection(device, monkeypatch):
     assert [isinstance(context, Float8Tensor) for context in seen] == [True, False, False]
 
 
-def test_recipes_without_fp8_attention_say_so(device):
+def test_recipes_without_fp8_attention_raise(device):
     with (
         te.autocast(recipe=NVFP4BlockScaling(fp8_dpa=True)),
         pytest.raises(ValueError, match="NVFP4BlockScaling has no FP8 attention; set NVTE_DPA_FP8_RECIPE"),
@@ -268,7 +268,7 @@ def test_recipes_without_fp8_attention_say_so(device):
         attention()(*tensors(device))
 
 
-def test_the_environment_gives_attention_a_recipe_of_its_own(device, monkeypatch):
+def test_the_environment_gives_attention_a_separate_recipe(device, monkeypatch):
     module, qkv = attention(), tensors(device)
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE_DPA", "1")

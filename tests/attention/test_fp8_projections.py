@@ -109,7 +109,7 @@ def test_gradients_are_those_of_an_attention_that_casts_itself(device):
 
 
 @pytest.mark.parametrize("between", ["rope", "norm", "cross", "fp8_dpa", "delayed"])
-def test_what_works_on_values_gets_values(between, device):
+def test_options_that_need_values_get_values(between, device):
     options, call = {}, {}
     if between == "rope":
         call["rotary_pos_emb"] = RotaryPositionEmbedding(SIZE)(max_seq_len=TOKENS).to(device)

@@ -306,7 +306,7 @@ def test_running_out_of_pages_is_rejected_before_anything_changes(device):
     assert cache.sequences == {"a": 5}
 
 
-def test_what_a_step_reads_stays_at_its_address(device):
+def test_tensors_that_a_step_reads_keep_their_addresses(device):
     """A graph captured in one step is replayed in later ones."""
     cache = params(is_paged=True, page_size=2)
     addresses = set()

@@ -86,7 +86,7 @@ def test_the_node_is_there_where_torch_has_its_passes_apart(device):
 @pytest.mark.parametrize(
     "place", ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"]
 )
-def test_whoever_looks_at_the_core_sees_its_call(place, device, monkeypatch):
+def test_observers_of_the_core_see_its_call(place, device, monkeypatch):
     layer = make(device)
     call(layer)
     core, seen = layer.core_attention, []
@@ -151,7 +151,7 @@ def test_dropout_recomputation_and_no_gradient_take_no_joint_node(device):
         assert make(device)(x).grad_fn is None
 
 
-def test_what_a_cache_has_become_is_seen_by_the_next_step(device):
+def test_the_next_step_sees_a_changed_cache(device):
     """A cached step applies to no batch, limit, cache or page table of another kind."""
     layer = make(device, qkv_format="bshd", layer_number=1).eval()
     options = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32, "device": device}

@@ -222,7 +222,7 @@ def test_managers_reject_layers_and_sequences_that_they_do_not_know(index, devic
     te.check()
 
 
-def test_what_a_manager_keeps_can_be_printed_and_asked_for(capsys, device):
+def test_the_state_of_a_manager_can_be_printed_and_queried(capsys, device):
     contiguous, paged, *_ = managers(device)
     for manager in (contiguous, paged):
         manager.allocate_memory(2)
@@ -265,7 +265,7 @@ APPENDS = {
 
 
 @pytest.mark.parametrize("name", APPENDS)
-def test_appending_what_has_no_place_is_rejected_before_anything_is_written(name, device):
+def test_invalid_cache_positions_raise_before_anything_is_written(name, device):
     new, cached, table, match = APPENDS[name]
     keys, values = torch.zeros(2, 5, 4, HEADS, SIZE, device=device)
     tokens = torch.ones(2, 4, HEADS, SIZE, device=device)

@@ -159,7 +159,7 @@ def test_each_shared_description_is_used():
 
 
 @pytest.mark.parametrize("package", api_entries.PACKAGES)
-def test_each_name_has_a_summary_of_its_own(package: str):
+def test_each_name_has_a_docstring(package: str):
     missing = [
         name
         for name, value in api_entries.public_names(package)

@@ -137,7 +137,7 @@ def test_flags_may_be_anything_with_a_truth_value(flag):
     close(cpp.general_gemm(w, x, out=held, accumulate=flag)[0], wanted)
 
 
-def test_a_tensor_with_several_elements_is_no_flag():
+def test_a_tensor_with_several_elements_is_rejected_as_a_flag():
     x, _, w, _ = operands("plain")
     with pytest.raises(
         TypeError, match=r"gelu=a Tensor of shape \[2\].* is neither True nor False; give a bool"
@@ -145,7 +145,7 @@ def test_a_tensor_with_several_elements_is_no_flag():
         cpp.general_gemm(w, x, gelu=torch.ones(2))
 
 
-def test_an_empty_bias_is_no_bias():
+def test_an_empty_bias_means_no_bias():
     x, x_values, w, w_values = operands("plain")
     close(generic(w, x, bias=torch.empty(0))[0], x_values @ w_values.t())
 

@@ -315,7 +315,7 @@ def backend_of(**changes):
     return tex.get_fused_attn_backend(*call.values())
 
 
-def test_the_backend_answers_by_kind(monkeypatch):
+def test_the_backend_is_reported_by_kind(monkeypatch):
     assert backend_of() == tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     mixed = backend_of(kv_dtype=tex.DType.kFloat16)
     assert mixed == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend

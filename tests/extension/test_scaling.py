@@ -54,7 +54,7 @@ def test_a_step_takes_the_reduced_amaxes(algorithm, dtype, maximum, margin, devi
         ({"scales": [torch.ones(5)]}, r"scales have \[5\] elements"),
     ],
 )
-def test_what_has_no_meaning_is_rejected(changes, match):
+def test_invalid_arguments_are_rejected(changes, match):
     arguments = {
         "amax_reduction_buffer": torch.tensor([3.0, 4.0]),
         "amax_histories": [torch.zeros(4, 2)],

@@ -123,7 +123,7 @@ def test_two_parts_of_the_keys_make_the_whole_attention(bounds, device):
 @pytest.mark.parametrize("first", ["add", "copy", "none"])
 @pytest.mark.parametrize("second", ["add", "copy", "none"])
 @pytest.mark.parametrize("shape", [(TOKENS, HEADS, SIZE), (2, TOKENS, HEADS, SIZE)], ids=["q", "kv"])
-def test_gradients_take_each_half_as_told(shape, first, second, bounds, device):
+def test_each_half_of_the_gradients_is_set_copied_or_added(shape, first, second, bounds, device):
     axis = len(shape) - 3
     grad, step = sample(device, *shape), sample(device, *shape, seed=1)
     parts = []

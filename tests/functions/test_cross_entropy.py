@@ -57,7 +57,7 @@ def test_the_worked_values_of_one_row(device):
     assert logits.grad.flatten().tolist() == pytest.approx([0.0566972, 0.2113951, -0.2680924], abs=1e-6)
 
 
-def test_a_vocabulary_without_ids_is_refused(device):
+def test_an_empty_vocabulary_is_rejected(device):
     target = torch.full((2, 3), IGNORED, device=device)
     with pytest.raises(ValueError, match=r"the logits are \[2, 3, 0\], of a vocabulary of 0 ids"):
         parallel_cross_entropy(torch.ones(2, 3, 0, device=device), target)
@@ -169,7 +169,7 @@ def test_another_operation_that_saved_the_logits_raises_in_its_backward(device):
         (loss + penalty).backward()
 
 
-def test_logits_and_targets_may_lie_as_they_like(device):
+def test_logits_and_targets_may_have_any_strides(device):
     logits, target = drawn(torch.float32, device)
     expected = parallel_cross_entropy(logits, target)
     lying = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -218,7 +218,7 @@ def test_a_pass_that_is_captured_by_a_compiler_is_the_eager_one(device):
         ({"dist_process_group": 3}, TypeError, "dist_process_group"),
     ],
 )
-def test_bad_arguments_are_refused(change, error, words):
+def test_bad_arguments_raise(change, error, words):
     good = {"inp": torch.zeros(3, 5, 37), "target": torch.zeros(3, 5, dtype=torch.int64)}
     with pytest.raises(error, match=words):
         parallel_cross_entropy(**(good | change))
@@ -302,7 +302,7 @@ def test_a_precise_gradient_of_the_weight_is_as_good_as_that_of_two_steps(device
     assert error(fused_linear_cross_entropy(hidden, weight, target)) < 4 * in_steps
 
 
-def test_gradients_are_multiplied_where_they_lie_unless_the_graph_is_kept(device):
+def test_gradients_are_multiplied_in_place_unless_the_graph_is_retained(device):
     (hidden, weight, bias), target = head(torch.float32, device)
     leaves = [hidden, weight, bias]
     expected = torch.autograd.grad(torch_loss(linear(*leaves), target, 0.0, True), leaves)
@@ -317,7 +317,7 @@ def test_gradients_are_multiplied_where_they_lie_unless_the_graph_is_kept(device
 
 @pytest.mark.parametrize("frozen", [0, 1, 2], ids=["hidden", "weight", "bias"])
 @PRECISE
-def test_only_the_gradients_that_are_asked_for_are_made(frozen, precise, device):
+def test_only_required_gradients_are_computed(frozen, precise, device):
     leaves, target = head(torch.float32, device)
     hidden, weight, bias = leaves
     leaves[frozen].requires_grad_(False)
@@ -357,7 +357,7 @@ def test_no_tensor_holds_more_than_a_twentieth_of_the_logits(mean, device):
     assert chunk_rows(8192) == 384 and chunk_rows(1 << 20) <= 0.05 * (1 << 20)
 
 
-def test_a_head_that_does_not_fit_is_refused(device):
+def test_a_mismatched_head_is_rejected(device):
     (hidden, weight, bias), target = head(torch.float32, device)
     with pytest.raises(ValueError, match=r"give \[.., features\] and \[vocabulary, features\]"):
         fused_linear_cross_entropy(hidden, weight[:, :3], target)
@@ -371,7 +371,7 @@ def test_a_head_that_does_not_fit_is_refused(device):
 
 
 @pytest.mark.parametrize("shape", [(13, 8), (2, 52), (1, 104)])
-def test_targets_in_another_order_of_rows_are_refused(shape, device):
+def test_targets_in_another_order_of_rows_are_rejected(shape, device):
     (hidden, weight, _), target = head(torch.float32, device)
     with pytest.raises(ValueError, match=r"give one id a row, \[8, 13\]"):
         fused_linear_cross_entropy(hidden, weight, target.reshape(shape))
@@ -449,7 +449,7 @@ def test_a_step_holds_one_tensor_of_logits():
 
 @pytest.mark.gpu
 @PRECISE
-def test_a_head_takes_a_twentieth_of_its_logits_beside_the_gradients(precise):
+def test_a_head_takes_its_gradients_and_a_twentieth_of_its_logits(precise):
     hidden = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(32768, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 32768, (4096,), device="cuda")

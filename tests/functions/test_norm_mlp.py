@@ -118,7 +118,7 @@ def test_quantized_products_keep_their_own_steps(name, checkpoint, device, apart
     assert all(torch.equal(a, b) for a, b in zip(together, separate, strict=True))
 
 
-def test_calibration_sees_what_it_sees_without_gelu_in_the_products(device, apart):
+def test_calibration_records_the_same_amaxes_with_gelu_in_the_products(device, apart):
     layer = mlp(device)
     twin = copy.deepcopy(layer)
     seen = []
@@ -168,7 +168,7 @@ def requests_of(model, x, grad: bool) -> list:
     return [request for operation, request in seen if operation == "gemm_epilogue"]
 
 
-def test_the_input_of_gelu_is_asked_for_only_where_a_backward_reads_it(device):
+def test_the_input_of_gelu_is_stored_only_for_a_backward(device):
     x = sample(device)
     training = requests_of(mlp(device), x, True)
     assert [(r.kind, r.second) for r in training] == [("gelu", True), ("gelu_gradient", False)]
@@ -177,7 +177,7 @@ def test_the_input_of_gelu_is_asked_for_only_where_a_backward_reads_it(device):
     assert [(r.kind, r.second) for r in again] == [("gelu", False), ("gelu", True), ("gelu_gradient", False)]
 
 
-def test_other_activations_ask_for_no_such_product(device):
+def test_other_activations_use_no_gelu_product(device):
     assert requests_of(mlp(device, activation="silu"), sample(device), True) == []
 
 
@@ -234,7 +234,7 @@ def ways(explanation) -> dict[str, tuple[str | None, str]]:
     }
 
 
-def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
+def test_the_explanation_reports_how_matrices_between_the_steps_are_computed(device):
     x = sample(device)
     found = ways(te.explain(mlp(device, activation="gelu"), x))
     assert (
@@ -253,7 +253,7 @@ def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
     assert found["mlp_gradient"][0] == "separate" and "needs all of dy" in found["mlp_gradient"][1]
 
 
-def test_a_way_can_be_forced_and_one_that_cannot_be_gone_raises_its_reason(device):
+def test_a_backend_can_be_forced_and_an_unsupported_one_raises_its_reason(device):
     layer, x = mlp(device, activation="gelu"), sample(device)
     with te.use_backend(mlp_activation="separate"):
         assert ways(te.explain(layer, x))["mlp_activation"][0] == "separate"

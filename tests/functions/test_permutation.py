@@ -110,7 +110,7 @@ class TestByMask:
         back.sum().backward()
         assert back[3].abs().sum() == 0 and x.grad is not None and x.grad[3].abs().sum() == 0
 
-    def test_no_tokens_are_no_rows(self, device):
+    def test_no_tokens_give_no_rows(self, device):
         x, probs = leaf(0, H, device=device), leaf(0, E, device=device)
         mask = torch.zeros(0, E, dtype=torch.int32, device=device)
         y, row_probs, row_id_map = moe_permute_with_probs(x, probs, mask, 0)
@@ -182,7 +182,7 @@ class TestByIndex:
         ones = torch.ones(2, 2, device=device)
         assert moe_unpermute(y, row_id_map, ones, map_type="index").flatten().tolist() == [2.0, 2.0]
 
-    def test_without_probs_the_shape_of_the_tokens_tells_how_many_rows_are_added_up(self, device):
+    def test_without_probs_the_shape_of_the_tokens_sets_the_rows_per_sum(self, device):
         x = torch.tensor([[1.0], [2.0], [3.0]], device=device)
         experts = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32, device=device)
         y, row_id_map = moe_permute(x, experts, map_type="index")
@@ -248,13 +248,13 @@ class TestQuantizedTokens:
             got = te.cpp_extensions.general_gemm(torch.eye(256), plain)[0]
             assert torch.equal(got, plain)
 
-    def test_chunks_of_codes_too(self):
+    def test_chunks_of_codes_are_those_of_the_values(self):
         codes = QUANTIZERS["float8"]()(torch.randn(32, 64))
         splits, order = torch.tensor([8, 24]), torch.tensor([1, 0])
         moved = te.moe_sort_chunks_by_index(codes, splits, order)
         assert torch.equal(moved.dequantize(), codes.dequantize().roll(-8, 0))
 
-    def test_squares_of_codes_are_refused(self):
+    def test_square_blocks_of_codes_are_rejected(self):
         quantizer = te.Float8BlockQuantizer(
             te.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=2
         )
@@ -350,7 +350,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_call_is_refused_by_name(name):
+def test_a_bad_call_raises(name):
     call, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
         call()
@@ -396,7 +396,7 @@ def test_a_graph_captures_them_and_replays_other_routes(device):
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_bits_of_a_cpu_for_what_is_moved(mask):
+def test_a_gpu_moves_tokens_with_the_bits_of_a_cpu(mask):
     x, probs = torch.randn(T, H, dtype=torch.bfloat16), torch.rand(T, E)
     there = moe_permute_with_probs(x.cuda(), probs.cuda(), mask.cuda(), T * K)
     here = moe_permute_with_probs(x, probs, mask.cpu(), T * K)

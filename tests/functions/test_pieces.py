@@ -34,7 +34,7 @@ def test_a_layers_pieces_are_made_as_neighbours_and_joined_without_a_copy():
     assert torch.equal(weight, torch.cat(pieces_of(module, "weight")))
 
 
-def test_pieces_that_lie_apart_are_copied():
+def test_separate_pieces_are_copied():
     module = copy.deepcopy(layer())
     weight, _ = whole(pieces_of(module, "weight"), ())
     assert weight.data_ptr() != module.query_weight.data_ptr()

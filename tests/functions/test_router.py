@@ -47,7 +47,7 @@ def test_leading_dimensions_are_kept(logits):
 
 
 @pytest.mark.parametrize("named", [RoutingMapFormat.BITMAP_U8, 1, "bitmap_u8"])
-def test_a_map_of_bits_holds_what_a_map_of_bytes_does(logits, named):
+def test_a_map_of_bits_equals_the_map_of_bytes(logits, named):
     x = logits.requires_grad_()
     probs, bits = topk(x, routing_map_format=named)
     expected, bytemap = topk(x)
@@ -152,7 +152,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_call_is_refused_by_name(name):
+def test_a_bad_call_raises(name):
     call, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
         call()
@@ -188,7 +188,7 @@ def test_a_graph_captures_them(logits):
     torch.testing.assert_close(found, route(x, bias))
 
 
-def test_the_names_stand_where_clients_import_them():
+def test_the_names_are_where_clients_import_them():
     assert te.router.fused_moe_aux_loss is fused_moe_aux_loss
 
 
@@ -239,7 +239,7 @@ def test_of_equal_scores_the_cut_off_is_theirs_and_what_lies_outside_counts_at_t
         ({"qb_bin_bounds": torch.tensor([1.0, 1.0])}, "give two finite numbers"),
     ],
 )
-def test_histograms_that_cannot_be_counted_are_refused(logits, change, message):
+def test_mismatched_histograms_are_rejected(logits, change, message):
     given = {
         "k": K,
         "score": "sigmoid",

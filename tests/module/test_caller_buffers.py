@@ -63,7 +63,7 @@ def test_leading_dimensions_and_inference_take_buffers_too(device):
         (lambda d: torch.empty(48, 32, device=d, requires_grad=True), "out requires a gradient"),
     ],
 )
-def test_a_buffer_that_does_not_fit_is_refused_and_nothing_is_written(buffer, words, device):
+def test_a_mismatched_buffer_raises_and_nothing_is_written(buffer, words, device):
     layer = layer_of(device)
     x = torch.randn(48, 64, device=device, requires_grad=True)
     given = buffer(device)

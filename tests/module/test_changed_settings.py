@@ -188,7 +188,7 @@ def test_an_environment_variable(kind, name, device, monkeypatch):
     assert same(results(layer, recipe), results(layer_of(kind).to(device), recipe))
 
 
-def test_no_attention_at_all_is_refused_although_a_call_was_remembered(monkeypatch):
+def test_a_warm_attention_raises_once_all_backends_are_off(monkeypatch):
     layer = layer_of("DotProductAttention")
     results(layer, None)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
@@ -197,7 +197,7 @@ def test_no_attention_at_all_is_refused_although_a_call_was_remembered(monkeypat
         results(layer, None)
 
 
-def test_a_watched_variable_is_read_as_it_is_now(monkeypatch):
+def test_a_watched_variable_returns_its_current_value(monkeypatch):
     watched = env.watch("NVTE_FP8_AUTO")
     monkeypatch.delenv("NVTE_FP8_AUTO", raising=False)
     unset = watched()
@@ -205,7 +205,7 @@ def test_a_watched_variable_is_read_as_it_is_now(monkeypatch):
     assert unset is None and watched() == env.stored(("NVTE_FP8_AUTO",))[0]
 
 
-def test_what_a_caller_adds_changes_nothing_that_is_remembered(device, monkeypatch):
+def test_attributes_of_callers_do_not_invalidate_the_cache(device, monkeypatch):
     """Callers note things on our modules in every step, some before our constructor has run."""
 
     class Theirs(te.Linear):
@@ -257,7 +257,7 @@ def test_a_compiled_norm_takes_the_change(device):
     assert torch.equal(compiled(x), te.LayerNorm(HIDDEN, eps=0.5, device=device)(x))
 
 
-def test_what_a_layer_consists_of_is_not_changed_later(device):
+def test_structural_settings_are_fixed_after_construction(device):
     layer = layer_of("TransformerLayer").to(device)
     made_fused = te.MultiheadAttention(16, 2, fuse_qkv_params=True, device=device)
     for module, name, value in (
@@ -290,7 +290,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_a_value_that_no_layer_can_have_is_refused_where_it_is_written(change, device):
+def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
     kind, name, value, error, sentence = change
     layer = layer_of(kind).to(device)
     known, before = layer._config, results(layer, None, device)
@@ -319,7 +319,7 @@ def test_an_attention_without_a_sink_cannot_learn_one_later(device):
     assert same(results(learnt, None)[:1], results(layer_of("DotProductAttention"), None, device)[:1])
 
 
-def test_copies_have_settings_of_their_own(device):
+def test_copies_have_independent_settings(device):
     layer = layer_of("LayerNormLinear").to(device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     plain = step(layer, x)

@@ -57,7 +57,7 @@ def warm(request, library):
     return call
 
 
-def test_of_plans_that_are_forgotten_none_is_used(warm, library):
+def test_a_cleared_plan_is_not_used(warm, library):
     library.refusal = "it has been taken away"
     TABLE.forget()
     found, runs = warm()
@@ -77,13 +77,13 @@ def test_a_forced_backend_is_used_while_it_is_forced(warm):
         assert runs == warm.runs and same(again, warm.first)
 
 
-def test_a_backend_that_is_forced_and_refuses_raises(warm, library):
+def test_a_forced_backend_that_rejects_the_call_raises(warm, library):
     library.refusal = "it has been taken away"
     with use_backend(gemm="library"), pytest.raises(RuntimeError, match="it has been taken away"):
         warm()
 
 
-def test_whoever_observes_hears_of_the_products(warm):
+def test_an_observer_is_notified_of_the_products(warm):
     seen = []
     with observing(lambda operation, request: seen.append(operation)):
         warm()

@@ -153,7 +153,7 @@ def test_an_input_of_codes_with_leading_dimensions_has_near_gradients(name, over
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(kind, name, frozen, device):
+def test_frozen_parameters_get_no_gradient_and_the_others_do(kind, name, frozen, device):
     layer, x = LAYERS[kind](device=device), sample(device)
     twin = copy.deepcopy(layer)
     for n, p in layer.named_parameters():
@@ -403,7 +403,7 @@ def test_the_backward_keeps_the_recipe_of_its_forward(device):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_tells_how_its_last_call_ran(kind, device):
+def test_a_layer_reports_how_its_last_call_ran(kind, device):
     layer, x = LAYERS[kind](device=device), sample(device)
     for _ in range(2):
         for enabled in (True, False):

@@ -113,7 +113,7 @@ CALLS = {
 # test_a_layer_of_experts_is_one_graph_for_several_batches always compiles calls by mask.
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.sampled(1)
-def test_two_calls_stand_in_one_graph(name):
+def test_two_calls_share_one_graph(name):
     def twice(x, mask):
         return CALLS[name](x, mask) + CALLS[name](x * 2, mask)
 

@@ -238,7 +238,7 @@ def gradients(layer, x, recipe, **how):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled
-def test_a_layer_of_products_gives_its_gradients_and_refuses_theirs(name, recipe, device):
+def test_a_layer_of_products_has_first_derivatives_and_rejects_second_ones(name, recipe, device):
     make, operation = LAYERS[name]
     layer = make(device)
     twin = copy.deepcopy(layer)  # of the same scaling states, which a pass changes
@@ -261,7 +261,7 @@ def test_a_layer_of_products_gives_its_gradients_and_refuses_theirs(name, recipe
         penalty.backward()
 
 
-def test_attention_in_fp8_refuses(device):
+def test_fp8_attention_rejects_second_derivatives(device):
     layer = DotProductAttention(HEADS, HEAD).to(device)
     q, k, v = (torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device, requires_grad=True) for _ in range(3))
     with autocast(recipe=DelayedScaling(fp8_format=Format.HYBRID, fp8_dpa=True)):
@@ -271,7 +271,7 @@ def test_attention_in_fp8_refuses(device):
         torch.autograd.grad(grad.sum(), v)
 
 
-def test_torchs_own_attention_is_right_or_refused_by_torch(device):
+def test_torchs_own_attention_is_right_or_unsupported_by_torch(device):
     layer = DotProductAttention(HEADS, HEAD, attn_mask_type="no_mask").to(device)
     tensors = [torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device) for _ in range(3)]
 
@@ -298,7 +298,7 @@ def test_a_gradient_of_gradients_that_goes_past_a_layer_is_undisturbed(recipe, d
     assert torch.allclose(second, -other.detach().sin())
 
 
-def test_a_frozen_layer_hands_on_what_does_not_depend_on_anything(device):
+def test_a_frozen_layer_passes_on_constant_gradients(device):
     layer = te.Linear(HIDDEN, FFN, bias=False, device=device).requires_grad_(False)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     dy = torch.randn(TOKENS, FFN, device=device)
@@ -317,7 +317,7 @@ def test_a_placeholder_of_a_gradient_that_went_elsewhere_stays_out_of_graphs(dev
 
 
 @pytest.mark.parametrize("make", [te.LayerNorm, torch.nn.LayerNorm], ids=["ours", "torch's"])
-def test_a_reentrant_checkpoint_refuses(make, device):
+def test_a_reentrant_checkpoint_rejects_second_derivatives(make, device):
     layer = make(HIDDEN, device=device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     te.checkpoint(layer, x, use_reentrant=True).sin().sum().backward(create_graph=True)

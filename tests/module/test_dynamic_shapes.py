@@ -88,7 +88,7 @@ def test_training_with_several_shapes_equals_eager_mode(kind, name, device):
     assert same_as_eager(eager, train(kind, RECIPES[name], device, backend))
 
 
-def test_a_recipe_describes_itself_as_it_is():
+def test_a_recipe_describes_its_current_fields():
     recipe = Float8CurrentScaling()
     assert description_of(recipe) == repr(recipe)
     recipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)

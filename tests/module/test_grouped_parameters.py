@@ -126,7 +126,7 @@ def test_put_off_gradients_come_with_backward_dw(device):
     torch.testing.assert_close(late.weight.grad, now.weight.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_return_bias_gives_one_a_group(device):
+def test_return_bias_returns_one_bias_per_group(device):
     single, _ = pair_of(device, return_bias=True)
     _, biases = single(sample(device), SPLITS)
     assert [bias.shape for bias in biases] == [(OUT,)] * GROUPS
@@ -224,7 +224,7 @@ def test_initial_values_of_a_quantized_stack_are_kept(device):
     torch.testing.assert_close(layer.weight.dequantize().cpu(), values, rtol=0.07, atol=1e-3)
 
 
-def test_formats_of_other_tensors_than_codes_and_scales_are_refused(device):
+def test_formats_without_plain_codes_and_scales_are_rejected(device):
     def hybrid(_):
         return HybridQuantizer(*(MXFP8Quantizer(DType.kFloat8E4M3) for _ in range(2)))
 

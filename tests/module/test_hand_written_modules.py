@@ -174,7 +174,7 @@ def test_state_of_a_hand_written_module_survives_a_checkpoint(device):
     )
 
 
-def test_prepare_forward_says_what_the_module_computes_in(device):
+def test_prepare_forward_sets_formats_and_dtype(device):
     module = OwnAttention(device)
     x = torch.randn(2 * BATCH * LENGTH, HIDDEN, device=device)[::2]
     assert module.prepare_forward(x, num_gemms=2).is_contiguous()
@@ -338,7 +338,7 @@ def roles_of(module, x, **call):
     return asked
 
 
-def test_a_factory_is_asked_once_a_slot_in_the_order_of_roles(device):
+def test_a_factory_is_called_once_per_slot_in_the_order_of_roles(device):
     x = torch.randn(32, 64, device=device, requires_grad=True)
     asked = roles_of(Adapted(64, 32, device=device, name="fc"), x)
     kinds = [None if role is None else (role.module_type, role.tensor_type, role.name) for role in asked]

@@ -312,7 +312,7 @@ def test_a_split_weight_is_the_whole_weight(split, device):
     "split, message",
     [(("a", "b", "c", "d", "e"), "does not divide 96"), ({"a": 90}, "add up to 90"), ((), "0 names")],
 )
-def test_a_split_that_does_not_fit_is_refused(split, message):
+def test_a_mismatched_split_is_rejected(split, message):
     with pytest.raises(ValueError, match=message):
         Linear(HIDDEN, 96, parameters_split=split, device="cpu")
 
@@ -386,7 +386,7 @@ def test_a_layer_that_never_quantized_has_an_empty_extra_state(device):
     assert layer.state_dict()["_extra_state"].numel() == 0
 
 
-def test_another_history_length_keeps_what_it_can(device):
+def test_another_history_length_keeps_the_scale(device):
     layer, x = Linear(HIDDEN, 32, device=device), sample(device)
     for _ in range(3):
         step(layer, x, DelayedScaling(amax_history_len=8))
@@ -530,7 +530,7 @@ def test_quantized_outputs_feed_the_next_layer(name, device):
     assert torch.isfinite(x.grad).all() and x.grad.any()
 
 
-def test_save_original_input_saves_the_input_and_refuses_delayed_scaling(device):
+def test_save_original_input_saves_the_input_and_rejects_delayed_scaling(device):
     layer = Linear(HIDDEN, 32, device=device, save_original_input=True)
     twin = Linear(HIDDEN, 32, device=device)
     twin.load_state_dict(layer.state_dict())
@@ -595,7 +595,7 @@ def test_a_wrong_dtype_names_the_remedy(device):
         ),
     ],
 )
-def test_an_impossible_layer_is_refused_at_construction(make, error, message):
+def test_invalid_options_raise_at_construction(make, error, message):
     with pytest.raises(error, match=message):
         make()
 

@@ -119,7 +119,7 @@ def saved_bytes(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sampled
-def test_what_is_planned_to_be_saved_is_what_is_saved(name: str, recipe: str):
+def test_planned_saved_bytes_equal_the_saved_bytes(name: str, recipe: str):
     with te.emulate():
         model = MODULES[name](256, device="cpu")
         x = torch.randn(512, 256, dtype=BF16, requires_grad=True)
@@ -208,7 +208,7 @@ def test_a_model_that_begins_with_something_else_takes_inputs():
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(model: Make, tokens: Any, error: type[Exception], message: str):
+def test_unplannable_arguments_are_rejected(model: Make, tokens: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         memory_plan(model(), None, tokens)
 
@@ -377,7 +377,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("name", operations())
-def test_a_planned_operation_returns_what_the_operation_returns(name: str):
+def test_a_planned_operation_returns_the_shapes_of_the_operation(name: str):
     call = operations()[name]
     expected = call()
     with planning(lambda x, result: None):
@@ -445,7 +445,7 @@ def test_the_ledger_counts_a_storage_once_and_forgets_it():
     ("rows", "columns", "expected"),
     [(8192, 14336, 139_460_608), (4096, 4096, 128 * MIB), (64, 4096, 0), (0, 16, 0)],
 )
-def test_a_sum_over_rows_takes_what_was_measured_on_132_multiprocessors(
+def test_a_sum_over_rows_takes_the_memory_measured_on_132_multiprocessors(
     rows: int, columns: int, expected: int
 ):
     assert sum_over_rows(rows, columns, 132) == expected
@@ -464,7 +464,7 @@ def test_scratch_is_counted_at_the_peak_and_given_back():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 14336), (4096, 4096), (4096, 1, 2048), (256, 1024)])
-def test_a_sum_over_rows_takes_what_is_measured(shape: tuple[int, ...]):
+def test_a_sum_over_rows_takes_the_measured_memory(shape: tuple[int, ...]):
     x = torch.zeros(shape, dtype=BF16, device="cuda")
     axes = tuple(range(x.dim() - 1))
     x.sum(axes, dtype=torch.float32)

@@ -91,7 +91,7 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
     return None if agree(after, outcome(fresh, recipe)) else "the next call is not that of a new layer"
 
 
-def test_what_is_not_changed_is_listed_and_every_other_attribute_has_another_value():
+def test_every_attribute_is_listed_as_fixed_or_has_another_value():
     without = {a for kind in NAMES for a in attributes(kind) if not list(values_for(kind, a, most=1))}
     # On these layers: no norm to return, no tracker, no other number of groups that divides the heads, and names that
     # the constructors of others take.
@@ -210,7 +210,7 @@ def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
             assert agree(after, outcome(fresh, under)), f"{name}={text}"
 
 
-def test_the_oracle_sees_a_stale_answer():
+def test_the_oracle_detects_a_stale_result():
     layer, made_with = layer_of("LayerNorm"), layer_of("LayerNorm", eps=0.5)
     continue_from(layer, made_with)
     assert not agree(outcome(layer, None), outcome(made_with, None))
@@ -222,7 +222,7 @@ def doubled(key: int) -> int:
     return 2 * key
 
 
-def test_a_memory_that_comes_with_a_later_import_is_forgotten_too(monkeypatch):
+def test_a_cache_of_a_later_import_is_cleared_too(monkeypatch):
     """Which modules a process has imported at the first forget() depends on the tests that it ran before."""
     forget()
     later = Memory(doubled, 8)

@@ -105,7 +105,7 @@ def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
     sys.version_info < (3, 11), reason="a caller holds the arguments of a call until it returns before 3.11"
 )
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager alone", "beside compiled functions"])
-def test_gelu_lets_go_of_its_input_before_the_weight_gradients(compiles: bool, as_on_a_gpu: None):
+def test_gelu_frees_its_input_before_the_weight_gradients(compiles: bool, as_on_a_gpu: None):
     matrix = TOKENS * INNER * BF16.itemsize
     hidden = TOKENS * HIDDEN * BF16.itemsize
     weight = INNER * HIDDEN * BF16.itemsize
@@ -186,7 +186,7 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled
-def test_a_kept_graph_runs_again_to_the_same_bits_and_a_spent_one_says_so(name: str, recipe: str, device):
+def test_a_retained_graph_repeats_its_bits_and_a_freed_one_raises(name: str, recipe: str, device):
     with te.emulate():
         model, x = small(name, device), sample(device)
         loss = loss_of(model, x, RECIPES[recipe])
@@ -200,7 +200,7 @@ def test_a_kept_graph_runs_again_to_the_same_bits_and_a_spent_one_says_so(name: 
 
 
 @pytest.mark.parametrize("name", ["linear", "layernorm_linear", "swiglu", "gelu", "checkpoint"])
-def test_a_node_called_by_hand_keeps_what_it_saved(name: str, device):
+def test_a_node_called_by_hand_keeps_its_saved_tensors(name: str, device):
     y = small(name, device)(sample(device))
     node = y.grad_fn
     assert node is not None
@@ -209,7 +209,7 @@ def test_a_node_called_by_hand_keeps_what_it_saved(name: str, device):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_hooks_give_back_instead_of_the_saved_tensors_is_read(name: str, device):
+def test_tensors_that_unpack_hooks_return_are_read(name: str, device):
     model, x = small(name, device), sample(device)
     expected = gradients(model, x, loss_of(model, x, None), False)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):

@@ -27,7 +27,7 @@ def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_the_explanation_says_what_quantizing_costs(kind):
+def test_the_explanation_reports_the_cost_of_quantizing(kind):
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, False))
     assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.reason)
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, True))
@@ -40,7 +40,7 @@ def test_recipes_without_measurements_are_left_alone(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_small_layer_under_auto_computes_what_it_computes_without_a_recipe(monkeypatch):
+def test_a_small_layer_under_auto_computes_as_without_a_recipe(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_AUTO", "1")
     layer = te.Linear(1024, 1024, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(128, 1024, dtype=torch.bfloat16, device="cuda")

@@ -76,7 +76,7 @@ def assert_equal(found, kept):
 
 @pytest.mark.parametrize("misfit", MISFITS)
 @pytest.mark.parametrize("before", [None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(misfit, before, device):
+def test_a_mismatched_state_raises_and_changes_nothing(misfit, before, device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     if before is not None:
         trained(layer, device, before)
@@ -102,7 +102,7 @@ def test_a_state_of_another_kind_than_quantized_parameters_is_dropped_with_a_war
     assert dict(layer.fp8_meta) == meta
 
 
-def test_a_state_that_fits_is_taken_over(device):
+def test_a_matching_state_is_loaded(device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     layer.set_extra_state(extra())
     assert layer.fp8_meta["recipe"].margin == 3

@@ -118,7 +118,7 @@ def test_an_accumulated_gradient_goes_to_the_parameter_of_its_call(device):
     assert all(float(buffer.abs().sum()) > 0 for buffer in buffers)
 
 
-def test_a_remembered_call_still_checks_dtypes(layer, device):
+def test_a_cached_call_still_checks_dtypes(layer, device):
     layer(tokens(device))
     with pytest.raises(TypeError, match=r"torch\.autocast"):
         layer(tokens(device, dtype=torch.bfloat16))
@@ -138,7 +138,7 @@ def test_every_step_updates_the_scales_of_delayed_scaling(layer, device):
         assert float(backward.amax_history[-1].abs().sum()) > 0.0
 
 
-def test_a_copy_and_a_pickle_remember_nothing_of_the_original(layer, device):
+def test_copies_and_pickles_start_with_an_empty_cache(layer, device):
     layer(tokens(device))
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert not twin._specs

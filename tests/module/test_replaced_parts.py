@@ -40,7 +40,7 @@ def test_a_projection_that_adds_its_own_bias_takes_the_place_of_one_that_returns
     torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_says_once_that_it_runs_in_high_precision():
+def test_a_layer_warns_once_that_it_runs_in_high_precision():
     layer = layer_of("Linear")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -112,7 +112,7 @@ def test_a_learnable_sink(device):
     assert torch.equal(layer.softmax_offset, torch.zeros_like(layer.softmax_offset))
 
 
-def test_a_mark_that_contradicts_the_first_is_refused_and_changes_nothing():
+def test_a_contradicting_mark_raises_and_changes_nothing():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     set_tensor_model_parallel_attributes(weight, True, 0, 1)
     set_tensor_model_parallel_attributes(weight, True, 0, 1)

@@ -50,7 +50,7 @@ def test_a_result_is_written_in_place(name, write, dtype, mode):
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled
-def test_so_it_is_under_every_recipe(name, recipe, emulated):
+def test_a_result_is_written_in_place_under_every_recipe(name, recipe, emulated):
     in_place, anew = WRITES["add_"]
     assert same(*(outcome(name, change, RECIPES[recipe]) for change in (in_place, anew)))
 
@@ -87,7 +87,7 @@ def norm_output_of(kind, x, recipe=None):
 
 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
-def test_a_norms_output_that_the_backward_reads_says_that_it_was_written(kind, device):
+def test_a_norms_output_written_before_the_backward_reads_it_raises(kind, device):
     y, norm_output = norm_output_of(kind, sample(device))
     norm_output.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

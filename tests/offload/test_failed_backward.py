@@ -165,7 +165,7 @@ def test_a_backward_of_an_old_graph_leaves_the_newer_forward_alone(failing, fail
 
 
 @every_synchronizer
-def test_an_old_graph_says_that_its_tensors_are_gone_and_the_newer_one_goes_on(kind):
+def test_the_backward_of_an_old_graph_raises_and_the_newer_one_runs(kind):
     context = SYNCHRONIZERS[kind](RecordedLink())
     layers, x = model(), inputs(2)
     old = forward(layers, inputs(1), context)

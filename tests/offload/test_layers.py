@@ -73,7 +73,7 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
 @pytest.mark.sampled
-def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypatch):
+def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch):
     """From that moment on it may be copied, while its layer goes on."""
     seen = []
 

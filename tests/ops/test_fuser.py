@@ -119,7 +119,7 @@ def test_fusing_again_when_the_history_length_changes(emulated):
     assert chain[0].get_quantizer("forward", 0) is None and chain._module_groups[0].recipe_type is None
 
 
-def test_modules_that_are_no_operations_separate_chains():
+def test_other_modules_separate_chains():
     last = te.Linear(64, 64, device=BF16["device"])
     chain = ops.Sequential(ops.Identity(), torch.nn.Flatten(), ops.Identity(), ops.Identity(), last)
     assert chain._module_groups is None
