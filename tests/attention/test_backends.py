@@ -1,4 +1,4 @@
-"""Every backend of attention, on every combination of two options, refuses or is about as exact as plain PyTorch.
+"""Every attention backend, on every pair of options, rejects the call or is about as exact as plain PyTorch.
 
 The measure is the float32 reference: a backend's root-mean-square error, of the output and of every gradient, is at
 most twice that of a literal bfloat16 computation.
@@ -66,7 +66,7 @@ BANDS: dict[str, tuple[Any, ...]] = {
     "softmax": ("vanilla", "learnable"),
     "extra": ("nothing", "deterministic", "no gradient", "scale"),
 }
-# What the operators inside PyTorch take.
+# Options that PyTorch's own operators support.
 DENSE: dict[str, tuple[Any, ...]] = {
     **BANDS,
     "layout": ("bshd", "sbhd", "packed", "interleaved"),
@@ -162,7 +162,7 @@ def identity(case: Case) -> str:
 
 
 class Call(NamedTuple):
-    """A module, what it is called with, and the tensors that get gradients."""
+    """A module, the arguments of its call, and the tensors that get gradients."""
 
     module: DotProductAttention
     arguments: dict[str, Any]
@@ -268,7 +268,7 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
 
 
 def results(case: Case, call: Call) -> dict[str, Tensor]:
-    """Output and gradients by name, in float32."""
+    """Map names to the output and gradients, in float32."""
     if case.extra == "no gradient":
         with torch.no_grad():
             return {"output": call.module(**call.arguments).float()}
@@ -328,8 +328,8 @@ def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device
     with use_backend(attention=backend):
         try:
             got = results(case, build(case, device, case.dtype))
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as error:
+            pytest.skip(str(error))
         if case.extra == "deterministic":
             again = results(case, build(case, device, case.dtype))
             assert all(torch.equal(got[name], again[name]) for name in got)
@@ -372,8 +372,8 @@ def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
     with use_backend(attention=backend):
         try:
             first, second = run(v), run(v)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as error:
+            pytest.skip(str(error))
         torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
         for a, b in zip(first[1:], second[1:], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -395,8 +395,8 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
     with use_backend(attention=backend):
         try:
             out = module(q, k, v)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as error:
+            pytest.skip(str(error))
     (grad_v,) = torch.autograd.grad(out, [v], grad)
     want = out.float()[0].t() @ grad.float()[0]
     torch.testing.assert_close(grad_v[0, :, 0].float(), want, rtol=2e-2, atol=2e-2)
@@ -424,8 +424,8 @@ def test_a_gradient_of_any_layout_is_read_correctly(backend, tensor_format, devi
     with use_backend(attention=backend):
         try:
             out = module(q, k, v, **options)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as error:
+            pytest.skip(str(error))
     wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1], device=device, dtype=dtype)
     gradients = {
         "slice": wide[..., : out.shape[-1]],
@@ -511,9 +511,9 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
             scattered.append(store)
         k, v = scattered
     chosen = TABLE.named(backend)
-    refusal = chosen.rejection_reason(request)
-    if refusal is not None:
-        pytest.skip(refusal)
+    reason = chosen.rejection_reason(request)
+    if reason is not None:
+        pytest.skip(reason)
     inputs = AttentionInputs(
         given,
         k,

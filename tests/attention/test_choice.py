@@ -50,7 +50,7 @@ def _no_switches(monkeypatch):
     versions = ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
     for name in (*SWITCHES, *versions, "NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)
-    # Questions without tensors are asked for a CPU.
+    # Queries without tensors are about a CPU.
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cpu"))
 
 

@@ -81,7 +81,7 @@ def test_an_old_cudnn_is_a_rejection(monkeypatch):
 
 
 BIASED = {"bias": "post_scale_bias", "bias_shape": (1, 4, 256, 256)}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
     "switched off": ({"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
     "fp8 asked for": ({"switches": Switches(fused_kind="2")}, "asks for FP8"),
@@ -130,9 +130,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_rejections_name_the_value_and_the_limit(name, installed):
-    options, sentence = REFUSED[name]
+    options, sentence = REJECTED[name]
     assert sentence in (cudnn.BACKEND.rejection_reason(request(**options)) or "")
 
 
@@ -178,7 +178,7 @@ def test_supported_requests_have_no_rejection_reason(name, installed):
     assert cudnn.BACKEND.rejection_reason(request(**TAKEN[name])) is None
 
 
-FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "switched off": ({"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
     "16 bit asked for": ({"switches": Switches(fused_kind="1")}, "asks for 16 bit"),
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
@@ -194,9 +194,9 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FP8_REFUSED)
+@pytest.mark.parametrize("name", FP8_REJECTED)
 def test_rejections_of_fp8(name, installed):
-    options, sentence = FP8_REFUSED[name]
+    options, sentence = FP8_REJECTED[name]
     assert sentence in (FORWARD.named("cudnn").rejection_reason(request(**options, fp8="delayed")) or "")
 
 

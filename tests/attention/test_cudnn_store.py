@@ -93,8 +93,8 @@ class Graph:
         self.library.stream = 99
         if isinstance(data, bytes):
             raise RuntimeError("Unable to cast Python instance of type <class 'bytes'>")
-        if self.library.refusal is not None:
-            raise self.library.refusal
+        if self.library.rejection is not None:
+            raise self.library.rejection
         self.library.read += 1
         uids, self.workspace = json.loads(bytes(data))
         self.uids = set(uids)
@@ -112,7 +112,7 @@ class Library:
         self.version = 91900
         self.built = self.read = 0
         self.stream = 5
-        self.refusal: Exception | None = None
+        self.rejection: Exception | None = None
         self.cannot_serialize: Exception | None = None
 
     def pygraph(self, **options: Any) -> Graph:
@@ -300,14 +300,14 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 )
 def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
     plan()
-    library.refusal = error
+    library.rejection = error
     made = plan()
     assert library.built == 2
     assert made.graph.uids
     assert library.stream == 5  # and not where the failed warm-up left it
     (record,) = caplog.records
     assert f"the library rejects it ({error})" in record.getMessage()
-    library.refusal = None
+    library.rejection = None
     plan()
     assert (library.built, library.read) == (2, 1)
 

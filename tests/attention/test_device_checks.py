@@ -117,8 +117,8 @@ def test_numbers_on_a_gpu_are_checked_without_waiting_for_it(monkeypatch):
     te.check()
     monkeypatch.setenv("TE_CHECK", "1")
     torch.cuda._sleep(100_000_000)
-    demand(below, (x,), 3)  # the copy lies behind the sleeping kernel
-    x.zero_()  # the numbers of the call count, not those of later
+    demand(below, (x,), 3)  # the copy waits for the sleeping kernel
+    x.zero_()  # the check must read the numbers of the call, not later ones
     assert len(device_checks._waiting) == 1
     with pytest.raises(ValueError, match="7 is not below 3"):
         te.check()

@@ -52,8 +52,8 @@ def run(module, q, k, v, grad, qkv_format="bshd", extra=(), **options):
     leaves = [in_format(x, qkv_format).clone().requires_grad_() for x in (q, k, v)]
     try:
         out = module(*leaves, qkv_format=qkv_format, **options)
-    except Unsupported as refusal:
-        pytest.skip(str(refusal))
+    except Unsupported as error:
+        pytest.skip(str(error))
     out, max_logit = out if isinstance(out, tuple) else (out, None)
     gradients = torch.autograd.grad(out, [*leaves, *extra], in_format(grad, qkv_format))
     back = [in_format(x, qkv_format) for x in (out, *gradients[:3])]
@@ -319,7 +319,7 @@ def test_recomputing_the_core_changes_nothing(mask, backend, device):
 
 
 class Tracker:
-    """Counts forks, and draws from a generator state of its own."""
+    """Count forks, and draw from a separate generator state."""
 
     def __init__(self):
         self.forks = 0

@@ -205,8 +205,8 @@ def on_hopper(**changes):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.rejection_reason(on_hopper(**changes))
-    assert (refusal is None) if reason is None else reason in (refusal or "")
+    found = backend.BACKEND.rejection_reason(on_hopper(**changes))
+    assert (found is None) if reason is None else reason in (found or "")
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -23,7 +23,7 @@ from transformer_engine.pytorch import DotProductAttention, MultiheadAttention, 
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 HEADS, GROUPS, SIZE, BATCH, TOKENS = 4, 2, 32, 2, 64
-# Half of what the original allows between its FP8 attention and the 16-bit one.
+# Half of the original's tolerance between its FP8 attention and the 16-bit one.
 RMSE = 0.055
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "mxfp8": MXFP8BlockScaling}
 FORWARD_SLOTS, BACKWARD_SLOTS = [2, 3, 8], [0, 3, 5]
@@ -287,10 +287,10 @@ def test_explain_names_both_passes_and_the_reason(device):
         told = te.explain(attention(), *tensors(device))
     by_operation = {decision.operation: decision for decision in told.decisions}
     assert by_operation["fp8_attention_backward"].chosen == "high_precision"
-    refusals = {v.backend: v.reason for v in by_operation["fp8_attention_backward"].verdicts}
+    reasons = {v.backend: v.reason for v in by_operation["fp8_attention_backward"].verdicts}
     if device.type == "cpu":
         assert by_operation["fp8_attention"].chosen == "emulated"
-        assert refusals["cudnn"] == "the forward pass is 'emulated'"
+        assert reasons["cudnn"] == "the forward pass is 'emulated'"
 
 
 def test_bf16_backward_overrules_the_environment(device, monkeypatch):

@@ -57,7 +57,7 @@ def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> Atten
 
 
 def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> list[torch.Tensor | None]:
-    """The launch's outputs, which hold what they must when it starts, else 7."""
+    """The launch's outputs, filled with their required initial value or with 7."""
     made = []
     for output, shape in zip(launch.outputs, like, strict=True):
         if output is not None:
@@ -165,7 +165,7 @@ def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("sequences", [2, 3, 33, 129, 300, 1024])
 def test_every_tile_has_one_program_however_many_sequences_are_counted(sequences, warps, device):
-    """Their lengths lie in part of a warp, in all warps once, or in several registers of every thread."""
+    """The lengths fill part of a warp, all warps once, or several registers of every thread."""
     rows, generator = 16, torch.Generator().manual_seed(sequences)
     lengths = torch.randint(0, 4, (sequences,), generator=generator) * 11
     lengths[0] = lengths[-1] = 0

@@ -168,5 +168,5 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.rejection_reason(replace(on_hopper(), **changes))
-    assert (refusal is None) if reason is None else reason in (refusal or "")
+    found = backend.BACKEND.rejection_reason(replace(on_hopper(), **changes))
+    assert (found is None) if reason is None else reason in (found or "")

@@ -273,7 +273,7 @@ def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device)
 
 
 def request_of(**changes):
-    request, _ = build(Case("refusals"), torch.device("cpu"), 1)
+    request, _ = build(Case("rejections"), torch.device("cpu"), 1)
     return dataclasses.replace(request, **{"device_type": "cuda", "capability": (9, 0), **changes})
 
 
@@ -294,5 +294,5 @@ def test_rejections_name_the_value_and_the_limit():
         ({"fp8": "current"}, "FP8"),
         ({"score_mod": max}, "score_mod"),
     ):
-        refusal = triton.BACKEND.rejection_reason(request_of(**changes))
-        assert refusal is not None and words in refusal
+        reason = triton.BACKEND.rejection_reason(request_of(**changes))
+        assert reason is not None and words in reason

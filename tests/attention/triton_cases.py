@@ -377,7 +377,7 @@ def _compatible(a: str, first: dict, b: str, second: dict) -> bool:
 
 
 def _richest(kinds: dict, names: list[str], missing: set, generator: torch.Generator) -> list[int]:
-    """Of 60 random choices the one that covers most of what is missing, built round a missing pair."""
+    """The choice, of 60 random ones built around a missing pair, that covers most missing pairs."""
     best, most = [], -1
     ordered = sorted(missing)
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""The losses as one calls them: values, gradients, where the gradient lies, and what is refused."""
+"""The public loss functions: values, gradients, memory of the gradient, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_large_logits_have_the_smoothed_loss_of_torch(value, device):
     theirs = logits.detach().clone().requires_grad_()
     target = torch.tensor([[0, 39]], device=device)
     loss, expected = parallel_cross_entropy(logits, target, 0.1), torch_loss(theirs, target, 0.1, False)
-    # The mean of equal logits is off by a rounding of theirs, which weighs what they do.
+    # The mean of equal logits has a rounding error proportional to the logits.
     torch.testing.assert_close(loss, expected, rtol=0.0, atol=abs(value) * 0.1 * 2**-20)
     assert torch.isfinite(loss).all()
     loss.sum().backward()
@@ -365,7 +365,7 @@ def test_a_mismatched_head_is_rejected(device):
         fused_linear_cross_entropy(hidden, weight.bfloat16(), target)
     with pytest.raises(ValueError, match=r"bias is \[3\]; give \[61\]"):
         fused_linear_cross_entropy(hidden, weight, target, bias[:3])
-    (hidden, weight, _), target = head(torch.float32, "cpu")  # on a GPU nobody waits for such a check
+    (hidden, weight, _), target = head(torch.float32, "cpu")  # on a GPU the call does not wait for this check
     with pytest.raises(ValueError, match="target 61 is outside"):
         fused_linear_cross_entropy(hidden, weight, torch.full_like(target, 61))
 

@@ -1,4 +1,4 @@
-"""multi_tensor_*: what callers of the extension call, and what is refused with nothing changed."""
+"""multi_tensor_* functions of the extension: results, and rejected arguments that change nothing."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ HIDDEN, INNER, TOKENS = 64, 128, 32
 
 @pytest.fixture
 def apart():
-    """Call to have GELU computed in steps of its own from then on."""
+    """Return a function that makes later calls compute GELU in separate steps."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(te.use_backend(mlp_activation="separate", mlp_gradient="separate"))
 

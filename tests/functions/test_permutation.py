@@ -1,4 +1,4 @@
-"""moe_permute and its family: values and gradients against plain PyTorch, quantized tokens, and what is refused."""
+"""moe_permute and its family: values and gradients against plain PyTorch, quantized tokens, rejected arguments."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class TestQuantizedTokens:
 
 X, MASK = torch.ones(4, 8), torch.ones(4, 2, dtype=torch.int32)
 MAP = torch.zeros(4, 5, dtype=torch.int32)
-REFUSED = {
+REJECTED = {
     "map type": (lambda: moe_permute(X, MASK, 8, map_type="list"), ValueError, "choose one of mask, index"),
     "map shape": (lambda: moe_permute(X, MASK[:3], 8), ValueError, r"routing_map is \[3, 2\] for 4 tokens"),
     "negative": (lambda: moe_permute(X, MASK, -2), ValueError, "num_out_tokens=-2 is below -1"),
@@ -349,9 +349,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_a_bad_call_raises(name):
-    call, kind, words = REFUSED[name]
+    call, kind, words = REJECTED[name]
     with pytest.raises(kind, match=words):
         call()
 

@@ -1,4 +1,4 @@
-"""The router's public functions: formats of maps, indices, leading dimensions, gradients, losses, and refusals."""
+"""The router's public functions: formats of maps, indices, leading dimensions, gradients, losses, rejections."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_loss_and_its_gradient_are_those_of_plain_pytorch(device, kind, dyna
 
 
 X = torch.ones(T, E)
-REFUSED = {
+REJECTED = {
     "float64": (lambda: topk(X.double()), ValueError, r"logits is torch\.float64"),
     "no experts": (lambda: topk(X[:, :0]), ValueError, "at least one of each"),
     "k": (lambda: topk(X, 21), ValueError, "topk=21 > 20 experts"),
@@ -151,9 +151,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_a_bad_call_raises(name):
-    call, kind, words = REFUSED[name]
+    call, kind, words = REJECTED[name]
     with pytest.raises(kind, match=words):
         call()
 

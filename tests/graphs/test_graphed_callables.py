@@ -855,7 +855,7 @@ def test_held_gradient_accumulators_are_captured_from_a_side_stream(aside):
 
 
 class _Called(torch.nn.Module):
-    """As Megatron-core's layers: a call of the class decides what is captured, and gives back another form."""
+    """A module whose `__call__` changes the form of the result, as the layers of Megatron-core do."""
 
     def __init__(self):
         super().__init__()
@@ -880,7 +880,7 @@ def test_a_call_method_of_the_class_defines_the_capture(rerun):
 
 
 def test_modules_and_tensors_outside_the_gpu_are_rejected():
-    """A graph would record nothing of it, and replay nothing."""
+    """A graph neither records nor replays work outside the GPU."""
 
     def asked(module, x):
         samples = arguments.samples_of((x,), None, True, 1, False)

@@ -2,9 +2,9 @@
 
 Every layer is run under every recipe; with and without cached weights if the argument is "all", otherwise in turn.
 
-Memory holds symbols in place of numbers: what a kernel or a product writes is the symbol of its name, its scalars and
-the symbols that it reads. Two steps that leave the same symbols in results, gradients and scaling states have started
-the same kernels on the same inputs.
+Memory holds symbols instead of numbers. Every output of a kernel or product is a symbol of its name, its scalars and
+the symbols that it reads. Two steps that produce the same symbols in results, gradients and scaling states have
+launched the same kernels on the same inputs.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Kernel:
 
 
 class Names(dict):
-    """Every name is a number of its own."""
+    """Number each name by its first occurrence."""
 
     def __missing__(self, name: str) -> int:
         return self.setdefault(name, len(self))

@@ -206,7 +206,7 @@ def test_a_watched_variable_returns_its_current_value(monkeypatch):
 
 
 def test_attributes_of_callers_do_not_invalidate_the_cache(device, monkeypatch):
-    """Callers note things on our modules in every step, some before our constructor has run."""
+    """Callers set their own attributes on our modules in every step, some before our constructor runs."""
 
     class Theirs(te.Linear):
         def __init__(self):
@@ -273,8 +273,8 @@ def test_structural_settings_are_fixed_after_construction(device):
         setattr(module, name, getattr(module, name))
 
 
-# kind, attribute, a value that it cannot have, what is raised
-REFUSED = [
+# Kind, attribute, invalid value, expected error and message.
+INVALID = [
     ("Linear", "return_bias", len, TypeError, "return_bias=.* is neither True nor False; give a bool"),
     ("LayerNorm", "eps", "small", TypeError, "eps='small' must be a number"),
     ("LayerNormLinear", "eps", None, TypeError, "eps=None must be a number"),
@@ -289,7 +289,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=lambda c: f"{c[0]}-{c[1]}")
+@pytest.mark.parametrize("change", INVALID, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
     kind, name, value, error, sentence = change
     layer = layer_of(kind).to(device)

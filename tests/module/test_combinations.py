@@ -193,7 +193,7 @@ def test_one_parameter_alone_can_be_trained(kind, name, trained, device):
 
 
 def assert_same_gradient(name, grad, expected):
-    """Bit for bit; on a GPU, which kernel sums the rows for a bias depends on the products beside it."""
+    """Compare bit for bit; on a GPU, the choice of kernel for bias gradients depends on the other products."""
     if grad.is_cuda and name.endswith("bias") and "layer_norm" not in name:
         torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
     else:

@@ -22,7 +22,7 @@ def _no_compiled_code_left():
 
 
 class Mixture(torch.nn.Module):
-    """(y [T, HIDDEN], the loss that balances experts), with as many tokens for each expert as it is told."""
+    """Experts that return (y [T, HIDDEN], balancing loss); the caller passes the tokens per expert."""
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Two runs give the same bits, in every layer and recipe; what cannot is refused by name."""
+"""Two runs of every layer and recipe give the same bits; nondeterministic operations raise with their name."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_nondeterministic_attention_backends_report_a_reason(backend, monkeypatc
     _, call = call_of(layer)
     explanation = te.explain(call)
     (decision,) = [d for d in explanation.decisions if d.operation == "attention"]
-    refusal = next(v.reason for v in decision.verdicts if v.backend == backend)
-    assert refusal is not None
+    reason = next(v.reason for v in decision.verdicts if v.backend == backend)
+    assert reason is not None
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Gradients of gradients: of every module under every recipe right, or refused by the operation's name."""
+"""Second derivatives of every module under every recipe are correct, or raise with the operation's name."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_attention_is_right(softmax, form, device, monkeypatch):
     assert_right(ours, plain, tensors)
 
 
-REFUSED = r"the gradients of ({}) have no derivative of their own"
+NO_DERIVATIVE = r"the gradients of ({}) have no derivative of their own"
 LAYERS = {
     "linear": (lambda d: te.Linear(HIDDEN, FFN, device=d), "Linear"),
     "grouped_linear": (lambda d: te.GroupedLinear(2, HIDDEN, FFN, device=d), "GroupedLinear"),
@@ -255,9 +255,9 @@ def test_a_layer_of_products_has_first_derivatives_and_rejects_second_ones(name,
         assert same([a for a, _ in found], [b.detach() for _, b in found])
     penalty = sum(b.square().sum() for _, b in found)
     for wanted in leaves:
-        with pytest.raises(RuntimeError, match=REFUSED.format(operation)):
+        with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
             torch.autograd.grad(penalty, wanted, retain_graph=True, allow_unused=True)
-    with pytest.raises(RuntimeError, match=REFUSED.format(operation)):
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
         penalty.backward()
 
 
@@ -267,7 +267,7 @@ def test_fp8_attention_rejects_second_derivatives(device):
     with autocast(recipe=DelayedScaling(fp8_format=Format.HYBRID, fp8_dpa=True)):
         y = layer(q, k, v)
     (grad,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=REFUSED.format("FP8 attention")):
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format("FP8 attention")):
         torch.autograd.grad(grad.sum(), v)
 
 
@@ -281,8 +281,8 @@ def test_torchs_own_attention_is_right_or_unsupported_by_torch(device):
 
     try:
         assert_right(layer, plain, tensors)
-    except RuntimeError as refusal:
-        assert re.search(r"attention.* is not implemented|" + REFUSED.format(".*"), str(refusal))
+    except RuntimeError as error:
+        assert re.search(r"attention.* is not implemented|" + NO_DERIVATIVE.format(".*"), str(error))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -321,7 +321,7 @@ def test_a_reentrant_checkpoint_rejects_second_derivatives(make, device):
     layer = make(HIDDEN, device=device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     te.checkpoint(layer, x, use_reentrant=True).sin().sum().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match=REFUSED.format("a reentrant checkpoint")):
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format("a reentrant checkpoint")):
         torch.autograd.grad(x.grad.sum(), x)
 
 

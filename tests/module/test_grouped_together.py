@@ -191,7 +191,7 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
         assert ours.grad is None
         assert_close(ours.main_grad, theirs.grad + 1)
         theirs.grad = None
-    # The first microbatch of a step overwrites what the step before has left.
+    # The first microbatch of a step overwrites the gradients of the previous step.
     for ours, theirs in zip(gradients(fused, is_first_microbatch=True), gradients(plain), strict=True):
         assert_close(ours.main_grad, theirs.grad)
 
@@ -210,7 +210,7 @@ def test_weights_of_the_first_microbatch_serve_the_later_ones(name, device, monk
     assert not torch.equal(first, uncached)
     if name == "delayed":  # whose scales have changed
         return
-    # A first microbatch that goes one by one leaves nothing stale behind.
+    # A first microbatch that runs one by one leaves no stale weights in the cache.
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
     with autocast(recipe=RECIPES[name]):
         layer(x, splits, is_first_microbatch=True)

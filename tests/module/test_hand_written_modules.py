@@ -323,7 +323,7 @@ def test_a_subclass_of_linear_adds_parameters_and_overrides_methods(recipe, devi
 
 
 def roles_of(module, x, **call):
-    """What a factory is asked with in one step of a module."""
+    """Roles that a factory receives in one step of a module."""
     asked = []
 
     def factory(role):

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.programs import output_without_gpu
 
-# Functions of the package in one call of `benchmarks/host_calls.py`. Whoever makes a pass shorter lowers its line.
+# Upper bounds of package functions entered in one call of `benchmarks/host_calls.py`. Lower a bound when a pass
+# enters fewer.
 MOST = {
     "linear/none/fb": 45,
     "linear/delayed/fb": 106,

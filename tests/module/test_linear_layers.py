@@ -560,7 +560,7 @@ def test_odd_features_run_with_one_warning_at_most(name, device):
         warnings.simplefilter("always")
         first = step(layer, x, RECIPES[name])
         step(layer, x, RECIPES[name])
-    # Of ours: the collector may meanwhile close a file that an earlier test has left, and warn of it.
+    # Warnings of the package only: the garbage collector may close a file of an earlier test and warn about it.
     assert len([w for w in caught if w.category is not ResourceWarning]) <= 1
     exact = F.linear(x, layer.weight, layer.bias)
     assert float((first[0] - exact).detach().norm() / exact.norm()) < 0.3

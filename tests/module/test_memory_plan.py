@@ -1,4 +1,4 @@
-"""memory_plan: what it says is kept is what is kept, and on a GPU the peak is the peak."""
+"""memory_plan: the planned saved bytes are those saved, and on a GPU the planned peak is the measured peak."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def saved_bytes(
     x: torch.Tensor,
     parameters: list[torch.Tensor] | None = None,
 ) -> int:
-    """Bytes of the storages that a forward pass saves, but for parameters, its input and its output."""
+    """Bytes of the storages that a forward pass saves, except for parameters, its input and its output."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,8 +257,8 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 @pytest.mark.sampled
 def test_a_recomputed_stack_keeps_the_inputs_of_its_layers(reentrant: bool, recipe: str):
-    """4 layers keep 3 inputs [512, 256] in bfloat16 beside the model's own. The last backward, that of the first layer,
-    takes what it takes alone, beside parameters and gradients of the others."""
+    """4 layers keep 3 inputs [512, 256] in bfloat16 in addition to the model's input. The last backward pass, of the
+    first layer, takes the memory of that layer alone plus the parameters and gradients of the others."""
     chosen, x = RECIPES[recipe], torch.empty(512, 256, dtype=BF16, device="meta")
     layers = [layernorm_mlp(256, device="cpu") for _ in range(4)]
     with te.emulate():
@@ -407,7 +407,7 @@ def test_a_planned_product_is_one_call_where_the_library_is(name: str, monkeypat
     pairs = list(zip(tree_leaves(planned), tree_leaves(expected), strict=True))
     assert all((x is None and y is None) or (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
     made = [x for x in tree_leaves(planned) if x is not None]
-    assert sum(allocated for _, allocated in ledger.events) == len(made)  # and nothing beside them
+    assert sum(allocated for _, allocated in ledger.events) == len(made)  # and no other allocations
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_a_sum_over_rows_takes_the_measured_memory(shape: tuple[int, ...]):
     axes = tuple(range(x.dim() - 1))
     x.sum(axes, dtype=torch.float32)
     torch.cuda.synchronize()
-    # What was asked for: the allocator's blocks may be up to a MiB larger.
+    # Requested bytes: the allocator's blocks may be up to a MiB larger.
     requested = "requested_bytes.all."
     before = torch.cuda.memory_stats()[f"{requested}current"]
     torch.cuda.reset_peak_memory_stats()

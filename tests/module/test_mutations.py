@@ -1,7 +1,7 @@
-"""What a layer remembers cannot lie: whatever changes between two calls, the second is that of a layer that is new.
+"""No layer uses a stale cache: after any change between two calls, the second call equals that of a new layer.
 
-Every public attribute of every public layer, every field of every recipe and every environment variable of ours is
-found by looking and changed. A write may also be refused, by a sentence that names the attribute.
+The tests discover and change every public attribute of every public layer, every field of every recipe and every
+environment variable of the package. A write may also raise an error that names the attribute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATTENTION_TOO = {
 }
 EVERY_RECIPE = {**{name: recipe for name, recipe in RECIPES.items() if recipe is not None}, **ATTENTION_TOO}
 
-# Sizes, and variants with other parameters, whose write is neither refused nor in effect. A name may only go.
+# Sizes, and variants with other parameters, whose write neither raises nor takes effect. Names may only be removed.
 WRITTEN_IN_VAIN: set[str] = set()
 
 WITHOUT_ANOTHER_VALUE = {
@@ -66,17 +66,17 @@ def test_an_attribute(kind: str, recipe: str | None, values: int):
 
 
 def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | None) -> str | None:
-    """What is wrong with the call after a write, compared with a layer made, or at least first called, with it."""
+    """Describe how the call after a write differs from that of a layer constructed or first called with the value."""
     forget()
     layer = layer_of(kind)
     outcome(layer, recipe)
-    refusal = refusal_of(layer, attribute, value)
-    if refusal is not None:
-        return None if attribute in refusal else f"refused without its name: {refusal}"
+    rejection = refusal_of(layer, attribute, value)
+    if rejection is not None:
+        return None if attribute in rejection else f"the error does not name it: {rejection}"
     argument = argument_of(kind, attribute)
     fresh = layer_of(kind, **({} if argument is None else {argument: value}))
     if argument is None and refusal_of(fresh, attribute, value) is not None:
-        return "a write before the first call is refused, one after it is not"
+        return "a write before the first call raises, a write after it does not"
     try:
         continue_from(layer, fresh)
     except RuntimeError:  # it decides which parameters there are
@@ -84,7 +84,7 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
         return (
             None
             if isinstance(after, str) and attribute in after
-            else "the parameters stay, and nothing says so"
+            else "the parameters stay, and no error is raised"
         )
     after = outcome(layer, recipe)
     forget()
@@ -173,7 +173,7 @@ def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
         assert agree(after, outcome(fresh, changed)), f"{field}={getattr(changed, field)!r}"
 
 
-# What constructors take where their keyword is absent: a layer keeps what it was made with.
+# Defaults of absent constructor keywords: a layer keeps the value of its construction.
 DEFAULTS = {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"}
 
 # Fields for which a recipe takes one value only.

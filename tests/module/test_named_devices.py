@@ -1,4 +1,4 @@
-"""A GPU that is named by its number has to be there: device="cuda" alone means the CPU where there is no GPU."""
+"""A numbered GPU must exist; device="cuda" without a number means the CPU on a machine without GPUs."""
 
 from __future__ import annotations
 

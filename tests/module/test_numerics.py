@@ -1,4 +1,4 @@
-"""module.numerics owns what a module quantizes by; the original's names are views whose writes take effect."""
+"""module.numerics owns the quantizers and states of a module; the original's names are writable views of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fp8Padding and Fp8Unpadding: values, gradients, alignments of recipes, and what is refused."""
+"""Fp8Padding and Fp8Unpadding: values, gradients, alignments of recipes, and rejected arguments."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass of the layer wit
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products are planned as where cuBLASLt is, wherever the plan is made; what is remembered of here is put aside."""
+    """Plan products as on a GPU with cuBLASLt; clear the caches before and after."""
     described = request.described
 
     def on_gpu(*key: Any) -> GemmRequest:
@@ -84,11 +84,11 @@ def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
 @pytest.mark.parametrize("recipe", MOST)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_gpu: None):
-    # Where the norm's backward is the step's peak, as it may be where no activation makes wider matrices. With a GPU
-    # there, its kernels say themselves what they sum in.
-    beside = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
+    # The norm's backward may be the peak of a step without an activation's wider matrices. On a GPU, its kernels
+    # report the scratch buffers of their sums themselves.
+    scratch = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
     most = dict(zip(MODELS, MOST[recipe], strict=True))[name]
-    assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + beside < most + PRINTED
+    assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + scratch < most + PRINTED
 
 
 def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
@@ -104,20 +104,20 @@ def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="a caller holds the arguments of a call until it returns before 3.11"
 )
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager alone", "beside compiled functions"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager alone", "with compiled functions"])
 def test_gelu_frees_its_input_before_the_weight_gradients(compiles: bool, as_on_a_gpu: None):
     matrix = TOKENS * INNER * BF16.itemsize
     hidden = TOKENS * HIDDEN * BF16.itemsize
     weight = INNER * HIDDEN * BF16.itemsize
     # When fc2's input gradient times gelu' is made: y, norm(x), fc1's output, fc2's input, the gradient itself.
     expected = 2 * hidden + 3 * matrix - (2 * weight + hidden)
-    # While a compiler looks at frames, Python's calls are no longer inlined: a caller holds what it has handed over.
-    looking = set_eval_frame(False) if compiles else None
+    # While a compiler hooks frames, Python does not inline calls, and a caller holds the arguments that it passed.
+    hook = set_eval_frame(False) if compiles else None
     try:
         peak = planned(MODELS["gelu"].make("meta"), None)
     finally:
         if compiles:
-            set_eval_frame(looking)
+            set_eval_frame(hook)
     assert peak == pytest.approx(expected / MIB, abs=PRINTED)
 
 
@@ -139,7 +139,7 @@ def test_a_forward_pass_without_gradients_keeps_nothing_for_a_backward(as_on_a_g
 
 
 def small(name: str, device: torch.device) -> nn.Module:
-    """A layer of every autograd function that lets go early."""
+    """A layer of every autograd function that frees tensors early."""
     torch.manual_seed(3)
     common = {"params_dtype": BF16, "device": device}
     made = {
@@ -182,7 +182,7 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
     )
 
 
-# Delayed scaling gives every backward scales of its own.
+# Without delayed scaling, whose scales differ between backward passes.
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled

@@ -1,4 +1,4 @@
-"""What a change of recipe or of weights does to a module's states: replaced, continued, or refused unchanged."""
+"""A change of recipe or weights replaces a module's states, continues them, or raises and leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MISFITS = {
 
 
 def contents(layer):
-    """What a checkpoint of the layer holds; its bytes differ from one pickling to the next."""
+    """Decoded contents of a layer's checkpoint, whose bytes differ from one pickling to the next."""
     return decode_extra_state(layer.get_extra_state()) or {}
 
 

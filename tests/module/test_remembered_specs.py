@@ -1,4 +1,4 @@
-"""What a module remembers of earlier calls: used again only while nothing that it depends on has changed."""
+"""A module reuses the cached specs of earlier calls only while all their inputs are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reset_parameters() fills every parameter anew, as often as it is called and on any copy."""
+"""reset_parameters() fills every parameter anew in every call and on any copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer returns is its caller's: written in place as torch's own results are, with and without gradients."""
+"""Callers may write a layer's results in place, as torch's own results, with and without gradients."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
 @pytest.mark.sampled
 def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch):
-    """From that moment on it may be copied, while its layer goes on."""
+    """A tensor may be copied as soon as it is marked, while its layer still runs."""
     seen = []
 
     def noted(saved):

@@ -93,7 +93,7 @@ def dequantized(tensor: Tensor) -> Tensor:
 def compare(actual: Any, expected: Any, bound: float, names: str) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         if ours is None or theirs is None:
-            # Nothing reaches an extra input whose operation is followed by nothing that depends on it.
+            # An extra input gets no gradient if no later operation depends on its operation.
             assert ours is None or ours.abs().max() == 0
             assert theirs is None or theirs.abs().max() == 0
             continue

@@ -185,7 +185,7 @@ def test_operations_of_users_run_between_fused_passes(emulated):
 
 
 class Overridden(ops.Bias):
-    """An operation of the package with a forward pass of its own."""
+    """An operation of the package with an overridden forward pass."""
 
     def op_forward(self, ctx, input_, **options):
         return super().op_forward(ctx, input_ + 1, **options)
