@@ -22,7 +22,7 @@ from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import TABLE
 
-# A CPU has two backends to check, which have no tiles.
+# On a CPU the tests check two backends, which have no tiles.
 LENGTHS_Q, LENGTHS_KV = (
     ([150, 77, 1], [200, 130, 64]) if torch.cuda.is_available() else ([48, 30, 1], [64, 50, 24])
 )
@@ -57,7 +57,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
     "extra": ("nothing", "max_logit", "deterministic", "no gradient", "scale"),
 }
-# The options that the libraries of the FlashAttention kind have in common, in combinations of their own.
+# Options that all FlashAttention libraries support, combined separately.
 BANDS: dict[str, tuple[Any, ...]] = {
     **AXES,
     "mask": AXES["mask"][:6],
@@ -92,7 +92,7 @@ class Case(NamedTuple):
 
 
 def exists(case: dict[str, Any]) -> bool:
-    """Can the options be asked for together?"""
+    """Return whether the options can be combined."""
     layout, mask = case.get("layout", "bshd"), case.get("mask", "padding")
     if layout.startswith("thd") and mask not in ("padding", "padding_causal", "padding_causal_bottom_right"):
         return False
@@ -105,7 +105,7 @@ def exists(case: dict[str, Any]) -> bool:
 
 
 def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
-    """Cases such that any two values of two axes that exist together meet in one of them (greedy, seeded)."""
+    """Return cases that cover every valid pair of values of two axes (greedy, seeded)."""
     names = list(axes)
     place = {name: number for number, name in enumerate(names)}
     wanted = {
@@ -282,7 +282,7 @@ def results(case: Case, call: Call) -> dict[str, Tensor]:
 
 
 def plain(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """The literal computation with every tensor in bfloat16 or float16, as a model without a library has it."""
+    """Compute attention literally with every tensor in bfloat16 or float16, as a model without a library does."""
     from transformer_engine.pytorch.primitives.attention import dense
 
     with monkeypatch.context() as patch, use_backend(attention="reference"):
@@ -294,7 +294,7 @@ _exact: dict[Case, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
 
 def measures(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """(float32 results, those of the literal computation in 16 bits), once a case."""
+    """Return float32 results and those of the literal 16-bit computation, cached per case."""
     if case not in _exact:
         with use_backend(attention="reference"):
             exact = results(case, build(case, device, torch.float32))
@@ -406,7 +406,7 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("backend", TABLE.names())
 def test_a_gradient_of_any_layout_is_read_correctly(backend, tensor_format, device):
-    """As a slice of wider rows, spread over one number, or with its first axes exchanged in memory."""
+    """Gradients are slices of wider rows, one expanded number, or have their first axes exchanged in memory."""
     torch.manual_seed(0)
     shape = (64, 4, 32) if tensor_format == "thd" else (32, 2, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -468,7 +468,7 @@ def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recomp
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("backend", TABLE.names())
 def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_format, device):
-    """Straight to the backend: 3 sequences with 1 to 20 new queries and pages in any order."""
+    """Call the backend directly with 3 sequences of 1 to 20 new queries and pages in any order."""
     from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
     from transformer_engine.pytorch.primitives.attention.mask import Mask
 

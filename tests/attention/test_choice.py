@@ -1,4 +1,4 @@
-"""Which backend an attention gets, the sentences of those it does not get, and the errors of wrong calls."""
+"""Choice of the attention backend, reasons of rejections, and errors of wrong calls."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
     ],
 )
 def test_our_kernels_reject_what_their_grid_does_not_hold(fields, reason):
-    """CUDA's own words were "invalid argument"."""
+    """Without this check, CUDA reports "invalid argument"."""
     asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
     asked = dataclasses.replace(asked, device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
     assert triton.unsupported_reason(asked) == reason

@@ -24,7 +24,7 @@ def compiled(function, dynamic=None):
 
 
 def assert_same_as_eager(function, leaves, parameters=(), dynamic=None):
-    """Outputs and gradients of function(*leaves), eager and compiled."""
+    """Compare outputs and gradients of function(*leaves), eager and compiled."""
     results = []
     for run in (function, compiled(function, dynamic)):
         inputs = [x.detach().clone().requires_grad_() for x in leaves]

@@ -1,4 +1,4 @@
-"""Batches for context parallelism: sequences padded, cut into the chunks of ranks, and put together again."""
+"""Batches for context parallelism: sequences are padded, split into the chunks of ranks, and joined again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_sequence_is_padded_behind_to_a_multiple(multiple, leading, device
         want_ids += [*range(at, at + length), *[7] * filler]
         want_labels += [*(-i for i in range(at, at + length)), *[-100] * filler]
         at += length
-    # Flat, whichever of the two came in.
+    # The result is flat for both shapes of the input.
     assert padded.shape == labels.shape == (len(want_ids),)
     assert padded.tolist() == want_ids and labels.tolist() == want_labels
     assert cu.dtype == torch.int32 and cu.device == ids.device

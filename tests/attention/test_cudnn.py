@@ -48,7 +48,7 @@ PACKED = {"q_format": "thd", "kv_format": "thd"}
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As if on a machine with the library, whose GPU is not asked."""
+    """Simulate a machine with the library, without querying its GPU."""
     for module in (cudnn, cudnn_fp8):
         monkeypatch.setattr(module, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: False)
@@ -271,7 +271,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
-    """Which rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, are tokens."""
+    """Mask of the rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, that are tokens."""
     if inputs.lengths_q is None:
         return torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
     real = torch.arange(r.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
@@ -279,7 +279,7 @@ def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
 
 
 def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
-    """Output, statistics and gradients within what rounding to 16 bits explains: 2^-9 once or twice."""
+    """Compare output, statistics and gradients within one or two roundings to 16 bits, 2^-9 each."""
     assert cudnn.BACKEND.rejection_reason(r) is None
     grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
     wide, exact_request = widened(inputs), replace(r, dtype=torch.float32)
@@ -391,7 +391,7 @@ def test_pages_are_read_in_place(page_size, q_format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_dropout_drops_the_same_in_both_passes(mask):
-    """o is linear in v with what dropout left, so <do, o> = <v, dv>; and <q, dq> = <k, dk>."""
+    """After dropout o is linear in v, so <do, o> = <v, dv>; also <q, dq> = <k, dk>."""
     pytest.importorskip("cudnn")
     r = request(mask, dropout=0.3)
     inputs = inputs_of(r)

@@ -1,4 +1,4 @@
-"""cuDNN's plans on disk: which are read, and which are built again and why, with a stand-in for the library."""
+"""cuDNN's plans on disk: which ones are read and which are built again, with a mock of the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HANDLE = 7
 
 
 class NotSupported(Exception):
-    """The stand-in's cudnnGraphNotSupportedError."""
+    """The mock's cudnnGraphNotSupportedError."""
 
 
 class Node:
@@ -101,7 +101,7 @@ class Graph:
 
 
 class Library:
-    """The part of the module `cudnn` that plans are made with."""
+    """The part of the module `cudnn` that builds plans."""
 
     cudnnGraphNotSupportedError = NotSupported
     data_type = SimpleNamespace(FLOAT="float", INT64="int64")
@@ -129,14 +129,14 @@ class Library:
 
 
 def gpu(**changes: Any) -> SimpleNamespace:
-    """The properties of an H200, and what differs from them."""
+    """The properties of an H200, with changes."""
     given = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
     return SimpleNamespace(**given)
 
 
 @pytest.fixture
 def library(monkeypatch, tmp_path) -> Library:
-    """The stand-in in place of the library, on a machine that looks like one with an H200, and the switch on."""
+    """Replace the library by the mock on a simulated machine with an H200, with the switch on."""
     stand_in = Library()
     for module in (cudnn_graph, cudnn_plan):
         monkeypatch.setattr(module, "library", lambda: stand_in)
@@ -156,7 +156,7 @@ STRIDED = cudnn_plan.Strided((65536, 256, 64, 1), (32768, 128, 64, 1), (32768, 1
 
 
 def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.CudnnPlan:
-    """A plan as a process makes it that has none in memory."""
+    """Return a plan as a process without plans in memory does."""
     return cudnn_graph.planned(cudnn_plan.describe_forward, device, request() if r is None else r, strided)
 
 

@@ -1,4 +1,4 @@
-"""An optional library that cannot be imported is an unsupported backend with the import's error, asked for once."""
+"""An optional library that fails to import is an unsupported backend with the import error, and is imported once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ for name, counter in COUNTERS.items():
 
 
 def install(folder: Path, module: str, statement: str) -> Path:
-    """A package of that name whose import counts itself and raises; the file that counts."""
+    """Install a package whose import counts itself and raises; return the file of the count."""
     distribution, version, path = PACKAGES[module]
     counter = folder / f"{module}.counter"
     counter.write_text("")

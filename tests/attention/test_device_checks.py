@@ -1,4 +1,4 @@
-"""Checks of numbers on a device: at once on the host, else when the numbers have arrived, and never twice."""
+"""Checks of numbers run at once on the host, otherwise when the numbers arrive, and never twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def below(numbers, limit):
 
 
 class Copy:
-    """Numbers that arrive when the test says so, as those of a GPU do."""
+    """Numbers that arrive when the test sets them, like those of a GPU."""
 
     def __init__(self, *numbers):
         self.numbers, self.there, self.waited = torch.tensor(numbers), False, False

@@ -72,7 +72,7 @@ def assert_same(got, want):
 
 
 def mask_arguments(name, device, size_q=5, size_kv=6):
-    """Keyword arguments that make the mask `name`, and its rule in the oracle."""
+    """Return keyword arguments of the mask `name`, and its rule in the oracle."""
     if name.startswith("padding"):
         arguments = {
             "cu_seqlens_q": cumulative(LENGTHS_Q, device),

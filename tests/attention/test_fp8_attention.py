@@ -1,4 +1,4 @@
-"""FP8 attention: accuracy against float32, the slots of its state, checkpoints, and the modules round it."""
+"""FP8 attention: accuracy against float32, the slots of its state, checkpoints, and the modules around it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensors(device: torch.device, size: int = SIZE, tokens: int = TOKENS) -> lis
 
 
 def steps(module, recipe: Recipe, qkv: list[Tensor], grad: Tensor | None = None, count: int = 3, **options):
-    """Output and gradients of the last of some steps, so that delayed scales have settled."""
+    """Return output and gradients of the last of several steps, after delayed scales have settled."""
     for _ in range(count):
         with te.autocast(recipe=recipe):
             out = module(*qkv, **options)
@@ -361,7 +361,7 @@ def test_cudnn_differentiates_in_fp8_when_asked(mask, monkeypatch):
 def test_one_attention_takes_recipes_of_several_families_in_turn(
     kinds, quantized_weights, device, monkeypatch
 ):
-    """Each call equals that of a layer which has known its recipe alone."""
+    """Each call equals that of a layer used with its recipe alone."""
     linear = Float8CurrentScaling(fp8_dpa=True)
 
     def layer():

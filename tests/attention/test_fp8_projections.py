@@ -1,4 +1,4 @@
-"""fp8_mha: the projection before an FP8 attention makes the codes of q, k and v, where nothing comes between."""
+"""fp8_mha: the projection before an FP8 attention quantizes q, k and v if no operation is in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor import Float8Tensor
 
 HIDDEN, HEADS, GROUPS, TOKENS, BATCH = 128, 4, 2, 32, 2
 SIZE = HIDDEN // HEADS
-QKV = 2  # the slot of q, k and v in an attention
+QKV = 2  # the quantizer slot of q, k and v in an attention
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_an_evaluation_under_delayed_scaling_uses_the_scales_of_the_training(bac
     with torch.no_grad():
         module.qkv.weight.mul_(1e-3)
     recipe = DelayedScaling(fp8_mha=True, amax_history_len=4)
-    for _ in range(5):  # a scale settles a step after the one before it
+    for _ in range(5):  # each scale settles one step after the previous one
         with te.autocast(recipe=recipe):
             out = module(x)
         out.float().sum().backward()
@@ -165,7 +165,7 @@ def test_recomputation_repeats_the_codes(device):
 
 @pytest.mark.slow
 def test_a_compiled_module_hands_over_values(device):
-    """Compiled, it emulates; on a GPU, eager code computes in FP8."""
+    """Compiled code emulates FP8; on a GPU, eager code computes in FP8."""
     module, x = made(device), inputs(device)
     torch._dynamo.reset()
     function = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -48,7 +48,7 @@ def tokens(device, width):
 
 
 def batch(parts, tensor_format):
-    """Sequences [n, ..] of different n as one tensor, padded with nonsense behind the real tokens."""
+    """Return sequences [n, ..] of different n as one tensor, padded with arbitrary values after the real tokens."""
     if tensor_format == "thd":
         return torch.cat(parts)
     size = max(len(part) for part in parts)
@@ -64,7 +64,7 @@ def unbatched(out, sizes, tensor_format):
 
 
 def play(step, cache, data, tensor_format):
-    """{sequence: outputs of its tokens in order} over the schedule; data go on where they stopped."""
+    """Return {sequence: outputs of its tokens in order} over the schedule; each step continues the sequences."""
     used, outputs = {}, {}
     for entry in SCHEDULE:
         cache.pre_step(OrderedDict(entry))

@@ -26,7 +26,7 @@ def make(device, **options):
 
 
 def call(layer, form="sbhd", dtype=torch.float32):
-    """The output and every gradient; whether the joint node is in the graph."""
+    """Return the output, every gradient, and whether the graph has the joint node."""
     torch.manual_seed(1)
     device = layer.proj.weight.device
     x = torch.randn(*SHAPES[form], HIDDEN, dtype=dtype).to(device).requires_grad_()
@@ -56,7 +56,7 @@ def nodes(y):
 
 
 def apart(layer):
-    """The layer, with a hook that keeps its core from being called in any way but its own."""
+    """Return the layer with a hook on its core, which prevents the joint node."""
     layer.core_attention.register_forward_hook(lambda *_: None)
     return layer
 
@@ -152,7 +152,7 @@ def test_dropout_recomputation_and_no_gradient_take_no_joint_node(device):
 
 
 def test_the_next_step_sees_a_changed_cache(device):
-    """A cached step applies to no batch, limit, cache or page table of another kind."""
+    """A cached step is not reused for another batch, limit, cache or page table."""
     layer = make(device, qkv_format="bshd", layer_number=1).eval()
     options = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32, "device": device}
     cache = InferenceParams(2, 16, **options)

@@ -34,7 +34,7 @@ def make(device, **options):
 
 
 def projections(module, groups, fused, interleaved):
-    """[(weight, bias)] of queries, keys, values, in head order, whichever way the parameters hold them."""
+    """Return [(weight, bias)] of queries, keys and values in head order, for every parameter layout."""
     layer = module.layernorm_qkv if module.input_layernorm else module.qkv
     if not fused:
         return [

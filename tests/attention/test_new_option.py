@@ -1,4 +1,4 @@
-"""A new option of attention touches the record of a call and the backends that support it, and nothing between."""
+"""A new option of attention changes only the record of a call and the backends that support it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def backward(call, inputs, attended, grad_output):
 
 @pytest.fixture
 def option(monkeypatch):
-    """The option in the record."""
+    """Add the option to the record."""
     monkeypatch.setattr(describe, "AttentionCall", TemperedCall)
 
 
 @pytest.fixture
 def supported(option, monkeypatch):
-    """The option in the record and in one backend."""
+    """Add the option to the record and to one backend."""
     row = Backend(
         "tempered",
         takes=reference.TAKES | {FEATURE},

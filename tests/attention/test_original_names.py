@@ -1,4 +1,4 @@
-"""Names that callers of the original use besides the layers: the last choice, codes of one scale, versions."""
+"""Names of the original other than layers: the last choice, codes with one scale, versions."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ LAYOUTS = (
 
 
 def laid_out(layout, device):
-    """q, k, v that get_qkv_layout calls so."""
+    """Return q, k and v in the layout of that name."""
     leading = (12,) if layout.startswith("t") else (2, 6)
     axis = -2 if "h3d" in layout or "h2d" in layout else -3
     heads, size = 2, 16

@@ -20,7 +20,7 @@ HEADS, SIZE, TOKENS = 2, 8, 12
 
 @pytest.fixture(autouse=True)
 def _numbers_on_a_gpu_are_checked_too(monkeypatch):
-    # At once: these numbers would have kernels read outside of their tensors, which ends a process on a GPU.
+    # Checked at once: with these numbers kernels would read outside of their tensors, which ends a process on a GPU.
     monkeypatch.setenv("TE_CHECK", "2")
 
 

@@ -201,7 +201,7 @@ DECODING = (
 
 
 def decoding(case: Case, grown: int) -> Case:
-    """The case with as many queries as it says, whatever the growth of the sequences."""
+    """Return the case with `grown` times as many keys and an unchanged number of queries."""
     return dataclasses.replace(
         case,
         size_kv=case.size_kv * grown,

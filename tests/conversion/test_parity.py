@@ -1,4 +1,4 @@
-"""A converted model computes what `transformers` computes, and every weight finds its way back."""
+"""A converted model computes the logits of `transformers`, and converting back restores every weight."""
 
 from __future__ import annotations
 

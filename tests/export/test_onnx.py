@@ -36,7 +36,7 @@ ROWS, BATCH = torch.export.Dim("rows"), torch.export.Dim("batch")
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_registry_per_opset():
-    """Build the registry of ONNX functions once; torch.onnx builds one in every export, in half of its time."""
+    """Build the registry of ONNX functions once; otherwise torch.onnx spends half of each export on it."""
     build = functools.cache(ONNXRegistry.from_torchlib)
 
     def copied(**options: int) -> ONNXRegistry:

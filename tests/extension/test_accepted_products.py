@@ -36,7 +36,7 @@ def sample(*shape, seed=0):
 
 
 def operands(kind):
-    """The operands x [M, K] and w [N, K], and their values in float64."""
+    """Return the operands x [M, K] and w [N, K], and their values in float64."""
     found = []
     for make, shape, seed in zip(QUANTIZERS[kind], ((M, K), (N, K)), (0, 1), strict=True):
         quantizer, x = make(), sample(*shape, seed=seed)
@@ -47,7 +47,7 @@ def operands(kind):
 
 def generic(A, B, *, transA=True, transB=False, D=None, quantizer=None, dtype=None, bias=None, gelu=False,
             gelu_in=None, grad=False, accumulate=False, **rest):  # fmt: skip
-    """`tex.generic_gemm` by keywords, with the split accumulator."""
+    """Call `tex.generic_gemm` by keywords, with the split accumulator."""
     places = (
         A,
         transA,
@@ -117,7 +117,7 @@ def test_a_quantizer_writes_a_quantized_result_in_place():
     assert generic(wide, x, D=held, quantizer=quantizer, accumulate=True, beta=0.5)[0] is held
     assert torch.equal(held._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data)
     held.quantize_(old.float())
-    assert generic(wide, x, D=held)[0] is held  # by the quantizer that made it
+    assert generic(wide, x, D=held)[0] is held  # by the quantizer of the output
     assert torch.equal(held._rowwise_data, quantizer(product.float())._rowwise_data)
 
 

@@ -34,7 +34,7 @@ def close(found, wanted):
 
 
 def close_to_codes(found, wanted, left, right, transposed):
-    """The matrix units of a GPU keep about 14 bits of a partial sum of FP8 products: a part of sum(|a| |b|)."""
+    """Tolerance relative to sum(|a| |b|): a GPU keeps about 14 bits of a partial sum of FP8 products."""
     left, right = (
         x.abs().t() if turned else x.abs() for x, turned in zip((left, right), transposed, strict=True)
     )
@@ -98,7 +98,7 @@ def test_gelu_and_its_derivative(device, dtype):
     exact = (x.float() @ w.float().t() + bias.float()).requires_grad_()
     close(before, exact.detach())
     close(out, gelu(exact, approximate="tanh").detach())
-    weight = sample(device, K, N, dtype=dtype, seed=6)  # of a second layer, whose input gelu made
+    weight = sample(device, K, N, dtype=dtype, seed=6)  # of a second layer, whose input is a result of gelu
     grad = sample(device, M, K, dtype=dtype, seed=7)
     (want,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
     close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], want)
@@ -175,7 +175,7 @@ def test_the_extensions_argument_list(device, dtype):
 def generic(
     A, transA, B, transB, *, D=None, dtype=None, bias=None, gelu=False, gelu_in=None, grad=False, **rest
 ):
-    """tex.generic_gemm with names, of split accumulation unless told otherwise."""
+    """Call `tex.generic_gemm` by keywords, with the split accumulator by default."""
     accumulate, split = rest.pop("accumulate", False), rest.pop("split", True)
     options = (bias, None, gelu, gelu_in, grad, None, 0, accumulate, split)
     return tex.generic_gemm(A, transA, B, transB, D, rest.pop("quantizer", None), dtype, *options, **rest)

@@ -12,7 +12,7 @@ LENGTH, COLUMNS = 5, (3, 2)
 
 
 def stepped(history, scale, reduced, algorithm, maximum, margin):
-    """One column, literally: history [length] and scale after a step."""
+    """Compute the history [length] and scale of one column after a step."""
     history = history.clone()
     history[0] = reduced if reduced != 0 else history[0]
     if history[0] == 0:

@@ -334,7 +334,7 @@ def test_only_required_gradients_are_computed(frozen, precise, device):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor of the last extent `ids` that an operation returns."""
+    """Elements of the largest tensor with a last extent of `ids` that an operation returns."""
 
     def __init__(self, ids: int):
         super().__init__()

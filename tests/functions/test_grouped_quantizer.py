@@ -1,4 +1,4 @@
-"""Which quantizers of many groups can work as one, and that they then do what each would do alone."""
+"""Conditions to fuse the quantizers of groups, and equality of fused and separate results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three products of a linear layer: what each multiplies, by hand-made operands."""
+"""Operands of the three products of a linear layer, compared with operands quantized by hand."""
 
 from __future__ import annotations
 

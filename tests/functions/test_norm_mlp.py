@@ -38,7 +38,7 @@ def sample(device, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> list[torch.Tensor]:
-    """Output and gradients of the last of so many steps."""
+    """Return the output and gradients of the last of `steps` steps."""
     made: list[torch.Tensor] = []
     for _ in range(steps):
         layer.zero_grad()
@@ -53,7 +53,7 @@ def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> li
 
 
 def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """To the bit on a CPU, where both ways are the same steps; on a GPU as bfloat16 results of two orders agree."""
+    """Compare bit for bit on a CPU, where both run the same steps; on a GPU within bfloat16 rounding."""
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         if not a.is_cuda:
@@ -226,7 +226,7 @@ def test_the_gradient_of_the_activation_is_never_in_memory(gradient):
 
 
 def ways(explanation) -> dict[str, tuple[str | None, str]]:
-    """The way that each matrix between two steps went, and why not the first one."""
+    """Return the backend of each matrix between two steps and the reason against the first backend."""
     return {
         decision.operation: (decision.chosen, str(decision.verdicts[0].reason))
         for decision in explanation.decisions

@@ -1,4 +1,4 @@
-"""The pieces of a weight are one tensor: without a copy while they are neighbours, with the same gradients always."""
+"""Pieces of a weight join into one tensor, without a copy if they are adjacent, and with the same gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""te.graphed: calls are captured by themselves, have the bits of eager ones, and say why they are not captured."""
+"""te.graphed captures calls automatically with the bits of eager calls, and reports why a call is not captured."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_explain_reports_how_many_calls_precede_the_capture(rerun):
     assert chosen == "eager"
     assert reason is not None
     assert reason.startswith("1 signatures are kept already")
-    assert rerun.log == ["forward", "backward"] * 2  # of the two calls; what explain looks into runs eagerly
+    assert rerun.log == ["forward", "backward"] * 2  # of the two calls; calls inside explain run eagerly
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -138,7 +138,7 @@ def test_a_written_setting_takes_effect(rerun):
 
 
 class _Settings:
-    """A model's configuration, as other libraries' layers hold one."""
+    """A model's configuration, an attribute of layers in other libraries."""
 
     def __init__(self):
         self.slope = 0.5

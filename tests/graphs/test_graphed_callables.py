@@ -1,4 +1,4 @@
-"""make_graphed_callables: replays have the bits of eager calls, and capturing leaves no trace."""
+"""make_graphed_callables: replays have the bits of eager calls, and capturing changes no state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _layer(kind, **options):
 
 
 def _state(module):
-    """Everything of a module that a step changes."""
+    """Return the scales, amax histories and buffers of a module, which a step changes."""
     scales = [
         (state.scale.clone(), state.amax_history.clone())
         for layer in module.modules()
@@ -169,7 +169,7 @@ def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, r
 
 
 class _Remembering(te.Linear):
-    """As modules of other libraries call a layer: the first call after `is_first_microbatch = True` is the first."""
+    """A layer as in other libraries: the first call after setting `is_first_microbatch = True` is the first."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -780,7 +780,7 @@ def test_a_failed_capture_leaves_everything_usable(name):
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 def test_a_capture_of_the_clients_own_renews_cached_weights_by_the_flag(recipe, monkeypatch):
-    """Megatron-core captures layers itself: no call of those is a first microbatch, and the flag is its to set."""
+    """Megatron-core captures layers itself, without a first microbatch, and sets the flag itself."""
     layer = _layer("LayerNormMLP", activation="swiglu")
     with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]):
         before = layer(_x(), is_first_microbatch=True)
@@ -832,7 +832,7 @@ def test_samples_may_be_lists(rerun):
 @pytest.mark.gpu
 @pytest.mark.parametrize("aside", [True, False])
 def test_held_gradient_accumulators_are_captured_from_a_side_stream(aside):
-    """As wrappers keep them for their hooks; on the default stream no capture takes them in, and the error says so."""
+    """Wrappers hold accumulators for their hooks; captures exclude those of the default stream and raise an error."""
     layer = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
     stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())

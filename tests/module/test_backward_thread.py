@@ -12,7 +12,7 @@ from transformer_engine.pytorch.runtime import autograd
 
 
 class ThreadOfBackward(torch.autograd.Function):
-    """Identity that notes which thread its backward runs on."""
+    """Identity that records the thread of its backward pass."""
 
     seen: list[int] = []
 
@@ -28,7 +28,7 @@ class ThreadOfBackward(torch.autograd.Function):
 
 @pytest.fixture
 def in_new_thread():
-    """Runs a function on a thread that has torch's defaults."""
+    """Run a function on a thread that has torch's defaults."""
 
     def run(function):
         results = []

@@ -1,4 +1,4 @@
-"""A setting that changes between two calls: the second call is that of a module made with the change."""
+"""After a setting changes between two calls, the second call equals that of a module constructed with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layer_of(kind, **options):
 
 
 def results(layer, recipe, device=None):
-    """Outputs, input gradient and parameter gradients of one call; device: of the input, where nothing has another."""
+    """Return outputs and gradients of one call; `device` is that of the input if the layer has no parameters."""
     torch.manual_seed(1)
     packed = isinstance(layer, DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
@@ -57,7 +57,7 @@ def results(layer, recipe, device=None):
     return [part.detach().clone() for part in ys] + [grad.clone() for grad in grads]
 
 
-# kind, attribute, options before, value after, the name of the option where it is another one
+# Kind, attribute, options before, value after, and the name of the option if it differs from the attribute.
 NORM = [("eps", {}, 0.5), ("zero_centered_gamma", {}, True)]
 FUSED = [
     *NORM,
@@ -144,7 +144,7 @@ def test_the_recipe(kind, device):
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_fp8_auto(kind, device, monkeypatch):
-    """The variable speaks of measured times of a GPU, so that elsewhere the measurement is stood in for."""
+    """The variable depends on times measured on a GPU; other machines replace the measurement."""
     monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
     layer = layer_of(kind).to(device)
     monkeypatch.setattr(specs, "_pays", _pays_anywhere)

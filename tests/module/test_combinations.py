@@ -1,4 +1,4 @@
-"""What layers do where several options meet: codes between layers, microbatches, frozen parameters, repeated use."""
+"""Combined options of layers: codes between layers, microbatches, frozen parameters, repeated use."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Mixture(torch.nn.Module):
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.scale = 2.5  # found in an object, it is a symbol in the graph
+        self.scale = 2.5  # an attribute of an object becomes a symbol in the graph
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, device=device)
         self.fc1 = te.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=False, device=device)
         self.fc2 = te.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=False, device=device)

@@ -66,7 +66,7 @@ def test_dropout_compiled_drops_what_eager_drops(drop_path, device):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-# Every recipe through a whole layer, each layer under one scale a tensor and under blocks.
+# Every recipe in a whole layer, and each layer under per-tensor scaling and under block scaling.
 ALWAYS = {
     ("none", "gpt"),
     ("delayed", "llama"),
@@ -86,5 +86,5 @@ def test_training_compiled_equals_training_eagerly(kind, name, device):
         assert same(eager, compiled)
         return
     for a, b in zip(eager, compiled, strict=True):
-        # Attention's gradients are not the same bits from one launch to the next on a GPU.
+        # On a GPU, the bits of attention gradients differ between launches.
         assert float((a - b).norm()) <= 0.1 * float(a.norm()) + 1e-6

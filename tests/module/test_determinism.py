@@ -25,7 +25,7 @@ def _free_again():
 
 
 def trained(name, recipe, steps, device, **options):
-    """All outputs, gradients and parameters of a run from the same seed."""
+    """Return all outputs, gradients and parameters of a run from a fixed seed."""
     FP8GlobalStateManager.reset()
     layer = layer_of(name, device=device, **options)
     x, call = call_of(layer)

@@ -34,7 +34,7 @@ def second_order(function, tensors):
 
 
 def assert_right(ours, plain, tensors):
-    """Both orders of ours in float32 are those of the plain program in float64."""
+    """First and second derivatives in float32 are close to those of a plain program in float64."""
     tensors = [t.detach().requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in tensors]
     for made, exact in zip(second_order(ours, tensors), second_order(plain, wide), strict=True):
@@ -159,7 +159,7 @@ def test_rotary_embedding_and_the_split_of_heads_are_right(device):
 @pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_attention_is_right(softmax, form, device, monkeypatch):
-    """By the dense backend on a CPU; whatever torch's own attention computes is torch's to differentiate."""
+    """Use the dense backend on a CPU, because torch differentiates its own attention operators."""
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     mask_type = "padding_causal" if form == "thd" else "causal"
@@ -241,15 +241,13 @@ def gradients(layer, x, recipe, **how):
 def test_a_layer_of_products_has_first_derivatives_and_rejects_second_ones(name, recipe, device):
     make, operation = LAYERS[name]
     layer = make(device)
-    twin = copy.deepcopy(layer)  # of the same scaling states, which a pass changes
+    twin = copy.deepcopy(layer)  # with the same scaling states, which a pass changes
     x = torch.randn(TOKENS, 2 * BATCH, HIDDEN, device=device, requires_grad=True)
     _, plain = gradients(twin, x, RECIPES[recipe])
     leaves, recorded = gradients(layer, x, RECIPES[recipe], create_graph=True)
     found = [(a, b) for a, b in zip(plain, recorded, strict=True) if a is not None]
     dense = {"attention"} if device.type == "cpu" else {"attention", "transformer"}
-    if (
-        name in dense
-    ):  # gradients are of dense matrices then, rounded otherwise, and so are codes made of them
+    if name in dense:  # gradients are then dense and rounded differently, and so are their codes
         assert all(float((a - b.detach()).norm()) <= 0.02 * float(a.norm()) for a, b in found)
     else:
         assert same([a for a, _ in found], [b.detach() for _, b in found])

@@ -1,6 +1,6 @@
-"""torch.compile(fullgraph=True, dynamic=True): a graph for several batches and sequences, the bits of eager mode.
+"""torch.compile(fullgraph=True, dynamic=True): one graph for several batches and sequences, the bits of eager mode.
 
-What fails while shapes are dynamic fails while the tracer reads numbers: two layers are traced that share them.
+Failures with dynamic shapes occur where the tracer reads numbers; the tests trace two layers that share them.
 """
 
 from __future__ import annotations

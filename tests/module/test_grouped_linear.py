@@ -1,4 +1,4 @@
-"""GroupedLinear against a loop of Linear layers: the same bits, whatever the recipe."""
+"""GroupedLinear has the bits of a loop of Linear layers under every recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GroupedLinear with one weight [n, N, K] and one bias [n, N]: the bits of the form with a parameter a group."""
+"""GroupedLinear with one weight [n, N, K] and one bias [n, N] has the bits of one with a parameter per group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _honoured(monkeypatch):
 
 
 def pair_of(device, recipe=None, **options) -> tuple[GroupedLinear, GroupedLinear]:
-    """(the single form, a parameter a group) of the same random values; quantized where a recipe is given."""
+    """Return layers with single parameters and with a parameter per group, of equal values; a recipe quantizes them."""
     layers = []
     for single in (SINGLE, {}):
         torch.manual_seed(3)

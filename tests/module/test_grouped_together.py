@@ -1,4 +1,4 @@
-"""GroupedLinear with all groups together: the results of a loop of Linear layers, whatever the recipe and the sizes."""
+"""GroupedLinear with grouped products has the results of a loop of Linear layers for every recipe and all sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autoc
 
 IN, OUT = 256, 128
 TOGETHER = ("none", "delayed", "current", "block")
-# Few groups, many small groups, groups without rows, groups that fill no tile; block scales and all.
+# Few groups, many small groups, groups without rows, groups smaller than a tile; also with block scales.
 SPLITS = {
     "few": [128, 256, 0, 128],
     "many": [48, 0, 16, 208, 128, 32, 64, 0, 80, 128, 16, 48],

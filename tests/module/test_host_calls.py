@@ -1,4 +1,4 @@
-"""A warm pass enters no more functions than it did: host time without a GPU, and without a clock."""
+"""A warm pass enters a bounded number of functions, a measure of host time that needs neither a GPU nor a clock."""
 
 from __future__ import annotations
 

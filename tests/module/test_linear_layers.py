@@ -30,7 +30,7 @@ def plain_norm(layer, x):
 
 
 def plain(layer, x):
-    """The same layer in torch.nn.functional."""
+    """Compute the same layer with torch.nn.functional."""
     if isinstance(layer, Linear):
         return F.linear(x, layer.weight, layer.bias)
     if isinstance(layer, LayerNormLinear):

@@ -158,7 +158,7 @@ def test_saved_activations_grow_with_the_tokens_and_weights_do_not(recipe: str):
 def test_a_stack_of_layers_adds_up():
     one, three = (nn.Sequential(*(layer(128, device="cpu") for _ in range(n))) for n in (1, 3))
     first, all_of_them = memory_plan(one, None, 128), memory_plan(three, None, 128)
-    hidden = BF16.itemsize * 128 * 128  # what one layer hands to the next
+    hidden = BF16.itemsize * 128 * 128  # outputs between layers
     assert all_of_them.saved == 3 * first.saved + 2 * hidden
 
 
@@ -241,7 +241,7 @@ def test_quantized_parameters_take_their_codes_and_scales_and_no_copies(name: st
 
 
 class Recomputed(nn.Module):
-    """A stack whose layers are run again in the backward."""
+    """A stack whose layers are recomputed in the backward pass."""
 
     def __init__(self, layers: list[nn.Module], reentrant: bool):
         super().__init__()
@@ -488,7 +488,7 @@ def test_the_planned_peak_is_the_measured_one(name: str, recipe: str):
     x = torch.randn(tokens, 1, width, dtype=BF16, device="cuda", requires_grad=True)
     plan = memory_plan(model, RECIPES[recipe], tokens)
     measured = plan.parameters + x.nbytes + measured_step(model, RECIPES[recipe], x)
-    # What libraries keep was allocated with an earlier test's first product.
+    # An earlier test's first product has allocated the workspaces of the libraries.
     planned = plan.peak - plan.workspace
     assert abs(planned - measured) <= 0.05 * measured, f"{measured / MIB:.1f} MiB measured\n{plan}"
 

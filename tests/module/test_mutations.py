@@ -47,7 +47,7 @@ WITHOUT_ANOTHER_VALUE = {
     "ub_name",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # that a layer goes from one kind of recipe to another
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings that a layer changes the kind of its recipe
 
 
 @pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])  # of each attribute
@@ -79,7 +79,7 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
         return "a write before the first call raises, a write after it does not"
     try:
         continue_from(layer, fresh)
-    except RuntimeError:  # it decides which parameters there are
+    except RuntimeError:  # the attribute determines the set of parameters
         after = outcome(layer, recipe)
         return (
             None
@@ -223,7 +223,7 @@ def doubled(key: int) -> int:
 
 
 def test_a_cache_of_a_later_import_is_cleared_too(monkeypatch):
-    """Which modules a process has imported at the first forget() depends on the tests that it ran before."""
+    """The modules imported at the first forget() depend on the tests that the process ran before."""
     forget()
     later = Memory(doubled, 8)
     monkeypatch.setitem(sys.modules, "transformer_engine.imported_later", ModuleType("imported_later"))

@@ -44,7 +44,7 @@ QUANTIZERS = {
     "NVFP4Quantizer": te.NVFP4Quantizer,
 }
 
-# What makes something on a device that the caller names.
+# Functions that allocate on a device that the caller names.
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "Linear": lambda device: te.Linear(16, 16, device=device),
     "LayerNormLinear": lambda device: te.LayerNormLinear(16, 16, device=device),

@@ -110,7 +110,7 @@ def test_a_cached_weight_written_by_a_caller_is_used(device):
 
 
 def test_a_weight_of_another_shape_is_a_fact_of_the_call(device):
-    """Under a recipe whose format cannot take its extents, the product is one of values."""
+    """A product whose extents the recipe's format does not support runs in high precision."""
     torch.manual_seed(0)
     layer = te.Linear(HIDDEN, 32, bias=False, device=device)
     x = sample(device)

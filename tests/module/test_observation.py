@@ -1,4 +1,4 @@
-"""te.observe: results stay those of the model, statistics are those of its tensors, and the first NaN is found."""
+"""te.observe keeps the results of the model, reports the statistics of its tensors and finds the first NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() 
 
 
 class Grouped(torch.nn.Module):
-    """Two halves of a batch through two weights."""
+    """Apply two weights to the two halves of a batch."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -86,7 +86,7 @@ def test_every_product_shows_its_three_tensors(kind, device: torch.device):
     assert names == {
         f"{product}.{role}" for product in products for role in ("input", "weight", "grad_output")
     }
-    # Delayed scaling has seen no gradient yet: in its first step they are too small for a scale of 1.
+    # Delayed scaling has recorded no gradient yet: in the first step, gradients are too small for a scale of 1.
     least = -1.0 if kind is recipes.DelayedScaling else 10.0
     assert all(tensor.sqnr is not None and tensor.sqnr > least for tensor in observation.report.quantized)
     assert observation.report.first_nonfinite is None

@@ -1,4 +1,4 @@
-"""The most that fused layers hold at once, and that letting go early changes no gradient and no second backward."""
+"""Peak memory of fused layers; freeing tensors early changes no gradient and no second backward pass."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ RECIPES = {
 NAMES = ("linear 4096x28672", "linear 14336x4096", "layernorm_linear", "swiglu", "gelu", "layer")
 MODELS = dict(zip(NAMES, llama_layers.MODELS.values(), strict=True))
 # MiB measured on an H200: the peak of forward and backward above parameters, input, output's gradient, and the
-# gradients of the step before, which are there until the step begins. bf16: Transformer Engine 2.20; the others, where
-# it takes far more: this package while a node kept all that it had saved until its backward returned.
+# gradients of the previous step, which exist until the step begins. bf16: Transformer Engine 2.20. It takes far more
+# for the others, whose figures are of this package when nodes kept saved tensors until their backward returned.
 MOST = {
     "bf16": (448.0, 64.0, 166.2, 960.0, 624.0, 1169.0),
     "delayed": (816.0, 264.0, 220.2, 1208.0, 823.0, 1457.0),
@@ -67,7 +67,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
-    """MiB as the figures of the original count them."""
+    """Return the peak in MiB, counted as in the figures of the original."""
     width = next(m for m in model.modules() if "weight" in m._parameters or "fc1_weight" in m._parameters)
     features = getattr(width, "in_features", HIDDEN)
     x = torch.empty(TOKENS, 1, features, dtype=BF16, device="meta")

@@ -1,4 +1,4 @@
-"""NVTE_FP8_AUTO: layers too small for FP8 to pay run unquantized, and the table says so either way."""
+"""NVTE_FP8_AUTO: layers too small to benefit from FP8 run unquantized; the explanation states the precision."""
 
 from __future__ import annotations
 

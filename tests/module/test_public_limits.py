@@ -1,4 +1,4 @@
-"""Limits of small public pieces: flags in any form, buffers of copies, closed blocks, infinities that are dropped."""
+"""Limits of small public pieces: flags in any form, buffers of copies, closed blocks, dropped infinities."""
 
 from __future__ import annotations
 

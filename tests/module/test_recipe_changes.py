@@ -33,7 +33,7 @@ def trained(layer: nn.Module, device, recipe) -> nn.Module:
 
 
 def extra(recipe=None, **changes) -> torch.Tensor:
-    """The extra state of a Linear, with some of it exchanged."""
+    """Return the extra state of a Linear with some entries replaced."""
     state = {
         "recipe": recipe or DelayedScaling(amax_history_len=2, margin=3),
         "scale_fwd": torch.full((3,), 5.0),

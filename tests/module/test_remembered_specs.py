@@ -96,7 +96,7 @@ def test_a_frozen_parameter_counts(layer, builds, device):
 
 
 def test_parameters_of_one_call_are_not_kept_for_the_next(layer, device):
-    """As under torch.func.functional_call, whose callers would otherwise fill the memory with weights."""
+    """torch.func.functional_call passes new parameters in each call; caching them would accumulate memory."""
     seen = []
     for _ in range(3):
         values = {name: p.detach().clone() for name, p in layer.named_parameters()}

@@ -1,4 +1,4 @@
-"""Layers some part of which a user has replaced or taken away."""
+"""Layers with parts that a user replaced or removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransformerLayer equals attention, mlp and residuals put together by hand, in every variant."""
+"""TransformerLayer equals a composition of attention, MLP and residuals in every variant."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LAYERS = [kind.__name__ for kind in KINDS if kind is not te.DotProductAttention]
 
 
 def outcome(name, change, recipe=None, dtype=torch.float32, **options):
-    """The changed result of a layer's call, and the gradients of everything where there are any."""
+    """Return the changed result of a layer's call, and all gradients if gradients are enabled."""
     layer = layer_of(name, **options).to(dtype)
     x, call = call_of(layer, dtype)
     with autocast(enabled=recipe is not None, recipe=recipe):

@@ -180,7 +180,7 @@ def test_the_backward_of_an_old_graph_raises_and_the_newer_one_runs(kind):
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_backward_is_repeated_where_its_tensors_are_still_there(failure):
-    """It fails in the last layer, before any tensor is released."""
+    """The backward fails in the last layer, before any tensor is released."""
     context = SYNCHRONIZERS["manual"](RecordedLink())
     layers, x = model(failure, LAYERS - 1), inputs(4)
     loss = forward(layers, x, context)

@@ -1,4 +1,4 @@
-"""When saved tensors leave the device and come back, what moves and what stays: on a link that writes it down."""
+"""When saved tensors leave the device and return, and which tensors move, on a link that logs its copies."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_registered_fusions_replace_operations(registrations, direction):
 
 
 class ScaledBothWays(ScaledTwice, ScaledTwiceBackward):
-    """Both passes."""
+    """A user's fused operation of both passes."""
 
 
 def test_joint_fusions_are_seen_by_both_passes(registrations):
