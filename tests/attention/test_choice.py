@@ -66,7 +66,7 @@ def rejection_reason(backend, **fields):
     return {v.backend: v.reason for v in explain(AttentionParams(**fields).request())}[backend]
 
 
-def test_torch_goes_first_and_the_reference_takes_the_rest():
+def test_torch_has_priority_and_the_reference_computes_the_rest():
     assert chosen() == "torch_sdpa"
     assert chosen(core_attention_bias_type="alibi") == "reference"
 

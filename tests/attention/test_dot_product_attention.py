@@ -238,7 +238,7 @@ def test_max_logit_is_the_largest_visible_score_of_each_head(mask, device):
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
-def test_padding_masks_and_cumulative_lengths_say_the_same(mask, backend, device):
+def test_padding_masks_and_cumulative_lengths_are_equivalent(mask, backend, device):
     q, k, v, grad = tensors(device)
     arguments, _ = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, attention_type="cross")

@@ -244,7 +244,7 @@ def test_modules_round_an_fp8_attention_stay_near(make, kind, field, device):
         assert len(states) == 1 and states[0].numel() > 0
 
 
-def test_fp8_mha_hands_codes_to_the_projection(device, monkeypatch):
+def test_fp8_mha_passes_codes_to_the_projection(device, monkeypatch):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     module = MultiheadAttention(128, HEADS, params_dtype=dtype, device=device, attention_dropout=0.0)
     seen = []
@@ -337,7 +337,7 @@ def test_cudnn_computes_in_fp8_as_exactly_as_emulation(kind, size, mask, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
-def test_cudnn_differentiates_in_fp8_when_asked(mask, monkeypatch):
+def test_cudnn_differentiates_in_fp8_on_request(mask, monkeypatch):
     pytest.importorskip("cudnn")
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
     device = torch.device("cuda")

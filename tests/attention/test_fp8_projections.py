@@ -140,7 +140,7 @@ def test_a_backward_in_16_bits_gets_values_and_an_evaluation_codes(device, monke
     assert [isinstance(q, Float8Tensor) for q, _, _ in seen] == [False, True]
 
 
-def test_a_projection_in_high_precision_hands_over_values(device, monkeypatch):
+def test_a_projection_in_high_precision_passes_values(device, monkeypatch):
     module = made(device)
     seen = seen_by_attention(module)
     monkeypatch.setattr(
@@ -164,7 +164,7 @@ def test_recomputation_repeats_the_codes(device):
 
 
 @pytest.mark.slow
-def test_a_compiled_module_hands_over_values(device):
+def test_a_compiled_module_passes_values(device):
     """Compiled code emulates FP8; on a GPU, eager code computes in FP8."""
     module, x = made(device), inputs(device)
     torch._dynamo.reset()

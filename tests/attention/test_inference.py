@@ -479,7 +479,7 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
     ids=lambda modes: "-".join(mode.__name__ for mode in modes),
 )
 @pytest.mark.sampled
-def test_a_cache_goes_from_one_mode_to_another(modes, pages, device):
+def test_a_cache_changes_between_gradient_and_inference_modes(modes, pages, device):
     """Tensors allocated in inference mode are written outside of it, including page tables and rows that move."""
     found = []
     for allocated in (modes[0], torch.no_grad):

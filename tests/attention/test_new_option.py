@@ -140,7 +140,7 @@ def files_naming(option: str) -> set[str]:
     return found
 
 
-def test_an_argument_of_forward_is_named_at_the_door_in_the_records_and_in_its_backend():
+def test_only_records_and_the_backend_name_an_argument_of_forward():
     """num_splits is an argument of every call; nothing between the record and the backend names it."""
     module = "attention/dot_product_attention"
     assert files_naming("num_splits") == {

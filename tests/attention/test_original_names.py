@@ -33,7 +33,7 @@ def uses():
     return tuple(_attention_backends[f"use_{kind}_attention"] for kind in ("flash", "fused", "unfused"))
 
 
-def test_the_last_choice_is_there_to_be_read(device):
+def test_the_last_choice_is_readable(device):
     module, tensors = DotProductAttention(2, 16, num_gqa_groups=1, qkv_format="bshd"), qkv(device, groups=1)
     with use_backend(attention="reference"):
         module(*tensors)

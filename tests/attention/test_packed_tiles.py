@@ -103,7 +103,7 @@ def _results(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_that_share_one_grid_give_the_bits_of_a_grid_for_each_sequence(name, device):
+def test_tiles_that_share_one_grid_have_the_bits_of_a_grid_per_sequence(name, device):
     case, tokens = CASES[name], (_starts(LENGTHS_Q)[1], _starts(LENGTHS_KV)[1])
     problem = _problem(tokens, case, device)
     shared = dataclasses.replace(problem, tokens=tokens)

@@ -160,7 +160,7 @@ def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(
     assert_rejected(layer, (x,), {**good, "cu_seqlens_q": given}, match)
 
 
-def test_a_first_call_that_is_rejected_leaves_the_next_as_if_it_had_not_been(device):
+def test_a_rejected_first_call_does_not_change_the_next(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
     twin = copy.deepcopy(layer)
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(de
         assert_rejected(layer, (x,), {"rotary_pos_emb": angles}, match)
 
 
-def test_no_backend_and_no_fp8_attention_are_known_before_projections_record(device, monkeypatch):
+def test_a_missing_backend_or_fp8_attention_raises_before_projections_record(device, monkeypatch):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     settled(layer, x)
     before = state(layer)
@@ -266,7 +266,7 @@ def test_dropout_draws_nothing_for_a_rejected_call(device):
         assert same(before, state(core))
 
 
-def test_ever_new_windows_are_not_kept_for_ever(device, monkeypatch):
+def test_the_number_of_cached_windows_is_bounded(device, monkeypatch):
     core = DotProductAttention(HEADS, SIZE, attn_mask_type="causal")
     monkeypatch.setattr(core._plans, "most", 64)
     q = torch.randn(4, 1, HEADS, SIZE, device=device)
@@ -275,7 +275,7 @@ def test_ever_new_windows_are_not_kept_for_ever(device, monkeypatch):
     assert len(core._plans) <= 64
 
 
-def test_lengths_that_the_mask_does_not_read_are_not_judged(device):
+def test_lengths_that_the_mask_does_not_read_are_not_checked(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
     want = layer(x)
     for _ in range(2):

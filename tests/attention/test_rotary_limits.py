@@ -138,7 +138,7 @@ def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(tensor_f
             step([1, 0] if tensor_format == "thd" else [1, 1])
 
 
-def test_padding_between_packed_sequences_may_lie_past_the_table_and_sequences_may_not(device):
+def test_padding_may_exceed_the_table_and_sequences_may_not(device):
     layer = MultiheadAttention(
         16, 2, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal", device=device
     )

@@ -155,7 +155,7 @@ def test_lengths_that_fit_are_taken_with_and_without_a_longest_and_with_tokens_o
     assert not want[9:].any()
 
 
-def test_nothing_is_checked_on_a_gpu_unless_asked_and_never_while_a_compiler_traces(device, monkeypatch):
+def test_gpu_values_are_checked_on_request_only_and_never_in_traces(device, monkeypatch):
     monkeypatch.delenv("TE_CHECK")
     x, module = qkv(device), attention()
 

@@ -57,7 +57,7 @@ def test_torch_save(trained, tmp_path: Path):
 
 @RECIPES
 @PARAMETERS
-def test_distributed_checkpoint_into_a_module_that_never_ran(trained, tmp_path: Path):
+def test_distributed_checkpoint_into_a_new_module(trained, tmp_path: Path):
     recipe, module, x, fresh = trained
     dcp.save(module.state_dict(), checkpoint_id=tmp_path, no_dist=True)
     state = fresh.state_dict()
@@ -66,7 +66,7 @@ def test_distributed_checkpoint_into_a_module_that_never_ran(trained, tmp_path: 
     assert torch.equal(output(fresh, recipe, x), output(module, recipe, x))
 
 
-def test_distributed_checkpoint_of_a_module_that_never_ran_into_one_that_did(tmp_path: Path, device):
+def test_distributed_checkpoint_of_a_new_module_into_a_used_one(tmp_path: Path, device):
     recipe = recipes.DelayedScaling()
     fresh, module = model(recipe, False, device), model(recipe, False, device)
     output(module, recipe, torch.randn(32, 64, device=device))

@@ -78,7 +78,7 @@ def test_a_loaded_model_is_sampled_with_a_cache_to_the_same_end(name: str, model
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_a_loaded_model_trains_and_is_saved_as_it_then_is(name: str, model, tmp_path: Path, device):
+def test_a_loaded_model_trains_and_is_saved_in_its_new_state(name: str, model, tmp_path: Path, device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = tokens().to(device)
     losses = []

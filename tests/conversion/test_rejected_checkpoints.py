@@ -126,13 +126,13 @@ def _absent_shard(folder: Path) -> None:
         (_absent_shard, "names '../absent', which is not a file in the same folder"),
     ],
 )
-def test_a_damaged_folder_is_named_with_what_to_do(damage, sentence: str, tmp_path: Path):
+def test_a_damaged_folder_is_named_with_the_remedy(damage, sentence: str, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     damage(folder)
     assert sentence in rejection_of(folder)
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
+def test_an_existing_folder_is_left_unchanged(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     with pytest.raises(ValueError, match="exists; give the name of a new folder"):
         conversion.convert(folder, folder)

@@ -129,7 +129,7 @@ def test_every_layout_runs_in_16_bits_on_a_gpu(layout, device):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_mask_hides_what_its_name_says(mask, device):
+def test_every_mask_hides_the_keys_of_its_name(mask, device):
     check(*run(device, mask=mask))
 
 

@@ -148,7 +148,7 @@ def test_chunks_of_logits_have_the_gradients_of_the_whole(parts, device):
 
 
 @pytest.mark.parametrize("kept_by", ["keep_logits", "retain_graph", "create_graph"])
-def test_logits_that_are_wanted_later_are_kept(kept_by, device):
+def test_logits_for_later_use_are_kept(kept_by, device):
     logits, target = drawn(torch.float32, device)
     before = logits.detach().clone()
     loss = parallel_cross_entropy(logits, target, keep_logits=kept_by == "keep_logits").sum()

@@ -73,7 +73,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gelu_in_the_products_gives_what_separate_steps_give(options, dtype, device, apart):
+def test_gelu_in_the_products_equals_separate_steps(options, dtype, device, apart):
     layer = mlp(device, dtype, **OPTIONS[options])
     together = step(layer, device, dtype)
     apart()
@@ -131,7 +131,7 @@ def test_calibration_records_the_same_amaxes_with_gelu_in_the_products(device, a
     torch.testing.assert_close(seen[0], seen[1], rtol=2.0**-6, atol=0.0)
 
 
-def test_a_retained_graph_gives_its_gradients_again(device):
+def test_a_retained_graph_repeats_its_gradients(device):
     layer, x = mlp(device), sample(device)
     loss = layer(x).float().sin().sum()
     leaves = [x, *layer.parameters()]

@@ -52,7 +52,7 @@ class TestByMask:
         lines = [(line[: line[6]], line[3 : 3 + line[6]]) for line in row_id_map.tolist()]
         assert lines == [([4, 2], [2, 1]), ([0], [0]), ([5, 1], [2, 0]), ([3], [1])]
 
-    def test_probabilities_go_with_their_tokens_and_so_do_their_gradients(self, mask, device):
+    def test_probabilities_and_their_gradients_follow_the_tokens(self, mask, device):
         x, probs = leaf(T, H, device=device), leaf(T, E, device=device)
         y, row_probs, _ = moe_permute_with_probs(x, probs, mask, T * K)
         token, expert = tokens_of(mask)
@@ -151,7 +151,7 @@ class TestPadding:
         assert made[3] is not None and made[3].tolist() == [0, 1] and made[4].tolist() == [4, 4]
         assert made[0].abs().sum(1).bool().tolist() == [True] * 3 + [False, True] + [False] * 3
 
-    def test_a_row_of_probability_0_is_zeros_and_its_gradient_goes_to_its_token(self, device):
+    def test_a_padded_row_of_probability_zero_is_zero_with_a_gradient(self, device):
         x, probs = leaf(2, 3, device=device), torch.tensor([[0.0], [0.5]], device=device)
         mask = torch.ones(2, 1, dtype=torch.int32, device=device)
         y, _, _ = moe_permute_with_probs(x, probs, mask, 2)

@@ -227,7 +227,7 @@ def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
     assert replayed.weight.grad_added_to_main_grad
 
 
-def test_weight_gradients_that_are_put_off_are_replayed_when_asked_for(rerun):
+def test_delayed_weight_gradients_are_replayed_on_request(rerun):
     eager = _layer("Linear", delay_wgrad_compute=True)
     replayed = copy.deepcopy(eager)
     called = []
@@ -596,7 +596,7 @@ def _with_trained_buffer():
         ),
     ],
 )
-def test_a_call_that_cannot_be_is_rejected(module, arguments, error, message):
+def test_an_invalid_call_is_rejected(module, arguments, error, message):
     arguments = {"sample_args": (_x(),)} | arguments
     with pytest.raises(error, match=message):
         te.make_graphed_callables(module(), **arguments)

@@ -301,7 +301,7 @@ def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
 
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
-def test_no_norms_output_is_wanted_with_none(kind, device):
+def test_return_layernorm_output_of_none_means_false(kind, device):
     layer = layer_of(kind).to(device)
     before = results(layer, None)
     layer.return_layernorm_output = None

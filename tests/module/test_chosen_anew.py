@@ -69,7 +69,7 @@ def test_a_cleared_plan_is_not_used(warm, library):
     assert runs == warm.runs and same(again, warm.first)
 
 
-def test_a_forced_backend_is_used_while_it_is_forced(warm):
+def test_a_forced_backend_is_used_inside_the_context_only(warm):
     for name in ("reference", "matmul", "library"):
         with use_backend(gemm=name):
             assert (warm()[1] > 0) == (name == "library")

@@ -244,7 +244,7 @@ def test_a_weight_is_cached_in_a_compiled_graph_too(name, device):
 
 
 @pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight"])
-def test_putting_off_counts_the_weights_that_are_trained(frozen, device):
+def test_delayed_gradients_count_the_trained_weights(frozen, device):
     late, now = (LAYERS["layernorm_mlp"](device=device, delay_wgrad_compute=late) for late in (True, False))
     now.load_state_dict(late.state_dict())
     x = sample(device)
@@ -260,7 +260,7 @@ def test_putting_off_counts_the_weights_that_are_trained(frozen, device):
     assert getattr(late, frozen).grad is None
 
 
-def test_nothing_is_put_off_where_no_weight_is_trained(device):
+def test_no_gradient_is_delayed_if_no_weight_is_trained(device):
     layer = Linear(HIDDEN, 96, device=device, delay_wgrad_compute=True)
     layer.weight.requires_grad_(False)
     layer(sample(device)).sum().backward()
@@ -268,7 +268,7 @@ def test_nothing_is_put_off_where_no_weight_is_trained(device):
     assert layer.weight.grad is None
 
 
-def test_a_frozen_piece_of_a_split_weight_gets_no_gradient_that_was_put_off(device):
+def test_a_frozen_piece_of_a_split_weight_gets_no_delayed_gradient(device):
     layer = Linear(HIDDEN, 96, parameters_split=("a_", "b_"), device=device, delay_wgrad_compute=True)
     layer.a_weight.requires_grad_(False)
     layer(sample(device)).sum().backward()
@@ -301,7 +301,7 @@ def test_a_layer_that_ran_in_inference_mode_first_can_be_trained(kind, name, dev
 
 @pytest.mark.parametrize("name", STATELESS)
 @pytest.mark.parametrize("kind", [*LAYERS, "recomputing_mlp", "grouped"])
-def test_a_graph_that_is_retained_gives_its_gradients_again(kind, name, device):
+def test_a_retained_graph_repeats_its_gradients(kind, name, device):
     more = ()
     if kind == "grouped":
         layer, more = GroupedLinear(2, HIDDEN, 96, device=device), ([32, 32],)
@@ -321,7 +321,7 @@ def test_a_graph_that_is_retained_gives_its_gradients_again(kind, name, device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", STATELESS)
-def test_a_retained_checkpoint_gives_its_gradients_again(reentrant, name, device):
+def test_a_retained_checkpoint_repeats_its_gradients(reentrant, name, device):
     layer, x = Linear(HIDDEN, 96, device=device), sample(device)
     with autocast(recipe=RECIPES[name]):
         y = checkpoint(layer, x, use_reentrant=reentrant)

@@ -94,7 +94,7 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
     "name",
     ["mxfp8", *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "delayed", "current")]],
 )
-def test_a_tensor_of_rows_gives_the_bits_of_eager_mode(name, emulated):
+def test_a_tensor_of_rows_has_the_bits_of_eager_mode(name, emulated):
     expected, found = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
     assert len(expected) == len(found) == 2 * (2 + 2 * (EXPERTS - 1))
     assert all(map(torch.equal, found, expected))

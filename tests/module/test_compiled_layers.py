@@ -53,7 +53,7 @@ def train(kind: str, name: str, device, compiles: bool) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop_path", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-def test_dropout_compiled_drops_what_eager_drops(drop_path, device):
+def test_compiled_dropout_drops_the_elements_of_eager_dropout(drop_path, device):
     options = {"hidden_dropout": 0.3, "attention_dropout": 0.0, "drop_path_rate": drop_path}
     torch.manual_seed(5)
     layer = TransformerLayer(HIDDEN, 96, HEADS, device=device, **options)

@@ -58,7 +58,7 @@ def test_a_default_device_changes_nothing(kind, recipe):
         assert torch.equal(found, expected)
 
 
-def test_experts_and_losses_do_not_ask_for_a_default_device():
+def test_experts_and_losses_ignore_the_default_device():
     def computed() -> list[torch.Tensor]:
         x, probs = torch.randn(8, 16), torch.rand(8, 4)
         routing = torch.zeros(8, 4, dtype=torch.bool)

@@ -284,7 +284,7 @@ def test_torchs_own_attention_is_right_or_unsupported_by_torch(device):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gradient_of_gradients_that_goes_past_a_layer_is_undisturbed(recipe, device):
+def test_second_derivatives_that_bypass_a_layer_are_right(recipe, device):
     layer = te.Linear(HIDDEN, FFN, device=device)
     x = torch.randn(2 * TOKENS, HIDDEN, device=device)
     other = torch.randn(HIDDEN, device=device, requires_grad=True)

@@ -48,7 +48,7 @@ def results(forward, parameters, x, recipe) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_equals_a_loop_of_linears_bit_for_bit(name, bias, device):
+def test_results_equal_a_loop_of_linears_bit_for_bit(name, bias, device):
     layer = GroupedLinear(GROUPS, IN, OUT, bias=bias, device=device)
     linears = loop_of(layer)
     weights = [f"weight{i}" for i in range(GROUPS)]
@@ -68,7 +68,7 @@ def test_it_equals_a_loop_of_linears_bit_for_bit(name, bias, device):
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
 @pytest.mark.sampled(1)
-def test_compiled_in_one_graph_it_gives_the_same_bits(name, device):
+def test_compiling_in_one_graph_keeps_the_bits(name, device):
     def train(wrap):
         torch.manual_seed(5)
         FP8GlobalStateManager.reset()
@@ -150,7 +150,7 @@ def test_quantized_parameters_and_checkpoints(device):
         assert torch.equal(restored(x, SPLITS), y)
 
 
-def test_a_group_that_does_not_fit_runs_in_high_precision_with_one_warning(device):
+def test_an_unaligned_group_runs_in_high_precision_with_one_warning(device):
     layer = GroupedLinear(2, IN, OUT, device=device)
     x = torch.randn(37, IN, device=device)
     with pytest.warns(UserWarning, match="pad their rows") as caught, autocast(recipe=RECIPES["nvfp4"]):

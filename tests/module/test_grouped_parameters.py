@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_separate_parameters(name, bias, devic
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
-def test_together_too(name, device, monkeypatch):
+def test_grouped_products_have_the_values_of_separate_parameters(name, device, monkeypatch):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     single, separate = pair_of(device, params_dtype=torch.bfloat16)
     for first in (None, True, False):
@@ -117,7 +117,7 @@ def test_gradients_are_accumulated_into_one_main_grad(together, delayed, device,
     assert torch.equal(single.weight.main_grad, main_grad) and single.weight.grad_added_to_main_grad
 
 
-def test_put_off_gradients_come_with_backward_dw(device):
+def test_backward_dw_computes_delayed_gradients(device):
     late, now = (pair_of(device, delay_wgrad_compute=late)[0] for late in (True, False))
     for layer in (late, now):
         layer(sample(device), SPLITS).sin().sum().backward()
@@ -157,7 +157,7 @@ def test_members_are_views_of_the_buffers(name, device):
 @pytest.mark.parametrize("name", [None, *QUANTIZED])
 @pytest.mark.parametrize("direction", ["to separate", "to single", "to itself"])
 @pytest.mark.sampled
-def test_checkpoints_go_between_the_forms_bit_for_bit(name, direction, device):
+def test_checkpoints_convert_between_the_forms_bit_for_bit(name, direction, device):
     recipe = RECIPES[name or "none"]
     saved, other = pair_of(device, recipe)
     if direction == "to single":
@@ -200,7 +200,7 @@ def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, devi
 
 # tests/module/test_grouped_linear.py always compiles parameters that are not quantized.
 @pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "current"])
-def test_compiled_in_one_graph_it_gives_the_same_bits(name, device):
+def test_compiling_in_one_graph_keeps_the_bits(name, device):
     recipe = RECIPES[name]
     torch._dynamo.reset()
     with quantized_model_init(enabled=recipe is not None, recipe=recipe):

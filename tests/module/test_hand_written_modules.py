@@ -366,7 +366,7 @@ def test_roles_at_the_border_of_a_layer_can_be_set(device):
     assert [role.tensor_type for role in asked] == ["input", "weight", "qkv", "grad_output", "do"]
 
 
-def test_a_module_that_gives_no_roles_has_a_warning_and_empty_roles(device):
+def test_a_module_without_roles_warns_and_has_empty_roles(device):
     asked = []
     recipe = CustomRecipe(qfactory=lambda role: asked.append(role))
     module = OwnAttention(device)
@@ -415,7 +415,7 @@ def test_roles_of_a_hand_written_module_choose_the_blocks_of_a_builtin_recipe(de
     assert [q.block_scaling_dim for q in module.quantizers["scaling_fwd"]] == [2, 1, 1]
 
 
-def test_no_warning_where_the_modules_give_roles(device):
+def test_modules_with_roles_do_not_warn(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         roles_of(te.Linear(64, 32, device=device), torch.randn(32, 64, device=device, requires_grad=True))

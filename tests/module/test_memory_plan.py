@@ -137,7 +137,7 @@ def test_the_parts_at_the_peak_add_up_to_it():
     assert plan.parameters == sum(module.parameters for module in plan.modules)
 
 
-def test_a_linear_layer_in_bfloat16_holds_what_can_be_counted_by_hand():
+def test_a_linear_layer_in_bfloat16_holds_the_memory_counted_by_hand():
     tokens, width = 512, 256
     plan = memory_plan(linear(width, device="cpu", bias=False), None, tokens)
     matrix = BF16.itemsize * width * 2 * width

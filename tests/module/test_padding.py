@@ -52,7 +52,7 @@ def test_the_first_recipe_sets_the_multiple(device, recipe):
     assert layer(rows(device), SPLITS)[1] == padded
 
 
-def test_another_multiple_can_be_asked_for_whatever_the_recipe(device):
+def test_an_explicit_multiple_overrides_the_recipe(device):
     with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
         assert te.Fp8Padding(4, align_size=128)(rows(device), SPLITS)[1] == [128, 0, 128, 128]
 

@@ -91,7 +91,7 @@ def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_
     assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + scratch < most + PRINTED
 
 
-def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
+def test_the_gated_mlp_holds_the_memory_counted_by_hand(as_on_a_gpu: None):
     matrix = TOKENS * INNER * BF16.itemsize
     hidden = TOKENS * HIDDEN * BF16.itemsize
     weight = INNER * HIDDEN * BF16.itemsize  # fc2's; fc1's is two of them
@@ -219,7 +219,7 @@ def test_tensors_that_unpack_hooks_return_are_read(name: str, device):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["layernorm_linear", "swiglu", "gelu"])
-def test_recomputation_inside_a_kept_graph_gives_the_same_bits(name: str, reentrant: bool, device):
+def test_recomputation_inside_a_retained_graph_repeats_the_bits(name: str, reentrant: bool, device):
     model, x = small(name, device), sample(device)
     expected = gradients(model, x, loss_of(model, x, None), False)
     y = te.checkpoint(model, x, use_reentrant=reentrant)

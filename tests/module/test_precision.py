@@ -19,7 +19,7 @@ SMALL, LARGE = (128, 1024, 1024), (8192, 4096, 14336)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind):
+def test_only_small_layers_run_unquantized_and_only_on_request(monkeypatch, kind):
     for variable, expected in (("0", True), ("1", False)):
         monkeypatch.setenv("NVTE_FP8_AUTO", variable)
         assert precision.quantizes(RECIPES[kind], *SMALL) is expected

@@ -107,7 +107,7 @@ def test_parameters_of_one_call_are_not_kept_for_the_next(layer, device):
     assert not any(ref() is not None for ref in seen)
 
 
-def test_an_accumulated_gradient_goes_to_the_parameter_of_its_call(device):
+def test_gradients_accumulate_into_the_parameter_of_their_call(device):
     layer = Linear(32, 64, bias=False, fuse_wgrad_accumulation=True, device=device)
     buffers = []
     for _ in range(2):

@@ -28,7 +28,7 @@ def test_a_norm_whose_bias_was_taken_away_trains(name, bias):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_projection_that_adds_its_own_bias_takes_the_place_of_one_that_returns_it():
+def test_a_projection_that_adds_its_bias_replaces_one_that_returns_it():
     layer, other = layer_of("TransformerLayer"), layer_of("TransformerLayer")
     proj = other.self_attention.proj
     torch.nn.init.normal_(proj.bias)

@@ -53,7 +53,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_time_and_on_a_copy(kind, recipe, device):
+def test_resetting_works_again_and_on_a_copy(kind, recipe, device):
     torch.manual_seed(7)
     with quantized_model_init(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
         layer = KINDS[kind](device=device)
@@ -70,7 +70,7 @@ def test_a_second_time_and_on_a_copy(kind, recipe, device):
 
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_the_meta_device_and_then_again(kind, recipe, device):
+def test_resetting_works_from_the_meta_device_and_again(kind, recipe, device):
     with quantized_model_init(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
         layer, plain = KINDS[kind](device="meta"), KINDS[kind](device=device)
     first = reset(layer)

@@ -150,7 +150,7 @@ def test_a_layers_saved_activations_move_and_are_copied_once():
     assert link.copied == OFFLOADED * TOKENS * BATCH * HIDDEN * 4
 
 
-def test_layers_that_are_offloaded_by_hand_give_the_same_gradients():
+def test_manually_offloaded_layers_have_the_same_gradients():
     plain = _model("LayerNormMLP")
     offloading = copy.deepcopy(plain)
     x = torch.randn(TOKENS, BATCH, HIDDEN)
@@ -211,7 +211,7 @@ def test_offloaded_layers_may_be_recomputed(reentrant):
     assert torch.equal(x_moved.grad, x_plain.grad)
 
 
-def test_the_first_form_commits_groups_and_gives_the_same_gradients(monkeypatch):
+def test_the_first_form_commits_groups_and_has_the_same_gradients(monkeypatch):
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     without_gpu = pytest.warns(UserWarning, match="no GPU here")
     with contextlib.nullcontext() if torch.cuda.is_available() else without_gpu:

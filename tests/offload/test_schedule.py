@@ -53,7 +53,7 @@ def _stages(synchronizer):
 # One layer.
 
 
-def test_a_tensor_goes_to_the_host_and_comes_back_equal(link):
+def test_a_tensor_returns_from_the_host_unchanged(link):
     state, x = _state(link), torch.randn(LARGE)
     expected = x.clone()
     pushed = state.push_tensor(x)
@@ -331,7 +331,7 @@ def test_a_disabled_context_is_one_that_can_be_entered_again():
         ({"offload_stream": object(), "model_layers": 3}, "manual_synchronization=True"),
     ],
 )
-def test_a_call_that_cannot_be_is_rejected(keywords, message):
+def test_an_invalid_call_is_rejected(keywords, message):
     with pytest.raises(ValueError, match=message):
         get_cpu_offload_context(enabled=True, **keywords)
 
