@@ -328,8 +328,8 @@ def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device
     with use_backend(attention=backend):
         try:
             got = results(case, build(case, device, case.dtype))
-        except Unsupported as error:
-            pytest.skip(str(error))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
         if case.extra == "deterministic":
             again = results(case, build(case, device, case.dtype))
             assert all(torch.equal(got[name], again[name]) for name in got)
@@ -372,8 +372,8 @@ def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
     with use_backend(attention=backend):
         try:
             first, second = run(v), run(v)
-        except Unsupported as error:
-            pytest.skip(str(error))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
         torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
         for a, b in zip(first[1:], second[1:], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -395,8 +395,8 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
     with use_backend(attention=backend):
         try:
             out = module(q, k, v)
-        except Unsupported as error:
-            pytest.skip(str(error))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
     (grad_v,) = torch.autograd.grad(out, [v], grad)
     want = out.float()[0].t() @ grad.float()[0]
     torch.testing.assert_close(grad_v[0, :, 0].float(), want, rtol=2e-2, atol=2e-2)
@@ -424,8 +424,8 @@ def test_a_gradient_of_any_layout_is_read_correctly(backend, tensor_format, devi
     with use_backend(attention=backend):
         try:
             out = module(q, k, v, **options)
-        except Unsupported as error:
-            pytest.skip(str(error))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
     wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1], device=device, dtype=dtype)
     gradients = {
         "slice": wide[..., : out.shape[-1]],

@@ -52,8 +52,8 @@ def run(module, q, k, v, grad, qkv_format="bshd", extra=(), **options):
     leaves = [in_format(x, qkv_format).clone().requires_grad_() for x in (q, k, v)]
     try:
         out = module(*leaves, qkv_format=qkv_format, **options)
-    except Unsupported as error:
-        pytest.skip(str(error))
+    except Unsupported as rejection:
+        pytest.skip(str(rejection))
     out, max_logit = out if isinstance(out, tuple) else (out, None)
     gradients = torch.autograd.grad(out, [*leaves, *extra], in_format(grad, qkv_format))
     back = [in_format(x, qkv_format) for x in (out, *gradients[:3])]
