@@ -1,4 +1,4 @@
-"""softmax(scale * q k^T + bias) v as float64 loops over rows: what every backend is compared with."""
+"""softmax(scale * q k^T + bias) v as float64 loops over rows, the reference for every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend of attention, on every combination of two options, refuses or is about as exact as plain PyTorch.
+"""Every attention backend, on every pair of options, rejects the call or is about as exact as plain PyTorch.
 
 The measure is the float32 reference: a backend's root-mean-square error, of the output and of every gradient, is at
 most twice that of a literal bfloat16 computation.
@@ -22,7 +22,7 @@ from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import TABLE
 
-# A CPU has two backends to check, which have no tiles.
+# On a CPU the tests check two backends, which have no tiles.
 LENGTHS_Q, LENGTHS_KV = (
     ([150, 77, 1], [200, 130, 64]) if torch.cuda.is_available() else ([48, 30, 1], [64, 50, 24])
 )
@@ -57,7 +57,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
     "extra": ("nothing", "max_logit", "deterministic", "no gradient", "scale"),
 }
-# The options that the libraries of the FlashAttention kind have in common, in combinations of their own.
+# Options that all FlashAttention libraries support, combined separately.
 BANDS: dict[str, tuple[Any, ...]] = {
     **AXES,
     "mask": AXES["mask"][:6],
@@ -66,7 +66,7 @@ BANDS: dict[str, tuple[Any, ...]] = {
     "softmax": ("vanilla", "learnable"),
     "extra": ("nothing", "deterministic", "no gradient", "scale"),
 }
-# What the operators inside PyTorch take.
+# Options that PyTorch's own operators support.
 DENSE: dict[str, tuple[Any, ...]] = {
     **BANDS,
     "layout": ("bshd", "sbhd", "packed", "interleaved"),
@@ -92,7 +92,7 @@ class Case(NamedTuple):
 
 
 def exists(case: dict[str, Any]) -> bool:
-    """Can the options be asked for together?"""
+    """Return whether the options can be combined."""
     layout, mask = case.get("layout", "bshd"), case.get("mask", "padding")
     if layout.startswith("thd") and mask not in ("padding", "padding_causal", "padding_causal_bottom_right"):
         return False
@@ -105,7 +105,7 @@ def exists(case: dict[str, Any]) -> bool:
 
 
 def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
-    """Cases such that any two values of two axes that exist together meet in one of them (greedy, seeded)."""
+    """Return cases that cover every valid pair of values of two axes (greedy, seeded)."""
     names = list(axes)
     place = {name: number for number, name in enumerate(names)}
     wanted = {
@@ -162,7 +162,7 @@ def identity(case: Case) -> str:
 
 
 class Call(NamedTuple):
-    """A module, what it is called with, and the tensors that get gradients."""
+    """A module, the arguments of its call, and the tensors that get gradients."""
 
     module: DotProductAttention
     arguments: dict[str, Any]
@@ -268,7 +268,7 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
 
 
 def results(case: Case, call: Call) -> dict[str, Tensor]:
-    """Output and gradients by name, in float32."""
+    """Map names to the output and gradients, in float32."""
     if case.extra == "no gradient":
         with torch.no_grad():
             return {"output": call.module(**call.arguments).float()}
@@ -282,7 +282,7 @@ def results(case: Case, call: Call) -> dict[str, Tensor]:
 
 
 def plain(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """The literal computation with every tensor in bfloat16 or float16, as a model without a library has it."""
+    """Compute attention literally with every tensor in bfloat16 or float16, as a model without a library does."""
     from transformer_engine.pytorch.primitives.attention import dense
 
     with monkeypatch.context() as patch, use_backend(attention="reference"):
@@ -294,7 +294,7 @@ _exact: dict[Case, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
 
 def measures(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """(float32 results, those of the literal computation in 16 bits), once a case."""
+    """Return float32 results and those of the literal 16-bit computation, cached per case."""
     if case not in _exact:
         with use_backend(attention="reference"):
             exact = results(case, build(case, device, torch.float32))
@@ -328,8 +328,8 @@ def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device
     with use_backend(attention=backend):
         try:
             got = results(case, build(case, device, case.dtype))
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
         if case.extra == "deterministic":
             again = results(case, build(case, device, case.dtype))
             assert all(torch.equal(got[name], again[name]) for name in got)
@@ -372,8 +372,8 @@ def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
     with use_backend(attention=backend):
         try:
             first, second = run(v), run(v)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
         torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
         for a, b in zip(first[1:], second[1:], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -395,8 +395,8 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
     with use_backend(attention=backend):
         try:
             out = module(q, k, v)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
     (grad_v,) = torch.autograd.grad(out, [v], grad)
     want = out.float()[0].t() @ grad.float()[0]
     torch.testing.assert_close(grad_v[0, :, 0].float(), want, rtol=2e-2, atol=2e-2)
@@ -405,8 +405,8 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("backend", TABLE.names())
-def test_a_gradient_of_any_layout_is_read_as_what_it_is(backend, tensor_format, device):
-    """As a slice of wider rows, spread over one number, or with its first axes exchanged in memory."""
+def test_a_gradient_of_any_layout_is_read_correctly(backend, tensor_format, device):
+    """Gradients are slices of wider rows, one expanded number, or have their first axes exchanged in memory."""
     torch.manual_seed(0)
     shape = (64, 4, 32) if tensor_format == "thd" else (32, 2, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -424,8 +424,8 @@ def test_a_gradient_of_any_layout_is_read_as_what_it_is(backend, tensor_format, 
     with use_backend(attention=backend):
         try:
             out = module(q, k, v, **options)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+        except Unsupported as rejection:
+            pytest.skip(str(rejection))
     wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1], device=device, dtype=dtype)
     gradients = {
         "slice": wide[..., : out.shape[-1]],
@@ -468,7 +468,7 @@ def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recomp
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("backend", TABLE.names())
 def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_format, device):
-    """Straight to the backend: 3 sequences with 1 to 20 new queries and pages in any order."""
+    """Call the backend directly with 3 sequences of 1 to 20 new queries and pages in any order."""
     from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
     from transformer_engine.pytorch.primitives.attention.mask import Mask
 
@@ -511,9 +511,9 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
             scattered.append(store)
         k, v = scattered
     chosen = TABLE.named(backend)
-    refusal = chosen.rejection_reason(request)
-    if refusal is not None:
-        pytest.skip(refusal)
+    reason = chosen.rejection_reason(request)
+    if reason is not None:
+        pytest.skip(reason)
     inputs = AttentionInputs(
         given,
         k,

@@ -1,4 +1,4 @@
-"""Which backend an attention gets, the sentences of those it does not get, and the errors of wrong calls."""
+"""Choice of the attention backend, reasons of rejections, and errors of wrong calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _no_switches(monkeypatch):
     versions = ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
     for name in (*SWITCHES, *versions, "NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)
-    # Questions without tensors are asked for a CPU.
+    # Queries without tensors are about a CPU.
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cpu"))
 
 
@@ -66,7 +66,7 @@ def rejection_reason(backend, **fields):
     return {v.backend: v.reason for v in explain(AttentionParams(**fields).request())}[backend]
 
 
-def test_torch_goes_first_and_the_reference_takes_the_rest():
+def test_torch_has_priority_and_the_reference_computes_the_rest():
     assert chosen() == "torch_sdpa"
     assert chosen(core_attention_bias_type="alibi") == "reference"
 
@@ -80,7 +80,7 @@ def test_torch_goes_first_and_the_reference_takes_the_rest():
         ({"max_seqlen_q": 0}, "an empty tensor"),
     ],
 )
-def test_torch_says_why_it_rejects(fields, reason):
+def test_torch_reports_why_it_rejects(fields, reason):
     assert reason in rejection_reason("torch_sdpa", **fields)
 
 
@@ -104,7 +104,7 @@ def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
     ],
 )
 def test_our_kernels_reject_what_their_grid_does_not_hold(fields, reason):
-    """CUDA's own words were "invalid argument"."""
+    """Without this check, CUDA reports "invalid argument"."""
     asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
     asked = dataclasses.replace(asked, device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
     assert triton.unsupported_reason(asked) == reason
@@ -162,7 +162,7 @@ def test_switches_turn_families_off(off, want, monkeypatch):
     assert chosen() == want
 
 
-def test_all_switches_off_is_no_error_before_the_call_and_names_them_then(monkeypatch, device):
+def test_turning_off_all_switches_raises_in_the_call_only(monkeypatch, device):
     for name in SWITCHES:
         monkeypatch.setenv(name, "0")
     module = DotProductAttention(2, 4, qkv_format="bshd")
@@ -203,7 +203,7 @@ def test_a_forced_backend_that_rejects_raises_its_reason(device):
         module(*qkv(device))
 
 
-def test_the_originals_question_has_our_answer(monkeypatch):
+def test_the_originals_query_returns_our_choice(monkeypatch):
     fused = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     assert get_attention_backend(AttentionParams()) == (False, None, True, fused, False, [False, True, True])
     biased = AttentionParams(core_attention_bias_type="post_scale_bias")
@@ -228,7 +228,7 @@ def test_attention_parameters_compare_by_value_and_know_their_formats():
     assert AttentionParams(qkv_layout="bs3hd").request().q_format == "bshd"
 
 
-def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(monkeypatch, device):
+def test_a_choice_is_cached_until_the_call_or_the_switches_change(monkeypatch, device):
     asked = []
 
     def counting(request):
@@ -262,7 +262,7 @@ def test_a_forced_or_observed_call_is_chosen_afresh(device):
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_whoever_asks_for_reasons_binds_nothing(device_type, monkeypatch):
+def test_explaining_a_choice_binds_no_function(device_type, monkeypatch):
     def bound(request):
         raise AssertionError("a backend was bound, which may compile for seconds")
 
@@ -273,7 +273,7 @@ def test_whoever_asks_for_reasons_binds_nothing(device_type, monkeypatch):
     check(request)
 
 
-def test_plans_are_forgotten_rather_than_remembered_for_ever_more_calls(monkeypatch, device):
+def test_the_number_of_cached_plans_is_bounded(monkeypatch, device):
     module = DotProductAttention(2, 4, qkv_format="bshd")
     monkeypatch.setattr(module._plans, "most", 2)
     for size in range(2, 7):

@@ -24,7 +24,7 @@ def compiled(function, dynamic=None):
 
 
 def assert_same_as_eager(function, leaves, parameters=(), dynamic=None):
-    """Outputs and gradients of function(*leaves), eager and compiled."""
+    """Compare outputs and gradients of function(*leaves), eager and compiled."""
     results = []
     for run in (function, compiled(function, dynamic)):
         inputs = [x.detach().clone().requires_grad_() for x in leaves]
@@ -108,7 +108,7 @@ def test_packed_sequences_compile_with_the_longest_length_given(backend, device)
         assert_same_as_eager(lambda q, k, v: module(q, k, v, **call), leaves)
 
 
-def test_packed_sequences_ask_for_the_longest_length_when_compiled(device):
+def test_compiled_packed_sequences_require_the_longest_length(device):
     module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding")
     x = sample(device, 10, 4, 8)
     with pytest.raises(Exception, match=r"max_seqlen_q is needed under torch\.compile"):

@@ -1,4 +1,4 @@
-"""Batches for context parallelism: sequences padded, cut into the chunks of ranks, and put together again."""
+"""Batches for context parallelism: sequences are padded, split into the chunks of ranks, and joined again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_sequence_is_padded_behind_to_a_multiple(multiple, leading, device
         want_ids += [*range(at, at + length), *[7] * filler]
         want_labels += [*(-i for i in range(at, at + length)), *[-100] * filler]
         at += length
-    # Flat, whichever of the two came in.
+    # The result is flat for both shapes of the input.
     assert padded.shape == labels.shape == (len(want_ids),)
     assert padded.tolist() == want_ids and labels.tolist() == want_labels
     assert cu.dtype == torch.int32 and cu.device == ids.device
@@ -76,7 +76,7 @@ def test_one_rank_has_the_whole_batch(device, monkeypatch):
     assert get_batch_on_this_cp_rank(bounds([8], device), ids, ids, ids)[0] is ids
 
 
-def test_size_and_rank_are_asked_of_the_default_group_where_none_is_given(device, monkeypatch):
+def test_size_and_rank_come_from_the_default_group_unless_given(device, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: asked.append(group) or 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: asked.append(group) or 1)

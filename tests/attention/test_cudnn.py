@@ -48,7 +48,7 @@ PACKED = {"q_format": "thd", "kv_format": "thd"}
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As if on a machine with the library, whose GPU is not asked."""
+    """Simulate a machine with the library, without querying its GPU."""
     for module in (cudnn, cudnn_fp8):
         monkeypatch.setattr(module, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: False)
@@ -81,7 +81,7 @@ def test_an_old_cudnn_is_a_rejection(monkeypatch):
 
 
 BIASED = {"bias": "post_scale_bias", "bias_shape": (1, 4, 256, 256)}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
     "switched off": ({"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
     "fp8 asked for": ({"switches": Switches(fused_kind="2")}, "asks for FP8"),
@@ -130,9 +130,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_rejections_name_the_value_and_the_limit(name, installed):
-    options, sentence = REFUSED[name]
+    options, sentence = REJECTED[name]
     assert sentence in (cudnn.BACKEND.rejection_reason(request(**options)) or "")
 
 
@@ -174,11 +174,11 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name, installed):
+def test_supported_requests_have_no_rejection_reason(name, installed):
     assert cudnn.BACKEND.rejection_reason(request(**TAKEN[name])) is None
 
 
-FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "switched off": ({"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
     "16 bit asked for": ({"switches": Switches(fused_kind="1")}, "asks for 16 bit"),
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
@@ -194,9 +194,9 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FP8_REFUSED)
+@pytest.mark.parametrize("name", FP8_REJECTED)
 def test_rejections_of_fp8(name, installed):
-    options, sentence = FP8_REFUSED[name]
+    options, sentence = FP8_REJECTED[name]
     assert sentence in (FORWARD.named("cudnn").rejection_reason(request(**options, fp8="delayed")) or "")
 
 
@@ -220,7 +220,7 @@ def test_packed_lengths_share_plans_at_the_cost_of_an_eighth():
     assert len({cudnn_plan.bucketed_tokens(tokens) for tokens in range(8192, 16384)}) <= 9
 
 
-def test_only_what_is_not_aligned_is_copied():
+def test_only_unaligned_tensors_are_copied():
     buffer = torch.zeros(4, 3, 24, dtype=torch.bfloat16)
     view = buffer[..., 8:16]
     assert cudnn.aligned(view) is view
@@ -271,7 +271,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
-    """Which rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, are tokens."""
+    """Mask of the rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, that are tokens."""
     if inputs.lengths_q is None:
         return torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
     real = torch.arange(r.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
@@ -279,7 +279,7 @@ def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
 
 
 def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
-    """Output, statistics and gradients within what rounding to 16 bits explains: 2^-9 once or twice."""
+    """Compare output, statistics and gradients within one or two roundings to 16 bits, 2^-9 each."""
     assert cudnn.BACKEND.rejection_reason(r) is None
     grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
     wide, exact_request = widened(inputs), replace(r, dtype=torch.float32)
@@ -363,7 +363,7 @@ def test_every_option_is_exact(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("q_format", ["bshd", "thd"])
-def test_pages_are_read_where_they_lie(page_size, q_format):
+def test_pages_are_read_in_place(page_size, q_format):
     pytest.importorskip("cudnn")
     r = request(
         "padding_causal_bottom_right",
@@ -391,7 +391,7 @@ def test_pages_are_read_where_they_lie(page_size, q_format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_dropout_drops_the_same_in_both_passes(mask):
-    """o is linear in v with what dropout left, so <do, o> = <v, dv>; and <q, dq> = <k, dk>."""
+    """After dropout o is linear in v, so <do, o> = <v, dv>; also <q, dq> = <k, dk>."""
     pytest.importorskip("cudnn")
     r = request(mask, dropout=0.3)
     inputs = inputs_of(r)

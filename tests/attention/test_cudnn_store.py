@@ -1,4 +1,4 @@
-"""cuDNN's plans on disk: which are read, and which are built again and why, with a stand-in for the library."""
+"""cuDNN's plans on disk: which ones are read and which are built again, with a mock of the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HANDLE = 7
 
 
 class NotSupported(Exception):
-    """The stand-in's cudnnGraphNotSupportedError."""
+    """The mock's cudnnGraphNotSupportedError."""
 
 
 class Node:
@@ -93,15 +93,15 @@ class Graph:
         self.library.stream = 99
         if isinstance(data, bytes):
             raise RuntimeError("Unable to cast Python instance of type <class 'bytes'>")
-        if self.library.refusal is not None:
-            raise self.library.refusal
+        if self.library.rejection is not None:
+            raise self.library.rejection
         self.library.read += 1
         uids, self.workspace = json.loads(bytes(data))
         self.uids = set(uids)
 
 
 class Library:
-    """The part of the module `cudnn` that plans are made with."""
+    """The part of the module `cudnn` that builds plans."""
 
     cudnnGraphNotSupportedError = NotSupported
     data_type = SimpleNamespace(FLOAT="float", INT64="int64")
@@ -112,7 +112,7 @@ class Library:
         self.version = 91900
         self.built = self.read = 0
         self.stream = 5
-        self.refusal: Exception | None = None
+        self.rejection: Exception | None = None
         self.cannot_serialize: Exception | None = None
 
     def pygraph(self, **options: Any) -> Graph:
@@ -129,14 +129,14 @@ class Library:
 
 
 def gpu(**changes: Any) -> SimpleNamespace:
-    """The properties of an H200, and what differs from them."""
+    """The properties of an H200, with changes."""
     given = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
     return SimpleNamespace(**given)
 
 
 @pytest.fixture
 def library(monkeypatch, tmp_path) -> Library:
-    """The stand-in in place of the library, on a machine that looks like one with an H200, and the switch on."""
+    """Replace the library by the mock on a simulated machine with an H200, with the switch on."""
     stand_in = Library()
     for module in (cudnn_graph, cudnn_plan):
         monkeypatch.setattr(module, "library", lambda: stand_in)
@@ -156,7 +156,7 @@ STRIDED = cudnn_plan.Strided((65536, 256, 64, 1), (32768, 128, 64, 1), (32768, 1
 
 
 def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.CudnnPlan:
-    """A plan as a process makes it that has none in memory."""
+    """Return a plan as a process without plans in memory does."""
     return cudnn_graph.planned(cudnn_plan.describe_forward, device, request() if r is None else r, strided)
 
 
@@ -190,7 +190,7 @@ def test_packed_sequences_keep_their_offsets(library):
     assert first.offsets == second.offsets == (("q", 256), ("kv", 128), ("q", 4))
 
 
-def test_backward_and_fp8_plans_are_kept_beside_the_forward_ones(library, tmp_path):
+def test_backward_and_fp8_plans_are_stored_too(library, tmp_path):
     r, code = request(), torch.float8_e4m3fn
     backward = STRIDED._replace(grad_output=STRIDED.q)
     for _ in range(2):
@@ -300,14 +300,14 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 )
 def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
     plan()
-    library.refusal = error
+    library.rejection = error
     made = plan()
     assert library.built == 2
     assert made.graph.uids
     assert library.stream == 5  # and not where the failed warm-up left it
     (record,) = caplog.records
     assert f"the library rejects it ({error})" in record.getMessage()
-    library.refusal = None
+    library.rejection = None
     plan()
     assert (library.built, library.read) == (2, 1)
 

@@ -1,4 +1,4 @@
-"""An optional library that cannot be imported is an unsupported backend with the import's error, asked for once."""
+"""An optional library that fails to import is an unsupported backend with the import error, and is imported once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MESSAGES = {
     "AttributeError": "module 'torch' has no attribute 'its_part'",
 }
 
-# Every refusal as a GPU of capability 9.0 would have it; no GPU is touched.
+# Prints every reason for a rejection on a GPU of capability 9.0, without using a GPU.
 ASKED = """
 from dataclasses import replace
 import torch
@@ -63,7 +63,7 @@ ask = {
     "triton": lambda: triton.unsupported_reason(request),
 }
 for name in COUNTERS:
-    print("REFUSAL", name, ask[name]())
+    print("REASON", name, ask[name]())
     assert ask[name]() == ask[name]()
 if "triton" in COUNTERS:
     assert launching.unsupported_elementwise(torch.device("cuda"), torch.float32) == ask["triton"]()
@@ -80,7 +80,7 @@ for name, counter in COUNTERS.items():
 
 
 def install(folder: Path, module: str, statement: str) -> Path:
-    """A package of that name whose import counts itself and raises; the file that counts."""
+    """Install a package whose import counts itself and raises; return the file of the count."""
     distribution, version, path = PACKAGES[module]
     counter = folder / f"{module}.counter"
     counter.write_text("")
@@ -117,8 +117,8 @@ def test_a_damaged_package_is_a_rejection_and_every_call_works(damages, tmp_path
         counters[module] = str(install(tmp_path, module, statement))
     lines = run(tmp_path, f"COUNTERS = {counters!r}\n" + ASKED).splitlines()
     for module, error in damages.items():
-        (refusal,) = [line for line in lines if line.startswith(f"REFUSAL {module} ")]
-        assert MESSAGES[error] in refusal, refusal
+        (reason,) = [line for line in lines if line.startswith(f"REASON {module} ")]
+        assert MESSAGES[error] in reason, reason
         # A module that raised is not in sys.modules: torch may import Triton again, but the package does not.
         if module != "triton":
             assert f"IMPORTED {module} 1" in lines

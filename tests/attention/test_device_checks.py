@@ -1,4 +1,4 @@
-"""Checks of numbers on a device: at once on the host, else when the numbers have arrived, and never twice."""
+"""Checks of numbers run at once on the host, otherwise when the numbers arrive, and never twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def below(numbers, limit):
 
 
 class Copy:
-    """Numbers that arrive when the test says so, as those of a GPU do."""
+    """Numbers that arrive when the test sets them, like those of a GPU."""
 
     def __init__(self, *numbers):
         self.numbers, self.there, self.waited = torch.tensor(numbers), False, False
@@ -97,7 +97,7 @@ def test_a_compiler_traces_through():
     assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(x), x + 1)
 
 
-def test_what_nobody_asked_for_is_printed_when_the_process_ends(tmp_path):
+def test_pending_failures_are_printed_when_the_process_ends(tmp_path):
     program = (
         "import torch; from transformer_engine.pytorch.runtime.device_checks import Waiting, collect\n"
         "def rule(numbers): raise ValueError(f'{numbers} will not do')\n"
@@ -117,15 +117,15 @@ def test_numbers_on_a_gpu_are_checked_without_waiting_for_it(monkeypatch):
     te.check()
     monkeypatch.setenv("TE_CHECK", "1")
     torch.cuda._sleep(100_000_000)
-    demand(below, (x,), 3)  # the copy lies behind the sleeping kernel
-    x.zero_()  # the numbers of the call count, not those of later
+    demand(below, (x,), 3)  # the copy waits for the sleeping kernel
+    x.zero_()  # the check must read the numbers of the call, not later ones
     assert len(device_checks._waiting) == 1
     with pytest.raises(ValueError, match="7 is not below 3"):
         te.check()
 
 
 @pytest.mark.gpu
-def test_a_call_waits_for_its_numbers_where_it_is_asked_to(monkeypatch):
+def test_a_call_waits_for_its_numbers_on_request(monkeypatch):
     monkeypatch.setenv("TE_CHECK", "2")
     with pytest.raises(ValueError, match=r"^7 is not below 3; lower it$"):
         demand(below, (torch.tensor([1, 7], device="cuda"),), 3)

@@ -52,8 +52,8 @@ def run(module, q, k, v, grad, qkv_format="bshd", extra=(), **options):
     leaves = [in_format(x, qkv_format).clone().requires_grad_() for x in (q, k, v)]
     try:
         out = module(*leaves, qkv_format=qkv_format, **options)
-    except Unsupported as refusal:
-        pytest.skip(str(refusal))
+    except Unsupported as rejection:
+        pytest.skip(str(rejection))
     out, max_logit = out if isinstance(out, tuple) else (out, None)
     gradients = torch.autograd.grad(out, [*leaves, *extra], in_format(grad, qkv_format))
     back = [in_format(x, qkv_format) for x in (out, *gradients[:3])]
@@ -72,7 +72,7 @@ def assert_same(got, want):
 
 
 def mask_arguments(name, device, size_q=5, size_kv=6):
-    """Keyword arguments that make the mask `name`, and its rule in the oracle."""
+    """Return keyword arguments of the mask `name`, and its rule in the oracle."""
     if name.startswith("padding"):
         arguments = {
             "cu_seqlens_q": cumulative(LENGTHS_Q, device),
@@ -238,7 +238,7 @@ def test_max_logit_is_the_largest_visible_score_of_each_head(mask, device):
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
-def test_padding_masks_and_cumulative_lengths_say_the_same(mask, backend, device):
+def test_padding_masks_and_cumulative_lengths_are_equivalent(mask, backend, device):
     q, k, v, grad = tensors(device)
     arguments, _ = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, attention_type="cross")
@@ -319,7 +319,7 @@ def test_recomputing_the_core_changes_nothing(mask, backend, device):
 
 
 class Tracker:
-    """Counts forks, and draws from a generator state of its own."""
+    """Count forks, and draw from a separate generator state."""
 
     def __init__(self):
         self.forks = 0

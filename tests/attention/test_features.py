@@ -49,7 +49,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("feature", ASKED, ids=[feature.name for feature in ASKED])
-def test_a_backend_rejects_by_its_name_what_it_does_not_say_that_it_takes(feature):
+def test_a_backend_names_the_feature_that_it_does_not_support(feature):
     asked = request(**ASKED[feature])
     assert asked.features == (feature,)
     for backend in TABLE.backends:
@@ -62,7 +62,7 @@ def test_a_plain_request_asks_for_no_feature():
 
 
 @pytest.mark.parametrize("table", [TABLE, fp8.FORWARD, fp8.BACKWARD], ids=lambda table: table.operation)
-def test_a_feature_that_nobody_knows_is_rejected_by_all(table, monkeypatch):
+def test_an_unknown_feature_is_rejected_by_all(table, monkeypatch):
     monkeypatch.setattr(AttentionCall, "features", ("an attention of tomorrow",))
     asked = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
     for verdict in table.explain(asked):

@@ -100,7 +100,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_flash4_is_called_for_what_the_request_says(name):
+def test_flash4_computes_the_request(name):
     request, inputs = problem(**PROBLEMS[name])
     got, want = (backend.forward(request, inputs) for backend in (flash4, reference))
     torch.testing.assert_close(got.output, want.output)
@@ -144,7 +144,7 @@ def test_flash4_reads_caches(layout, paged):
 
 @pytest.mark.parametrize("backend", [flash2, flash3], ids=["flash2", "flash3"])
 @pytest.mark.parametrize("name", ["bottom right", "sbhd", "window", "causal window", "thd with a tail"])
-def test_installed_flash_packages_are_called_for_what_the_request_says(name, backend):
+def test_installed_flash_packages_compute_the_request(name, backend):
     request, inputs = problem(**{**PROBLEMS[name], "sink": False})
     got = backend.run(request, inputs).output
     torch.testing.assert_close(got, reference.run(request, inputs).output)
@@ -205,8 +205,8 @@ def on_hopper(**changes):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.rejection_reason(on_hopper(**changes))
-    assert (refusal is None) if reason is None else reason in (refusal or "")
+    found = backend.BACKEND.rejection_reason(on_hopper(**changes))
+    assert (found is None) if reason is None else reason in (found or "")
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""FP8 attention: accuracy against float32, the slots of its state, checkpoints, and the modules round it."""
+"""FP8 attention: accuracy against float32, the slots of its state, checkpoints, and the modules around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_engine.pytorch import DotProductAttention, MultiheadAttention, 
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 HEADS, GROUPS, SIZE, BATCH, TOKENS = 4, 2, 32, 2, 64
-# Half of what the original allows between its FP8 attention and the 16-bit one.
+# Half of the original's tolerance between its FP8 attention and the 16-bit one.
 RMSE = 0.055
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "mxfp8": MXFP8BlockScaling}
 FORWARD_SLOTS, BACKWARD_SLOTS = [2, 3, 8], [0, 3, 5]
@@ -49,7 +49,7 @@ def tensors(device: torch.device, size: int = SIZE, tokens: int = TOKENS) -> lis
 
 
 def steps(module, recipe: Recipe, qkv: list[Tensor], grad: Tensor | None = None, count: int = 3, **options):
-    """Output and gradients of the last of some steps, so that delayed scales have settled."""
+    """Return output and gradients of the last of several steps, after delayed scales have settled."""
     for _ in range(count):
         with te.autocast(recipe=recipe):
             out = module(*qkv, **options)
@@ -138,7 +138,7 @@ def test_fp8_output_needs_fp8_attention(device):
         attention()(*tensors(device), fp8_output=True)
 
 
-def test_quantized_queries_keys_and_values_are_taken_as_they_are(device):
+def test_quantized_queries_keys_and_values_are_used_directly(device):
     module, qkv = attention(), tensors(device)
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, columnwise=False)
     codes = [quantizer(x.detach()) for x in qkv]
@@ -244,7 +244,7 @@ def test_modules_round_an_fp8_attention_stay_near(make, kind, field, device):
         assert len(states) == 1 and states[0].numel() > 0
 
 
-def test_fp8_mha_hands_codes_to_the_projection(device, monkeypatch):
+def test_fp8_mha_passes_codes_to_the_projection(device, monkeypatch):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     module = MultiheadAttention(128, HEADS, params_dtype=dtype, device=device, attention_dropout=0.0)
     seen = []
@@ -260,7 +260,7 @@ def test_fp8_mha_hands_codes_to_the_projection(device, monkeypatch):
     assert [isinstance(context, Float8Tensor) for context in seen] == [True, False, False]
 
 
-def test_recipes_without_fp8_attention_say_so(device):
+def test_recipes_without_fp8_attention_raise(device):
     with (
         te.autocast(recipe=NVFP4BlockScaling(fp8_dpa=True)),
         pytest.raises(ValueError, match="NVFP4BlockScaling has no FP8 attention; set NVTE_DPA_FP8_RECIPE"),
@@ -268,7 +268,7 @@ def test_recipes_without_fp8_attention_say_so(device):
         attention()(*tensors(device))
 
 
-def test_the_environment_gives_attention_a_recipe_of_its_own(device, monkeypatch):
+def test_the_environment_gives_attention_a_separate_recipe(device, monkeypatch):
     module, qkv = attention(), tensors(device)
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE_DPA", "1")
@@ -287,10 +287,10 @@ def test_explain_names_both_passes_and_the_reason(device):
         told = te.explain(attention(), *tensors(device))
     by_operation = {decision.operation: decision for decision in told.decisions}
     assert by_operation["fp8_attention_backward"].chosen == "high_precision"
-    refusals = {v.backend: v.reason for v in by_operation["fp8_attention_backward"].verdicts}
+    reasons = {v.backend: v.reason for v in by_operation["fp8_attention_backward"].verdicts}
     if device.type == "cpu":
         assert by_operation["fp8_attention"].chosen == "emulated"
-        assert refusals["cudnn"] == "the forward pass is 'emulated'"
+        assert reasons["cudnn"] == "the forward pass is 'emulated'"
 
 
 def test_bf16_backward_overrules_the_environment(device, monkeypatch):
@@ -337,7 +337,7 @@ def test_cudnn_computes_in_fp8_as_exactly_as_emulation(kind, size, mask, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
-def test_cudnn_differentiates_in_fp8_when_asked(mask, monkeypatch):
+def test_cudnn_differentiates_in_fp8_on_request(mask, monkeypatch):
     pytest.importorskip("cudnn")
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
     device = torch.device("cuda")
@@ -361,7 +361,7 @@ def test_cudnn_differentiates_in_fp8_when_asked(mask, monkeypatch):
 def test_one_attention_takes_recipes_of_several_families_in_turn(
     kinds, quantized_weights, device, monkeypatch
 ):
-    """Each call equals that of a layer which has known its recipe alone."""
+    """Each call equals that of a layer used with its recipe alone."""
     linear = Float8CurrentScaling(fp8_dpa=True)
 
     def layer():

@@ -1,4 +1,4 @@
-"""fp8_mha: the projection before an FP8 attention makes the codes of q, k and v, where nothing comes between."""
+"""fp8_mha: the projection before an FP8 attention quantizes q, k and v if no operation is in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor import Float8Tensor
 
 HIDDEN, HEADS, GROUPS, TOKENS, BATCH = 128, 4, 2, 32, 2
 SIZE = HIDDEN // HEADS
-QKV = 2  # the slot of q, k and v in an attention
+QKV = 2  # the quantizer slot of q, k and v in an attention
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_an_evaluation_under_delayed_scaling_uses_the_scales_of_the_training(bac
     with torch.no_grad():
         module.qkv.weight.mul_(1e-3)
     recipe = DelayedScaling(fp8_mha=True, amax_history_len=4)
-    for _ in range(5):  # a scale settles a step after the one before it
+    for _ in range(5):  # each scale settles one step after the previous one
         with te.autocast(recipe=recipe):
             out = module(x)
         out.float().sum().backward()
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_an_attention_that_casts_itself(device):
 
 
 @pytest.mark.parametrize("between", ["rope", "norm", "cross", "fp8_dpa", "delayed"])
-def test_what_works_on_values_gets_values(between, device):
+def test_options_that_need_values_get_values(between, device):
     options, call = {}, {}
     if between == "rope":
         call["rotary_pos_emb"] = RotaryPositionEmbedding(SIZE)(max_seq_len=TOKENS).to(device)
@@ -140,7 +140,7 @@ def test_a_backward_in_16_bits_gets_values_and_an_evaluation_codes(device, monke
     assert [isinstance(q, Float8Tensor) for q, _, _ in seen] == [False, True]
 
 
-def test_a_projection_in_high_precision_hands_over_values(device, monkeypatch):
+def test_a_projection_in_high_precision_passes_values(device, monkeypatch):
     module = made(device)
     seen = seen_by_attention(module)
     monkeypatch.setattr(
@@ -164,8 +164,8 @@ def test_recomputation_repeats_the_codes(device):
 
 
 @pytest.mark.slow
-def test_a_compiled_module_hands_over_values(device):
-    """Compiled, it emulates; on a GPU, eager code computes in FP8."""
+def test_a_compiled_module_passes_values(device):
+    """Compiled code emulates FP8; on a GPU, eager code computes in FP8."""
     module, x = made(device), inputs(device)
     torch._dynamo.reset()
     function = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -48,7 +48,7 @@ def tokens(device, width):
 
 
 def batch(parts, tensor_format):
-    """Sequences [n, ..] of different n as one tensor, padded with nonsense behind the real tokens."""
+    """Return sequences [n, ..] of different n as one tensor, padded with arbitrary values after the real tokens."""
     if tensor_format == "thd":
         return torch.cat(parts)
     size = max(len(part) for part in parts)
@@ -64,7 +64,7 @@ def unbatched(out, sizes, tensor_format):
 
 
 def play(step, cache, data, tensor_format):
-    """{sequence: outputs of its tokens in order} over the schedule; data go on where they stopped."""
+    """Return {sequence: outputs of its tokens in order} over the schedule; each step continues the sequences."""
     used, outputs = {}, {}
     for entry in SCHEDULE:
         cache.pre_step(OrderedDict(entry))
@@ -306,7 +306,7 @@ def test_running_out_of_pages_is_rejected_before_anything_changes(device):
     assert cache.sequences == {"a": 5}
 
 
-def test_what_a_step_reads_stays_at_its_address(device):
+def test_tensors_that_a_step_reads_keep_their_addresses(device):
     """A graph captured in one step is replayed in later ones."""
     cache = params(is_paged=True, page_size=2)
     addresses = set()
@@ -479,7 +479,7 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
     ids=lambda modes: "-".join(mode.__name__ for mode in modes),
 )
 @pytest.mark.sampled
-def test_a_cache_goes_from_one_mode_to_another(modes, pages, device):
+def test_a_cache_changes_between_gradient_and_inference_modes(modes, pages, device):
     """Tensors allocated in inference mode are written outside of it, including page tables and rows that move."""
     found = []
     for allocated in (modes[0], torch.no_grad):

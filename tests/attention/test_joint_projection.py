@@ -26,7 +26,7 @@ def make(device, **options):
 
 
 def call(layer, form="sbhd", dtype=torch.float32):
-    """The output and every gradient; whether the joint node is in the graph."""
+    """Return the output, every gradient, and whether the graph has the joint node."""
     torch.manual_seed(1)
     device = layer.proj.weight.device
     x = torch.randn(*SHAPES[form], HIDDEN, dtype=dtype).to(device).requires_grad_()
@@ -56,7 +56,7 @@ def nodes(y):
 
 
 def apart(layer):
-    """The layer, with a hook that keeps its core from being called in any way but its own."""
+    """Return the layer with a hook on its core, which prevents the joint node."""
     layer.core_attention.register_forward_hook(lambda *_: None)
     return layer
 
@@ -86,7 +86,7 @@ def test_the_node_is_there_where_torch_has_its_passes_apart(device):
 @pytest.mark.parametrize(
     "place", ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"]
 )
-def test_whoever_looks_at_the_core_sees_its_call(place, device, monkeypatch):
+def test_observers_of_the_core_see_its_call(place, device, monkeypatch):
     layer = make(device)
     call(layer)
     core, seen = layer.core_attention, []
@@ -151,8 +151,8 @@ def test_dropout_recomputation_and_no_gradient_take_no_joint_node(device):
         assert make(device)(x).grad_fn is None
 
 
-def test_what_a_cache_has_become_is_seen_by_the_next_step(device):
-    """A cached step applies to no batch, limit, cache or page table of another kind."""
+def test_the_next_step_sees_a_changed_cache(device):
+    """A cached step is not reused for another batch, limit, cache or page table."""
     layer = make(device, qkv_format="bshd", layer_number=1).eval()
     options = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32, "device": device}
     cache = InferenceParams(2, 16, **options)

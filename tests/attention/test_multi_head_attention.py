@@ -34,7 +34,7 @@ def make(device, **options):
 
 
 def projections(module, groups, fused, interleaved):
-    """[(weight, bias)] of queries, keys, values, in head order, whichever way the parameters hold them."""
+    """Return [(weight, bias)] of queries, keys and values in head order, for every parameter layout."""
     layer = module.layernorm_qkv if module.input_layernorm else module.qkv
     if not fused:
         return [
@@ -136,7 +136,7 @@ def normalized(module, x, kind):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("kind", ["L2Normalization", "RMSNorm", "LayerNorm"])
-def test_query_and_key_norms_stand_on_the_asked_side_of_the_rotation(kind, before, device):
+def test_query_and_key_norms_run_on_the_given_side_of_the_rotation(kind, before, device):
     module = make(device, qk_norm_type=kind, qk_norm_before_rope=before, qkv_format="bshd")
     x = sample(device, 2, 5, HIDDEN)
     angles = RotaryPositionEmbedding(WIDTH)(5).to(device)
@@ -259,7 +259,7 @@ def test_cross_attention_needs_the_encoder_output(device):
         make(device, attention_type="cross")(x)
 
 
-def test_the_fused_latent_projection_says_that_it_is_not_there():
+def test_the_fused_latent_projection_is_unsupported():
     assert FusedMLAQUpProjRopeQuant.is_supported() is False
     with pytest.raises(NotImplementedError, match="use Linear, apply_rotary_pos_emb and a quantizer"):
         FusedMLAQUpProjRopeQuant(128, 8)

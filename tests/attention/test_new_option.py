@@ -1,4 +1,4 @@
-"""A new option of attention touches the record of a call and the backends that support it, and nothing between."""
+"""A new option of attention changes only the record of a call and the backends that support it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def backward(call, inputs, attended, grad_output):
 
 @pytest.fixture
 def option(monkeypatch):
-    """The option in the record."""
+    """Add the option to the record."""
     monkeypatch.setattr(describe, "AttentionCall", TemperedCall)
 
 
 @pytest.fixture
 def supported(option, monkeypatch):
-    """The option in the record and in one backend."""
+    """Add the option to the record and to one backend."""
     row = Backend(
         "tempered",
         takes=reference.TAKES | {FEATURE},
@@ -140,7 +140,7 @@ def files_naming(option: str) -> set[str]:
     return found
 
 
-def test_an_argument_of_forward_is_named_at_the_door_in_the_records_and_in_its_backend():
+def test_only_records_and_the_backend_name_an_argument_of_forward():
     """num_splits is an argument of every call; nothing between the record and the backend names it."""
     module = "attention/dot_product_attention"
     assert files_naming("num_splits") == {

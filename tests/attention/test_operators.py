@@ -1,4 +1,4 @@
-"""A backend that a compiler cannot trace computes behind two operators, bit for bit what eager code computes."""
+"""A backend that a compiler cannot trace runs inside two operators, with the bits of eager code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.primitives.attention.passes import Passes
 
 @pytest.fixture
 def opaque(monkeypatch):
-    """The reference as if it could not be traced: it counts its calls."""
+    """The reference, declared as untraceable, which counts its calls."""
     calls = []
 
     def forward(request, inputs):

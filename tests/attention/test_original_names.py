@@ -1,4 +1,4 @@
-"""Names that callers of the original use besides the layers: the last choice, codes of one scale, versions."""
+"""Names of the original other than layers: the last choice, codes with one scale, versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def uses():
     return tuple(_attention_backends[f"use_{kind}_attention"] for kind in ("flash", "fused", "unfused"))
 
 
-def test_the_last_choice_is_there_to_be_read(device):
+def test_the_last_choice_is_readable(device):
     module, tensors = DotProductAttention(2, 16, num_gqa_groups=1, qkv_format="bshd"), qkv(device, groups=1)
     with use_backend(attention="reference"):
         module(*tensors)
@@ -49,7 +49,7 @@ def test_the_last_choice_is_there_to_be_read(device):
     assert (params.qkv_layout, params.window_size) == ("bshd_bshd_bshd", (-1, 0))
 
 
-def test_remembered_choices_are_noted_too(device):
+def test_cached_choices_are_recorded_too(device):
     modules = [DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type=m) for m in ("causal", "no_mask")]
     for _ in range(2):
         for module in modules:
@@ -66,7 +66,7 @@ def test_the_parameters_of_the_last_choice_lead_to_it_again(device):
     assert kind == _attention_backends["fused_attention_backend"]
 
 
-def test_an_fp8_attention_says_so(device, monkeypatch):
+def test_an_fp8_attention_is_recorded_as_fp8(device, monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
     module = DotProductAttention(2, 16, qkv_format="bshd")
     for recompute in (False, True):
@@ -92,7 +92,7 @@ def test_an_update_that_is_required_makes_layers_choose_again(device, monkeypatc
     assert len(chosen) == 1 and not _attention_backends["backend_selection_requires_update"]
 
 
-def test_what_is_written_stays_until_the_next_choice(device):
+def test_a_written_entry_stays_until_the_next_choice(device):
     module = DotProductAttention(2, 16, qkv_format="bshd")
     module(*qkv(device))
     _attention_backends["use_flash_attention"] = "written"
@@ -117,7 +117,7 @@ LAYOUTS = (
 
 
 def laid_out(layout, device):
-    """q, k, v that get_qkv_layout calls so."""
+    """Return q, k and v in the layout of that name."""
     leading = (12,) if layout.startswith("t") else (2, 6)
     axis = -2 if "h3d" in layout or "h2d" in layout else -3
     heads, size = 2, 16

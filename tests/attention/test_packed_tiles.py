@@ -1,4 +1,4 @@
-"""Packed sequences whose tiles share out one grid have the bits of sequences with a grid each; also interpreted."""
+"""Packed sequences whose tiles share one grid have the bits of sequences with one grid each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.pytorch.runtime.launching import processors, run_into
 
 HEADS, GROUPS, SIZE, SIZE_V = 2, 1, 32, 16
-# Around tiles of 32 and 64 rows; none at the beginning, in the middle and behind the last.
+# Lengths around tiles of 32 and 64 rows; empty sequences at the start, in the middle and at the end.
 LENGTHS_Q = (0, 1, 31, 32, 33, 0, 0, 65, 64, 2, 0)
 LENGTHS_KV = (5, 33, 0, 32, 31, 0, 3, 63, 96, 1, 0)
 GAPS = (3, 0, 7, 0, 1, 2, 0, 0, 9, 0, 0)
@@ -36,7 +36,7 @@ CASES = {
 
 
 def _starts(lengths: tuple[int, ...]) -> tuple[list[int], int]:
-    """Where sequences begin behind their gaps, and all tokens."""
+    """Return the starts of sequences after their gaps, and the number of all tokens."""
     starts, end = [], 0
     for length, gap in zip(lengths, GAPS, strict=True):
         starts.append(end + gap)
@@ -57,7 +57,7 @@ def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> Atten
 
 
 def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> list[torch.Tensor | None]:
-    """The launch's outputs, which hold what they must when it starts, else 7."""
+    """The launch's outputs, filled with their required initial value or with 7."""
     made = []
     for output, shape in zip(launch.outputs, like, strict=True):
         if output is not None:
@@ -103,7 +103,7 @@ def _results(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_that_share_one_grid_give_the_bits_of_a_grid_for_each_sequence(name, device):
+def test_tiles_that_share_one_grid_have_the_bits_of_a_grid_per_sequence(name, device):
     case, tokens = CASES[name], (_starts(LENGTHS_Q)[1], _starts(LENGTHS_KV)[1])
     problem = _problem(tokens, case, device)
     shared = dataclasses.replace(problem, tokens=tokens)
@@ -124,7 +124,7 @@ def test_tiles_that_share_one_grid_give_the_bits_of_a_grid_for_each_sequence(nam
 
 
 def test_the_tiles_of_all_sequences_have_programs_and_few_are_left_without_one():
-    """However tokens fall to sequences, programs suffice; those of each sequence are kept where they are fewer."""
+    """The programs suffice for every distribution of tokens; the grid per sequence is kept if it is smaller."""
     generator = torch.Generator().manual_seed(1)
     problem = _problem((1000, 1000), {}, torch.device("cpu"))
     for rows in (16, 100, 128):
@@ -155,7 +155,7 @@ def test_heads_of_queries_share_the_tiles_of_keys_where_all_sequences_together_h
 
 @triton.jit
 def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """found [programs, 2] = (tile, sequence) of every program."""
+    """Store (tile, sequence) of every program in found [programs, 2]."""
     program = tl.program_id(0)
     tile, sequence = attention.owned(lengths, program, size, ROWS, SEQUENCES)
     tl.store(found + 2 * program, tile)
@@ -165,7 +165,7 @@ def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("sequences", [2, 3, 33, 129, 300, 1024])
 def test_every_tile_has_one_program_however_many_sequences_are_counted(sequences, warps, device):
-    """Their lengths lie in part of a warp, in all warps once, or in several registers of every thread."""
+    """The lengths fill part of a warp, all warps once, or several registers of every thread."""
     rows, generator = 16, torch.Generator().manual_seed(sequences)
     lengths = torch.randint(0, 4, (sequences,), generator=generator) * 11
     lengths[0] = lengths[-1] = 0

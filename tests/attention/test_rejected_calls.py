@@ -88,12 +88,12 @@ def wrong(device):
 
 
 NAMES = list(wrong(torch.device("cpu")))
-# Not read where a cache says how long sequences are.
+# Not read if a cache holds the lengths of sequences.
 OF_THE_CACHE = (
     *("no lengths", "lengths dtype", "too many lengths", "too many lengths of whole rows", "lengths list"),
     "mask dtype",
 )
-# Wrong by their numbers, which a GPU tells later.
+# Wrong values, which a GPU reports later.
 NUMBERS = {
     "falling": ([0, 9, 4], "cu_seqlens_q falls from 9 to 4 at sequence 1"),
     "not from 0": ([1, 9, 12], "cu_seqlens_q begins with 1"),
@@ -102,7 +102,7 @@ NUMBERS = {
 
 
 def state(module, *more):
-    """Everything that a call may change; extra states are what fp8_meta holds, in bytes that pickling varies."""
+    """Return all state that a call may change, except extra states, whose pickled bytes vary; fp8_meta holds them."""
     tensors = [x.clone() for name, x in module.state_dict().items() if not name.endswith("_extra_state")]
     for child in module.modules():
         meta = getattr(child, "fp8_meta", {})
@@ -121,14 +121,14 @@ def same(before, after):
 
 
 def settled(module, *inputs, **options):
-    """A module after a step, so that there is a state to be changed."""
+    """Return a module after one step, which has state to change."""
     with te.autocast(recipe=DelayedScaling()):
         out = module(*inputs, **options)
     out.sum().backward()
     return module
 
 
-def refused(module, inputs, options, match):
+def assert_rejected(module, inputs, options, match):
     before = state(module)
     with te.autocast(recipe=DelayedScaling()), pytest.raises(ValueError, match=match):
         module(*inputs, **options)
@@ -147,7 +147,7 @@ def test_an_attention_layer_rejects_before_its_projections_record(name, cold, de
     if not cold:
         settled(layer, x)
     options, match = wrong(device)[name]
-    refused(layer, (x,), options, match)
+    assert_rejected(layer, (x,), options, match)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -157,10 +157,10 @@ def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(
     settled(layer, x, **good)
     lengths, match = NUMBERS[name]
     given = torch.tensor(lengths, dtype=torch.int32, device=device)
-    refused(layer, (x,), {**good, "cu_seqlens_q": given}, match)
+    assert_rejected(layer, (x,), {**good, "cu_seqlens_q": given}, match)
 
 
-def test_a_first_call_that_is_rejected_leaves_the_next_as_if_it_had_not_been(device):
+def test_a_rejected_first_call_does_not_change_the_next(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
     twin = copy.deepcopy(layer)
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_cross_attention_rejects_an_encoder_output_before_its_query_records(enco
     x = hidden(device)
     settled(layer, x, encoder_output=hidden(device))
     match = match.replace("needs 2 axes", "needs 3 axes")
-    refused(layer, (x,), {"encoder_output": encoder_output(device)}, match)
+    assert_rejected(layer, (x,), {"encoder_output": encoder_output(device)}, match)
 
 
 def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(device):
@@ -205,8 +205,8 @@ def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(
         ({"enc_dec_window_size": (3, -4)}, r"window_size=\(3, -4\) is not allowed"),
         ({"enc_dec_attn_mask_type": "padding"}, "a padding mask needs cu_seqlens_q"),
     ):
-        refused(layer, (x,), {"encoder_output": encoder, **options}, match)
-    refused(
+        assert_rejected(layer, (x,), {"encoder_output": encoder, **options}, match)
+    assert_rejected(
         layer, (x,), {"encoder_output": hidden(device, TOKENS, 3, HIDDEN)}, "queries have 2 sequences, keys 3"
     )
 
@@ -219,10 +219,10 @@ def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(de
         (2 * SIZE, TOKENS, "rotate 16 features"),
     ):
         angles = RotaryPositionEmbedding(dim)(length).to(device)
-        refused(layer, (x,), {"rotary_pos_emb": angles}, match)
+        assert_rejected(layer, (x,), {"rotary_pos_emb": angles}, match)
 
 
-def test_no_backend_and_no_fp8_attention_are_known_before_projections_record(device, monkeypatch):
+def test_a_missing_backend_or_fp8_attention_raises_before_projections_record(device, monkeypatch):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     settled(layer, x)
     before = state(layer)
@@ -235,7 +235,7 @@ def test_no_backend_and_no_fp8_attention_are_known_before_projections_record(dev
     assert same(before, state(layer))
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
-    refused(layer, (x,), {}, "No dot product attention backend is available")
+    assert_rejected(layer, (x,), {}, "No dot product attention backend is available")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_THE_CACHE])
@@ -266,7 +266,7 @@ def test_dropout_draws_nothing_for_a_rejected_call(device):
         assert same(before, state(core))
 
 
-def test_ever_new_windows_are_not_kept_for_ever(device, monkeypatch):
+def test_the_number_of_cached_windows_is_bounded(device, monkeypatch):
     core = DotProductAttention(HEADS, SIZE, attn_mask_type="causal")
     monkeypatch.setattr(core._plans, "most", 64)
     q = torch.randn(4, 1, HEADS, SIZE, device=device)
@@ -275,7 +275,7 @@ def test_ever_new_windows_are_not_kept_for_ever(device, monkeypatch):
     assert len(core._plans) <= 64
 
 
-def test_lengths_that_the_mask_does_not_read_are_not_judged(device):
+def test_lengths_that_the_mask_does_not_read_are_not_checked(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
     want = layer(x)
     for _ in range(2):

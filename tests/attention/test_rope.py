@@ -1,4 +1,4 @@
-"""Rotary embedding: each pair of features turns by position * frequency, in every layout and split."""
+"""Rotary embedding rotates each pair of features by position * frequency, in every layout and split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos
 
 
 def turned(x, position, base=10000.0, interleaved=False, rotated=None):
-    """x [d] turned, pair by pair, with Python floats."""
+    """Rotate x [d] pair by pair with Python floats."""
     values = [float(value) for value in x]
     width = len(values) if rotated is None else rotated
     out = list(values)
@@ -26,7 +26,7 @@ def turned(x, position, base=10000.0, interleaved=False, rotated=None):
 
 
 def loop(x_bshd, positions, **options):
-    """Every token of x [b, s, h, d] turned by positions[b][s]."""
+    """Rotate every token of x [b, s, h, d] by positions[b][s]."""
     out = torch.empty_like(x_bshd)
     for b in range(x_bshd.shape[0]):
         for s in range(x_bshd.shape[1]):

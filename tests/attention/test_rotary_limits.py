@@ -130,7 +130,7 @@ def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(tensor_f
 
     with torch.no_grad():
         step([7, 3])
-        # Sequence 0 brings 1 token, padded to the 5 of sequence 1: rows 8 to 11 of its padding have no angles.
+        # Sequence 0 has 1 new token, padded to the 5 of sequence 1: rows 8 to 11 of its padding have no angles.
         assert step([1, 5]).isfinite().all()
         with pytest.raises(
             ValueError, match=r"has 9 tokens, cached ones included, > 8 positions of rotary_pos_emb"
@@ -138,7 +138,7 @@ def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(tensor_f
             step([1, 0] if tensor_format == "thd" else [1, 1])
 
 
-def test_padding_between_packed_sequences_may_lie_past_the_table_and_sequences_may_not(device):
+def test_padding_may_exceed_the_table_and_sequences_may_not(device):
     layer = MultiheadAttention(
         16, 2, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal", device=device
     )
@@ -164,7 +164,7 @@ def test_padding_between_packed_sequences_may_lie_past_the_table_and_sequences_m
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_starts_and_ranks_together_are_the_ranks_part_of_the_whole(cp_size, tensor_format, fused, device):
-    """A rank's two chunks, taken from whole sequences that were turned from their starts on."""
+    """Return a rank's two chunks of whole sequences that were rotated from their starts."""
     lengths = [4 * cp_size, 2 * cp_size] if tensor_format == "thd" else [4 * cp_size] * 2
     starts, freqs = [3, 17], angles(device, 17 + 4 * cp_size)
     whole = [torch.randn(n, 3, 8, device=device) for n in lengths]

@@ -153,7 +153,7 @@ def test_gradient_of_a_function_of_indices_is_the_given_one():
     assert len(calls) == 2
 
 
-def test_the_contracts_are_told_apart_by_their_parameters():
+def test_parameters_distinguish_the_two_contracts():
     assert builds_a_graph(softcap) and builds_a_graph(lambda graph, score, tensors, cap=1.0: score)
     assert not builds_a_graph(lambda score, b, h, i, j: score)
     assert not builds_a_graph(lambda score, *places: score)
@@ -161,7 +161,7 @@ def test_the_contracts_are_told_apart_by_their_parameters():
     assert builds_a_graph(Softcap().forward) and not builds_a_graph(torch.nn.Identity().forward)
 
 
-def test_a_compiler_tells_the_contracts_apart_as_eager_mode_does():
+def test_a_compiler_distinguishes_the_contracts_as_eager_mode_does():
     def told(x):
         def nested(graph, score, tensors, cap=1.0):
             return score

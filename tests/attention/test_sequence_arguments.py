@@ -20,7 +20,7 @@ HEADS, SIZE, TOKENS = 2, 8, 12
 
 @pytest.fixture(autouse=True)
 def _numbers_on_a_gpu_are_checked_too(monkeypatch):
-    # At once: these numbers would have kernels read outside of their tensors, which ends a process on a GPU.
+    # Checked at once: with these numbers kernels would read outside of their tensors, which ends a process on a GPU.
     monkeypatch.setenv("TE_CHECK", "2")
 
 
@@ -155,7 +155,7 @@ def test_lengths_that_fit_are_taken_with_and_without_a_longest_and_with_tokens_o
     assert not want[9:].any()
 
 
-def test_nothing_is_checked_on_a_gpu_unless_asked_and_never_while_a_compiler_traces(device, monkeypatch):
+def test_gpu_values_are_checked_on_request_only_and_never_in_traces(device, monkeypatch):
     monkeypatch.delenv("TE_CHECK")
     x, module = qkv(device), attention()
 
@@ -222,7 +222,7 @@ def test_managers_reject_layers_and_sequences_that_they_do_not_know(index, devic
     te.check()
 
 
-def test_what_a_manager_keeps_can_be_printed_and_asked_for(capsys, device):
+def test_the_state_of_a_manager_can_be_printed_and_queried(capsys, device):
     contiguous, paged, *_ = managers(device)
     for manager in (contiguous, paged):
         manager.allocate_memory(2)
@@ -265,7 +265,7 @@ APPENDS = {
 
 
 @pytest.mark.parametrize("name", APPENDS)
-def test_appending_what_has_no_place_is_rejected_before_anything_is_written(name, device):
+def test_invalid_cache_positions_raise_before_anything_is_written(name, device):
     new, cached, table, match = APPENDS[name]
     keys, values = torch.zeros(2, 5, 4, HEADS, SIZE, device=device)
     tokens = torch.ones(2, 4, HEADS, SIZE, device=device)

@@ -99,7 +99,7 @@ def test_flex_describes_a_request_as_the_reference_does(name, monkeypatch):
 
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize("window", [None, (4, 0)])
-def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
+def test_torchs_flash_operator_accepts_our_arguments(q_format, window):
     """On the meta device: names, order and shapes of arguments and results."""
     mask = "padding_causal" if q_format == "thd" else "causal"
     request = on_hopper(mask=mask, window=window, q_format=q_format, kv_format=q_format, same_lengths=True)
@@ -113,7 +113,7 @@ def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
 
 
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd"])
-def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
+def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
     request = on_hopper(q_format=q_format, kv_format=q_format)
     assert torch_cudnn.BACKEND.rejection_reason(request) is None
     inputs = inputs_of(request, "meta")
@@ -168,5 +168,5 @@ def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.rejection_reason(replace(on_hopper(), **changes))
-    assert (refusal is None) if reason is None else reason in (refusal or "")
+    found = backend.BACKEND.rejection_reason(replace(on_hopper(), **changes))
+    assert (found is None) if reason is None else reason in (found or "")

@@ -111,7 +111,7 @@ def test_the_log_of_the_denominator_is_natural_and_holds_the_sink(device):
 
 
 @runs_kernels
-def test_a_row_without_a_key_is_zero_and_says_so(device):
+def test_a_row_without_a_key_is_zero_with_lse_of_minus_infinity(device):
     case = Case("blind rows", mask="causal_bottom_right", size_q=56, size_kv=40)
     request, inputs = build(case, device, GROWN)
     attended = triton.forward(request, inputs)
@@ -201,7 +201,7 @@ DECODING = (
 
 
 def decoding(case: Case, grown: int) -> Case:
-    """The case with as many queries as it says, whatever the growth of the sequences."""
+    """Return the case with `grown` times as many keys and an unchanged number of queries."""
     return dataclasses.replace(
         case,
         size_kv=case.size_kv * grown,
@@ -273,11 +273,11 @@ def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device)
 
 
 def request_of(**changes):
-    request, _ = build(Case("refusals"), torch.device("cpu"), 1)
+    request, _ = build(Case("rejections"), torch.device("cpu"), 1)
     return dataclasses.replace(request, **{"device_type": "cuda", "capability": (9, 0), **changes})
 
 
-def test_it_takes_what_it_can_and_rejects_the_rest_with_the_value_and_the_limit():
+def test_rejections_name_the_value_and_the_limit():
     assert triton.BACKEND.rejection_reason(request_of()) is None
     assert (
         triton.BACKEND.rejection_reason(request_of(head_dim_qk=576, head_dim_v=512, needs_gradient=False))
@@ -294,5 +294,5 @@ def test_it_takes_what_it_can_and_rejects_the_rest_with_the_value_and_the_limit(
         ({"fp8": "current"}, "FP8"),
         ({"score_mod": max}, "score_mod"),
     ):
-        refusal = triton.BACKEND.rejection_reason(request_of(**changes))
-        assert refusal is not None and words in refusal
+        reason = triton.BACKEND.rejection_reason(request_of(**changes))
+        assert reason is not None and words in reason

@@ -1,4 +1,4 @@
-"""Requests of every kind for the Triton attention, and what float64 and plain PyTorch in the tensors' own dtype say."""
+"""Requests for the Triton attention, with references in float64 and in plain PyTorch of the tensors' dtype."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """rounding: by gradient that is a sum, the root of the sum of its terms' squares, element by element."""
+    """`rounding` maps gradients that are sums to the elementwise root of the sum of their terms' squares."""
 
     output: Tensor
     max_logit: Tensor
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 
 def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, AttentionInputs]:
-    """A case's request and tensors."""
+    """Return a case's request and tensors."""
     generator = torch.Generator().manual_seed(len(case.name) + 7 * case.size_q)
 
     def normal(*shape: int) -> Tensor:
@@ -169,7 +169,7 @@ def _starts(lengths: Tensor, gaps: bool) -> Tensor:
 def _tensors(
     case: Case, size_q: int, size_kv: int, starts_q: Tensor, starts_kv: Tensor, normal
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v; of packed sequences with three tokens behind the last; as views of one buffer if asked for."""
+    """Return q, k, v, with three tokens after the last packed sequence, optionally as views of one buffer."""
 
     def shaped(starts: Tensor, size: int, form: str, heads: int, width: int) -> Tensor:
         if form == "thd":
@@ -188,7 +188,7 @@ def _tensors(
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values in pages, in random order, with some that belong to no sequence."""
+    """Return the keys and values in pages of random order, some of which belong to no sequence."""
     pages = -(-k.shape[1] // case.page)
     order = torch.randperm(case.batch * pages + 2, generator=generator)[: case.batch * pages].to(k.device)
     stored = []
@@ -279,7 +279,7 @@ def philox_kept(rng_state: Tensor, shape: tuple[int, int, int, int], probability
     return magnitude.to(torch.float32) * 4.6566127342e-10 >= probability
 
 
-# Each shows one thing; the interpreter runs these.
+# Each case shows one feature; the interpreter runs these.
 PLAIN = (
     Case("everything visible", max_logit=True),
     Case("causal", mask="causal", size_kv=40, form="sbhd"),
@@ -311,7 +311,7 @@ PLAIN = (
 
 
 def pairs() -> list[Case]:
-    """Every two options of different kinds together, packed greedily into few cases."""
+    """Return few cases, chosen greedily, that cover every pair of options of different kinds."""
     kinds = {
         "mask": [
             {"mask": "no_mask"},
@@ -377,7 +377,7 @@ def _compatible(a: str, first: dict, b: str, second: dict) -> bool:
 
 
 def _richest(kinds: dict, names: list[str], missing: set, generator: torch.Generator) -> list[int]:
-    """Of 60 random choices the one that covers most of what is missing, built round a missing pair."""
+    """The choice, of 60 random ones built around a missing pair, that covers the most missing pairs."""
     best, most = [], -1
     ordered = sorted(missing)
     for _ in range(60):

@@ -1,7 +1,7 @@
-"""State dicts as releases 1.x and 2.x of the original wrote them, from the facts of their format.
+"""State dicts in the formats of releases 1.x and 2.x of the original.
 
-Each module's `_extra_state` is a pickled dict. What changed from release to release is where the one of the attention
-stands, whether the recipe is in it, and in which container the bytes are.
+Each module's `_extra_state` is a pickled dict. Releases differ in the key of the attention's dict, in whether the dict
+has the recipe, and in the container of the bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def histories(count: int, seed: int) -> Tensor:
 
 def _recipe() -> DelayedScaling:
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=HISTORY)
-    vars(recipe).pop("_description", None)  # ours alone
+    vars(recipe).pop("_description", None)  # of this package only
     return recipe
 
 
 def state_of(forward: int, backward: int, *, with_recipe: bool, with_inverse: bool) -> dict[str, Any]:
-    """The dict of one module under delayed scaling."""
+    """Return the dict of one module under delayed scaling."""
     state: dict[str, Any] = {
         "scale_fwd": scales(forward, 1),
         "amax_history_fwd": histories(forward, 1),
@@ -79,12 +79,13 @@ def empty(*_: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Release:
-    """How a range of releases wrote a model.
+    """The format of a range of releases.
 
-    container   of the bytes of an extra state
-    attention   where the attention's stood, None: nowhere
-    recipe      was the recipe in it?
-    inverse     were reciprocal scales in it?
+    Attributes:
+        container: Container of the bytes of an extra state.
+        attention: Key of the attention's extra state; None if it has none.
+        recipe: The extra state contains the recipe.
+        inverse: The extra state contains reciprocal scales.
     """
 
     container: Callable[[dict[str, Any]], Any]
@@ -103,7 +104,7 @@ RELEASES = {
 
 
 def saved(release: Release, layer: torch.nn.Module) -> dict[str, Any]:
-    """The layer's parameters with extra states as a release wrote them, of a training under delayed scaling."""
+    """Return the layer's parameters with a release's extra states of a training under delayed scaling."""
     state = {name: value for name, value in layer.state_dict().items() if not name.endswith("_extra_state")}
     for name, (forward, backward) in SLOTS.items():
         content = state_of(forward, backward, with_recipe=release.recipe, with_inverse=release.inverse)
@@ -114,7 +115,7 @@ def saved(release: Release, layer: torch.nn.Module) -> dict[str, Any]:
 
 
 def saved_in_high_precision(release: Release, layer: torch.nn.Module) -> dict[str, Any]:
-    """The same of a training without FP8."""
+    """Return the layer's parameters with a release's extra states of a training without FP8."""
     return {
         name: value if not name.endswith("_extra_state") else empty()
         for name, value in saved(release, layer).items()
@@ -122,6 +123,6 @@ def saved_in_high_precision(release: Release, layer: torch.nn.Module) -> dict[st
 
 
 def stateless(recipe: Recipe) -> Tensor:
-    """What 2.0 to 2.17 wrote under a recipe without state; later releases write nothing."""
+    """Return the extra state of 2.0 to 2.17 under a recipe without state; later releases write none."""
     vars(recipe).pop("_description", None)
     return in_bytes({"recipe": recipe, "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": 1}})

@@ -1,4 +1,4 @@
-"""A trained model comes back from torch.save, safetensors and torch.distributed.checkpoint, under every recipe."""
+"""A trained model is restored by torch.save, safetensors and torch.distributed.checkpoint, under every recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def output(module: torch.nn.Module, recipe: recipes.Recipe, x: torch.Tensor) -> 
 
 @pytest.fixture
 def trained(kind, quantized: bool, device: torch.device):
-    """(recipe, a model after a step, an input, a model of the same kind that never ran)"""
+    """Return a recipe, a model after a step, an input, and a model of the same kind that never ran."""
     recipe = kind()
     module = model(recipe, quantized, device)
     x = torch.randn(32, 64, device=device)
@@ -57,7 +57,7 @@ def test_torch_save(trained, tmp_path: Path):
 
 @RECIPES
 @PARAMETERS
-def test_distributed_checkpoint_into_a_module_that_never_ran(trained, tmp_path: Path):
+def test_distributed_checkpoint_into_a_new_module(trained, tmp_path: Path):
     recipe, module, x, fresh = trained
     dcp.save(module.state_dict(), checkpoint_id=tmp_path, no_dist=True)
     state = fresh.state_dict()
@@ -66,7 +66,7 @@ def test_distributed_checkpoint_into_a_module_that_never_ran(trained, tmp_path: 
     assert torch.equal(output(fresh, recipe, x), output(module, recipe, x))
 
 
-def test_distributed_checkpoint_of_a_module_that_never_ran_into_one_that_did(tmp_path: Path, device):
+def test_distributed_checkpoint_of_a_new_module_into_a_used_one(tmp_path: Path, device):
     recipe = recipes.DelayedScaling()
     fresh, module = model(recipe, False, device), model(recipe, False, device)
     output(module, recipe, torch.randn(32, 64, device=device))
@@ -113,7 +113,7 @@ def test_safetensors(trained, tmp_path: Path):
 def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
     device: torch.device, tmp_path: Path, monkeypatch
 ):
-    """As Hugging Face writes it: two files with the metadata {"format": "pt"}, and an index of them."""
+    """Write two files with the metadata {"format": "pt"} and an index of them, as Hugging Face does."""
     from safetensors.torch import load_file, save_file
 
     theirs = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 32))

@@ -1,6 +1,6 @@
-"""Record the logits that `transformers` makes of the tiny models: python tests/conversion/record_logits.py
+"""Record the logits of `transformers` for the tiny models: python tests/conversion/record_logits.py
 
-It needs `pip install transformers`. The tests compare with the record wherever transformers is not installed.
+The program needs `pip install transformers`. Without transformers, the tests compare with the record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.conversion.tiny_models import COLUMNS, GOLDEN, SETTINGS, tokens, weig
 
 
 def theirs(name: str) -> torch.nn.Module:
-    """The model of transformers, with exactly the weights that belong to its settings."""
+    """Return the model of transformers; its weights must match its settings exactly."""
     settings = dict(SETTINGS[name])
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -33,7 +33,7 @@ def logits(name: str) -> torch.Tensor:
 
 
 def _rounded(values: Any) -> Any:
-    """Nested lists of float32 numbers in the nine digits that tell them apart."""
+    """Return nested lists of float32 numbers with nine digits, which represent them exactly."""
     return [_rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.9g}")
 
 

@@ -1,4 +1,4 @@
-"""A converted model computes what `transformers` computes, and every weight finds its way back."""
+"""A converted model computes the logits of `transformers`, and converting back restores every weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def model(name: str, tmp_path: Path, device: torch.device) -> conversion.Decoder
 
 
 @FAMILIES
-def test_logits_are_those_that_transformers_made(name: str, model: conversion.Decoder, device: torch.device):
+def test_logits_equal_the_recorded_ones_of_transformers(
+    name: str, model: conversion.Decoder, device: torch.device
+):
     logits = model(tokens().to(device))[..., COLUMNS]
     torch.testing.assert_close(logits.double().cpu(), golden(name), **ATTENDED)
 
@@ -32,7 +34,7 @@ def test_logits_are_those_that_transformers_made(name: str, model: conversion.De
     not installed("transformers"), reason="transformers is not installed: pip install transformers"
 )
 @FAMILIES
-def test_logits_are_those_that_transformers_makes(name: str, model: conversion.Decoder, device: torch.device):
+def test_logits_equal_those_of_transformers(name: str, model: conversion.Decoder, device: torch.device):
     from tests.conversion.record_logits import logits
 
     torch.testing.assert_close(model(tokens().to(device)).cpu(), logits(name), **ATTENDED)
@@ -42,7 +44,7 @@ def test_logits_are_those_that_transformers_makes(name: str, model: conversion.D
     not installed("transformers"), reason="transformers is not installed: pip install transformers"
 )
 @FAMILIES
-def test_transformers_reads_what_was_converted_back(name: str, tmp_path: Path):
+def test_transformers_reads_a_checkpoint_converted_back(name: str, tmp_path: Path):
     import transformers
 
     from tests.conversion.record_logits import theirs
@@ -76,7 +78,7 @@ def test_a_loaded_model_is_sampled_with_a_cache_to_the_same_end(name: str, model
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_a_loaded_model_trains_and_is_saved_as_it_then_is(name: str, model, tmp_path: Path, device):
+def test_a_loaded_model_trains_and_is_saved_in_its_new_state(name: str, model, tmp_path: Path, device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = tokens().to(device)
     losses = []
@@ -107,7 +109,7 @@ def test_the_state_of_delayed_scaling_is_saved_with_a_model(name: str, model, tm
         assert torch.equal(loaded.amax_history, state.amax_history)
 
 
-def test_weights_are_quantized_as_they_are_read(tmp_path: Path, device: torch.device):
+def test_weights_are_quantized_while_loading(tmp_path: Path, device: torch.device):
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     folder = write_checkpoint(tmp_path / "theirs", "llama")
@@ -132,7 +134,7 @@ def test_a_dtype_is_that_of_every_tensor(tmp_path: Path, device: torch.device):
         assert torch.equal(read.read(key), value.bfloat16()), key
 
 
-def test_files_beside_the_weights_come_along(tmp_path: Path):
+def test_the_tokenizer_is_copied_with_the_weights(tmp_path: Path):
     conversion.convert(write_checkpoint(tmp_path / "theirs", "llama"), tmp_path / "ours")
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {
         "model.safetensors",

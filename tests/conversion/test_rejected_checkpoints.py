@@ -17,8 +17,8 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 HEAD = "lm_head.weight"
 
 
-def refused(source: Path) -> str:
-    """The sentence; nothing may have been made."""
+def rejection_of(source: Path) -> str:
+    """Return the error message; the conversion must not have written anything."""
     before = sorted(source.parent.rglob("*"))
     with pytest.raises(ValueError) as raised:
         conversion.convert(source, source.parent / "result")
@@ -40,7 +40,7 @@ def refused(source: Path) -> str:
     ids=["missing", "over", "shape", "dtype"],
 )
 def test_every_tensor_is_there_once_and_as_it_must_be(changed: dict, sentence: str, tmp_path: Path):
-    assert sentence in refused(write_checkpoint(tmp_path / "theirs", "llama", **changed))
+    assert sentence in rejection_of(write_checkpoint(tmp_path / "theirs", "llama", **changed))
 
 
 def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path: Path):
@@ -49,7 +49,9 @@ def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path: Path):
         write_checkpoint(tmp_path / "equal", "llama-3.1", **{HEAD: embedding}), tmp_path / "ours"
     )
     other = write_checkpoint(tmp_path / "other", "llama-3.1", **{HEAD: embedding + 1})
-    assert f"config.json ties {HEAD} to model.embed_tokens.weight, but their values differ" in refused(other)
+    assert f"config.json ties {HEAD} to model.embed_tokens.weight, but their values differ" in rejection_of(
+        other
+    )
 
 
 def test_tensors_that_follow_from_the_settings_are_left_out(tmp_path: Path):
@@ -84,7 +86,7 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
 def test_settings_that_are_not_computed_are_named(settings: dict, sentence: str, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     (folder / "config.json").write_text(json.dumps(SETTINGS["llama"] | settings))
-    assert sentence in refused(folder)
+    assert sentence in rejection_of(folder)
 
 
 def _shortened(folder: Path) -> None:
@@ -124,13 +126,13 @@ def _absent_shard(folder: Path) -> None:
         (_absent_shard, "names '../absent', which is not a file in the same folder"),
     ],
 )
-def test_a_damaged_folder_is_named_with_what_to_do(damage, sentence: str, tmp_path: Path):
+def test_a_damaged_folder_is_named_with_the_remedy(damage, sentence: str, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     damage(folder)
-    assert sentence in refused(folder)
+    assert sentence in rejection_of(folder)
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
+def test_an_existing_folder_is_left_unchanged(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
     with pytest.raises(ValueError, match="exists; give the name of a new folder"):
         conversion.convert(folder, folder)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every family: settings as Hugging Face writes them, weights that follow from their names."""
+"""Tiny checkpoints of every family: settings as Hugging Face writes them, weights computed from their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.conversion.settings import Settings
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
 VOCABULARY = 97
-COLUMNS = slice(0, None, 12)  # of the logits that are recorded
+COLUMNS = slice(0, None, 12)  # of the recorded logits
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def noise(name: str, shape: tuple[int, ...]) -> Tensor:
-    """float32 numbers in [-0.5, 0.5) that depend on the name alone: integer arithmetic, the same everywhere."""
+    """Return float32 numbers in [-0.5, 0.5), computed from the name with integer arithmetic, equal on all machines."""
     count = torch.Size(shape).numel()
     state = torch.arange(count, dtype=torch.int64) + (zlib.crc32(name.encode()) << 20)
     for factor, shift in ((-7046029254386353131, 31), (-4658895280553007687, 27), (-7723592293110705685, 33)):
@@ -92,7 +92,7 @@ def noise(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def weights(settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint under its own names: norms about 1 (Gemma's about 0), the rest about 0."""
+    """Return the named tensors of a checkpoint: norm weights around 1 (Gemma's around 0), others around 0."""
     family = family_named(settings["model_type"])
     config = family.settings(Settings(settings, "settings"))
     made = {}
@@ -108,13 +108,13 @@ def tokens() -> Tensor:
 
 
 def golden(name: str) -> Tensor:
-    """What transformers made of that model and those tokens (`record_logits.py`): every 12th column."""
+    """Return every 12th column of the logits of transformers for the model (`record_logits.py`)."""
     recorded = json.loads(GOLDEN.read_text())
     return torch.tensor(recorded["logits"][name], dtype=torch.float64)
 
 
 def write_checkpoint(folder: Path, name: str, *, most: int = 10**9, **changed: Any) -> Path:
-    """A folder as save_pretrained makes it, in files of at most `most` bytes; `changed` replaces tensors."""
+    """Write a folder like save_pretrained, in files of at most `most` bytes; `changed` replaces tensors."""
     folder.mkdir(parents=True)
     settings = SETTINGS[name]
     (folder / "config.json").write_text(json.dumps({**settings, "torch_dtype": "float32"}))

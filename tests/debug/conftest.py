@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _emulation(emulated):
-    """In every test of this folder."""
+    """Enable emulation in every test of this folder."""

@@ -22,7 +22,7 @@ LAYERS = ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "Transfo
 
 
 class Recorder(BaseLogger):
-    """Keeps {(name, iteration): value}."""
+    """Store {(name, iteration): value}."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, int], float] = {}
@@ -37,7 +37,7 @@ class Recorder(BaseLogger):
 
 @contextmanager
 def session(folder: Path, features: dict[str, Any], pattern: str = ".*", *extra: Path) -> Iterator[Recorder]:
-    """A session with these features for the layers whose names match."""
+    """Open a session with these features for the layers whose names match."""
     recorder = Recorder()
     enabled = {name: {"enabled": True, **settings} for name, settings in features.items()}
     config = {
@@ -68,7 +68,7 @@ def called(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Ten
 
 
 def trained(kind: str, recipe: str, steps: int = 2, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Outputs and gradients of some steps with updates of the parameters, by default on the CPU; draws are fixed."""
+    """Return outputs and gradients of steps that update the parameters, by default on the CPU, with fixed seeds."""
     device = device or torch.device("cpu")
     layer = layer_of(kind, device=device)
     generator = torch.Generator().manual_seed(7)
@@ -94,7 +94,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def in_float8(x: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x by E4M3 codes with one scale, or with a power of two per block of a row; the values and inverse scales."""
+    """Quantize x to E4M3 with one scale, or a power of two per block of a row; return values and inverse scales."""
     if block is None:
         inverse = x.abs().max() / 448.0
         scale = 448.0 / x.abs().max()

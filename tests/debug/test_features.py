@@ -18,7 +18,7 @@ VALUES = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynami
 
 
 def statistics(tensor: torch.Tensor) -> dict[str, float]:
-    """The statistics of LogTensorStats, in float64."""
+    """Compute the statistics of LogTensorStats in float64."""
     x = tensor.detach().double().flatten()
     nonzero = x[x != 0].abs()
     return {
@@ -55,13 +55,13 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
         debug_api.step()
     for tensor, parts in seen.items():
         for name, value in statistics(torch.stack(parts)).items():
-            if tensor == "weight":  # is the same in both micro-batches, and counts once
+            if tensor == "weight":  # the same in both micro-batches, counted once
                 value = statistics(parts[0])[name]
             assert log.values[f"layer_{tensor}_{name}", 0] == pytest.approx(value, rel=1e-6, abs=1e-9)
 
 
 def blockwise(matrix: torch.Tensor, size: int, dims: int) -> float:
-    """The largest dynamic range of a block, one block after another."""
+    """Compute the largest dynamic range of a block in a loop over blocks."""
     found = [0.0]
     for i in range(0, matrix.shape[0], size if dims == 2 else 1):
         for j in range(0, matrix.shape[1], size):

@@ -134,7 +134,7 @@ def test_names_of_layers(tmp_path: Path):
         model(x), experts(x, [4, 12]), unnamed(x)
         debug_api.step()
     names = {name.removesuffix("_activation_max") for name, _ in log.values}
-    # The numbers of unnamed layers include layers that other tests of the process keep.
+    # The numbering of unnamed layers includes layers that other tests of the process keep alive.
     names = {re.sub(r"^Layer_\d+$", "Layer_N", name) for name in names}
     assert names == {
         "block.self_attention.layernorm_qkv",
@@ -270,7 +270,7 @@ def test_an_error_names_feature_layer_and_tensor(
     x = torch.randn(32, 64)
     with te.autocast(recipe=RECIPES["current"]):
         expected = layer(x)
-    # All layers of the process are planned, so that the error may name one that another test keeps.
+    # A session plans all layers of the process, so the error may name a layer that another test keeps alive.
     with session(tmp_path, features), te.autocast(recipe=RECIPES["current"]):
         for _ in range(2):  # a failed call changes nothing
             with pytest.raises(error, match=f"debug feature .*layer .*{message}|{message}"):

@@ -115,7 +115,7 @@ def test_each_argument_is_described(package: str):
     for name, value in api_entries.public_names(package):
         if not callable(value) or (inspect.isclass(value) and issubclass(value, enum.Enum)):
             continue
-        if package == f"{api_entries.JAX}.checkpoint_policies":  # closures of JAX, which JAX alone calls
+        if package == f"{api_entries.JAX}.checkpoint_policies":  # closures that only JAX calls
             continue
         known = api_entries.arguments_of(package, value)
         missing += [f"{name}: {one}" for one in api_entries.parameter_names(value) if one not in known]
@@ -159,14 +159,14 @@ def test_each_shared_description_is_used():
 
 
 @pytest.mark.parametrize("package", api_entries.PACKAGES)
-def test_each_name_has_a_summary_of_its_own(package: str):
+def test_each_name_has_a_docstring(package: str):
     missing = [
         name
         for name, value in api_entries.public_names(package)
         if callable(value)
         and (getattr(value, "__module__", None) or "").startswith(
             "transformer_engine"
-        )  # JAX's policies have none
+        )  # JAX's policies have no docstrings
         and not (inspect.getdoc(value) or "").strip()
     ]
     assert missing == []

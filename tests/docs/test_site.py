@@ -1,4 +1,4 @@
-"""The built site: its pages name the repository, hold wide tables in scroll containers, and overflow at no width."""
+"""The built site: pages name the repository, put wide tables in scroll containers, and never overflow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OVERFLOWING = """
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site of `make docs` if it is newer than the pages; otherwise a build without the API reference."""
+    """Return the site of `make docs` if it is newer than the pages; otherwise build one without the API reference."""
     built, sources = ROOT / "site", [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.css")]
     index = built / "index.html"
     if index.exists() and index.stat().st_mtime > max(path.stat().st_mtime for path in sources):
@@ -87,7 +87,7 @@ def test_page_adapts_to_the_screen(site: Path, page: str):
 def test_repository_and_version_are_shown(site: Path):
     text = html(site, "")
     assert f"Transformer Engine in Python {__version__}" in text
-    if site != ROOT / "site":  # publishers set the address of `make docs` in REPOSITORY_URL
+    if site != ROOT / "site":  # publishers set the repository of `make docs` in REPOSITORY_URL
         assert f'<a href="{REPOSITORY}" title="Go to repository"' in text
 
 

@@ -172,7 +172,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         RuntimeError,
         ("MXFP8BlockScaling", "no CUDA device", "TE_EMULATE=1"),
     ),
-    "block that is cut": (
+    "partial block": (
         lambda: te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 20)),
         ValueError,
         ("20", "multiple of 32", "pad it to 32"),
@@ -339,7 +339,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "folder without a checkpoint": (
         lambda: conversion.load_model("absent"),
         ValueError,
-        ("absent", "there is no folder", "give one that holds a checkpoint"),
+        ("absent", "no folder", "give one that holds a checkpoint"),
     ),
     "name of a backend": (
         lambda: entered(te.use_backend(gemm="cutlass")),

@@ -17,7 +17,7 @@ from transformer_engine.common import optional
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# Run in processes of their own: these libraries change torch or the process.
+# Run in separate processes: these libraries change torch or the process.
 CLIENTS = {
     "accelerate_llama": (("accelerate", "transformers"), ["--steps", "8", "--state", "state"]),
     "lightning_model": (("lightning",), ["--epochs", "1", "--quiet"]),
@@ -26,11 +26,11 @@ CLIENTS = {
 
 
 def load(name: str) -> ModuleType:
-    """The module of an example."""
+    """Import an example as a module."""
     spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up there
+    sys.modules[spec.name] = module  # dataclasses resolve their annotations in sys.modules
     spec.loader.exec_module(module)
     return module
 

@@ -36,7 +36,7 @@ ROWS, BATCH = torch.export.Dim("rows"), torch.export.Dim("batch")
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_registry_per_opset():
-    """Build the registry of ONNX functions once; torch.onnx builds one in every export, in half of its time."""
+    """Build the registry of ONNX functions once; otherwise torch.onnx spends half of each export on it."""
     build = functools.cache(ONNXRegistry.from_torchlib)
 
     def copied(**options: int) -> ONNXRegistry:
@@ -115,7 +115,7 @@ OTHERS = [(kind, name) for kind in LAYERS for name in RECIPES if (kind, name) no
 @pytest.mark.parametrize(
     ("kind", "name"), [*COVER, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
 )
-def test_an_exported_layer_computes_what_the_layer_computes(kind: str, name: str):
+def test_an_exported_layer_computes_the_same_results(kind: str, name: str):
     torch.manual_seed(0)
     chosen = RECIPES[name]
     layer = warmed(LAYERS[kind](), chosen, 32, 64)
@@ -127,7 +127,7 @@ def test_an_exported_layer_computes_what_the_layer_computes(kind: str, name: str
 
 
 # Of these claims, test_an_exported_attention_rotates_and_normalizes (any batch and sequence, grouped queries, a window)
-# and test_an_exported_layer_computes_what_the_layer_computes (products under recipes) always run.
+# and test_an_exported_layer_computes_the_same_results (products under recipes) always run.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_exported_transformer_layer_takes_any_batch_and_sequence(name: str):

@@ -36,7 +36,7 @@ def sample(*shape, seed=0):
 
 
 def operands(kind):
-    """The operands x [M, K] and w [N, K], and their values in float64."""
+    """Return the operands x [M, K] and w [N, K], and their values in float64."""
     found = []
     for make, shape, seed in zip(QUANTIZERS[kind], ((M, K), (N, K)), (0, 1), strict=True):
         quantizer, x = make(), sample(*shape, seed=seed)
@@ -47,7 +47,7 @@ def operands(kind):
 
 def generic(A, B, *, transA=True, transB=False, D=None, quantizer=None, dtype=None, bias=None, gelu=False,
             gelu_in=None, grad=False, accumulate=False, **rest):  # fmt: skip
-    """`tex.generic_gemm` by keywords, with the split accumulator."""
+    """Call `tex.generic_gemm` by keywords, with the split accumulator."""
     places = (
         A,
         transA,
@@ -117,7 +117,7 @@ def test_a_quantizer_writes_a_quantized_result_in_place():
     assert generic(wide, x, D=held, quantizer=quantizer, accumulate=True, beta=0.5)[0] is held
     assert torch.equal(held._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data)
     held.quantize_(old.float())
-    assert generic(wide, x, D=held)[0] is held  # by the quantizer that made it
+    assert generic(wide, x, D=held)[0] is held  # by the quantizer of the output
     assert torch.equal(held._rowwise_data, quantizer(product.float())._rowwise_data)
 
 
@@ -137,7 +137,7 @@ def test_flags_may_be_anything_with_a_truth_value(flag):
     close(cpp.general_gemm(w, x, out=held, accumulate=flag)[0], wanted)
 
 
-def test_a_tensor_with_several_elements_is_no_flag():
+def test_a_tensor_with_several_elements_is_rejected_as_a_flag():
     x, _, w, _ = operands("plain")
     with pytest.raises(
         TypeError, match=r"gelu=a Tensor of shape \[2\].* is neither True nor False; give a bool"
@@ -145,7 +145,7 @@ def test_a_tensor_with_several_elements_is_no_flag():
         cpp.general_gemm(w, x, gelu=torch.ones(2))
 
 
-def test_an_empty_bias_is_no_bias():
+def test_an_empty_bias_means_no_bias():
     x, x_values, w, w_values = operands("plain")
     close(generic(w, x, bias=torch.empty(0))[0], x_values @ w_values.t())
 

@@ -1,4 +1,4 @@
-"""fused_attn_fwd and fused_attn_bwd of the extension equal the attention written out, with its gradients."""
+"""fused_attn_fwd and fused_attn_bwd of the extension equal a literal attention and its gradients."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def sample(*shape, seed=0):
 
 
 def in_layout(x, axes, lengths):
-    """x [b, s, h, d] as sbhd, bshd, bhsd or thd."""
+    """Convert x [b, s, h, d] to sbhd, bshd, bhsd or thd."""
     if axes == "thd":
         return torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)])
     return {"sbhd": x.transpose(0, 1), "bshd": x, "bhsd": x.transpose(1, 2)}[axes].contiguous()
 
 
 def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax="vanilla", **options):
-    """([O, aux..], gradients, want, want gradients): the extension's results in the oracle's shape and float64's."""
+    """Return ([O, aux..], gradients) of the extension in the oracle's shape, and those of the float64 oracle."""
     window, dtype = options.pop("window", (-1, -1)), options.pop("dtype", torch.float32)
     parts = layout.lower().split("_")
     formats = ["".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1])]
@@ -129,7 +129,7 @@ def test_every_layout_runs_in_16_bits_on_a_gpu(layout, device):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_mask_hides_what_its_name_says(mask, device):
+def test_every_mask_hides_the_keys_of_its_name(mask, device):
     check(*run(device, mask=mask))
 
 
@@ -191,7 +191,7 @@ def test_dropout_is_replayed_by_the_backward(device):
         8, 8, 0.25, 0.5, True, *kinds, False, bounds, bounds, q, k, v, out, grad, torch.float32,
         tex.DType.kFloat32, first[1:],
     )  # fmt: skip
-    # sum over keys of dv is the sum over queries of the kept probabilities, which out is.
+    # The sum of dv over keys is the sum over queries of the kept probabilities, which are the output.
     torch.testing.assert_close(grad_v.sum(dim=1), out.sum(dim=1), atol=1e-4, rtol=1e-4)
     again = tex.fused_attn_fwd(8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32)
     assert not torch.equal(again[2], state)
@@ -236,7 +236,7 @@ def quantizer_of(kind, device):
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 @pytest.mark.parametrize("layout", ["BSHD_BSHD_BSHD", "SBHD_SBHD_SBHD", "BHSD_BHSD_BHSD"])
 def test_codes_are_attended_to_and_results_quantized(layout, kind, device):
-    """Within a quarter of the RMSE that callers of FP8 attention allow, 0.11 to 0.15 of the values."""
+    """Errors are within a quarter of the RMSE that callers of FP8 attention allow, 0.11 to 0.15 of the values."""
     quantizer, softmax = quantizer_of("current", device), quantizer_of(kind, device)
     q, k, v = sample(3, 32, 32, 2, 16).to(device)
     bounds = cumulative([32] * 32, device)
@@ -278,7 +278,7 @@ def test_the_softmax_quantizer_learns_the_largest_probability(device):
     call = (32, 32, False, 0.25, 0.0, True, *kinds, bounds, bounds, q, k, v, torch.float32)
     with use_backend(attention="reference", fp8_attention="emulated"):
         tex.fused_attn_fwd(*call, s_quantizer=softmax, o_quantizer=quantizer_of("delayed", device))
-    torch.testing.assert_close(softmax.amax, torch.ones(1, device=device))  # a first query sees one key
+    torch.testing.assert_close(softmax.amax, torch.ones(1, device=device))  # the first query sees one key
 
 
 def test_interleaved_buffers_come_apart_and_together(device):
@@ -315,7 +315,7 @@ def backend_of(**changes):
     return tex.get_fused_attn_backend(*call.values())
 
 
-def test_the_backend_answers_by_kind(monkeypatch):
+def test_the_backend_is_reported_by_kind(monkeypatch):
     assert backend_of() == tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     mixed = backend_of(kv_dtype=tex.DType.kFloat16)
     assert mixed == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend

@@ -97,7 +97,7 @@ def test_scales_stay_in_row_order_and_products_read_them():
 
 
 def shards(w: torch.Tensor, even: bool = False) -> list[tuple[int, torch.Tensor]]:
-    """Runs of a flattened weight that begin and end within rows and blocks."""
+    """Slices of a flattened weight that begin and end within rows and blocks."""
     bounds = [0, 100, 1250, w.numel()] if even else [0, 101, 1255, w.numel()]
     return [(a, w.view(-1)[a:b]) for a, b in itertools.pairwise(bounds)]
 

@@ -34,7 +34,7 @@ def close(found, wanted):
 
 
 def close_to_codes(found, wanted, left, right, transposed):
-    """The matrix units of a GPU keep about 14 bits of a partial sum of FP8 products: a part of sum(|a| |b|)."""
+    """Tolerance relative to sum(|a| |b|): a GPU keeps about 14 bits of a partial sum of FP8 products."""
     left, right = (
         x.abs().t() if turned else x.abs() for x, turned in zip((left, right), transposed, strict=True)
     )
@@ -98,7 +98,7 @@ def test_gelu_and_its_derivative(device, dtype):
     exact = (x.float() @ w.float().t() + bias.float()).requires_grad_()
     close(before, exact.detach())
     close(out, gelu(exact, approximate="tanh").detach())
-    weight = sample(device, K, N, dtype=dtype, seed=6)  # of a second layer, whose input gelu made
+    weight = sample(device, K, N, dtype=dtype, seed=6)  # of a second layer, whose input is a result of gelu
     grad = sample(device, M, K, dtype=dtype, seed=7)
     (want,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
     close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], want)
@@ -107,7 +107,7 @@ def test_gelu_and_its_derivative(device, dtype):
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, None), (0.5, None), (1.0, 0.25), (2.0, 0.5)])
-def test_results_accumulate_into_what_is_there(alpha, beta, device, dtype):
+def test_results_accumulate_into_the_output(alpha, beta, device, dtype):
     x, _, dy = layer(device, dtype)
     held = sample(device, N, K, seed=8)
     want = alpha * (dy.float().t() @ x.float()) + (1.0 if beta is None else beta) * held
@@ -116,7 +116,7 @@ def test_results_accumulate_into_what_is_there(alpha, beta, device, dtype):
     torch.testing.assert_close(held, want, rtol=2e-2, atol=0.2)
 
 
-def test_a_beta_of_zero_ignores_what_is_there(device, dtype):
+def test_a_beta_of_zero_ignores_the_old_output(device, dtype):
     x, w, _ = layer(device, dtype)
     held = torch.full((M, N), torch.nan, device=device, dtype=dtype)
     made = cpp.general_gemm(w, x, out=held, accumulate=True, beta=0.0)[0]
@@ -155,7 +155,7 @@ def test_matrices_of_two_dtypes_meet_in_the_wider(device):
         ({"beta": 2.0}, ValueError, "beta=2.0 without accumulate"),
     ],
 )
-def test_what_is_not_there_is_rejected(options, error, match, device, dtype):
+def test_unsupported_options_are_rejected(options, error, match, device, dtype):
     x, w, _ = layer(device, dtype)
     with pytest.raises(error, match=match):
         cpp.general_gemm(w, x, **options)
@@ -175,7 +175,7 @@ def test_the_extensions_argument_list(device, dtype):
 def generic(
     A, transA, B, transB, *, D=None, dtype=None, bias=None, gelu=False, gelu_in=None, grad=False, **rest
 ):
-    """tex.generic_gemm with names, of split accumulation unless told otherwise."""
+    """Call `tex.generic_gemm` by keywords, with the split accumulator by default."""
     accumulate, split = rest.pop("accumulate", False), rest.pop("split", True)
     options = (bias, None, gelu, gelu_in, grad, None, 0, accumulate, split)
     return tex.generic_gemm(A, transA, B, transB, D, rest.pop("quantizer", None), dtype, *options, **rest)
@@ -263,7 +263,7 @@ def test_a_bias_may_be_a_row(quantized, device, dtype):
         (2, M - 1, {}, f"M={M - 1}, N={N}, K={K} are not all multiples of 16"),
     ],
 )
-def test_products_of_blocks_that_the_library_has_not_are_rejected(w_blocks, rows, options, match, device):
+def test_unsupported_products_of_blocks_are_rejected(w_blocks, rows, options, match, device):
     x, w, _ = layer(device, torch.bfloat16)
     both = w_blocks == "x"
     qx, qw = blocks(2 if both else 1)(x[:rows]), blocks(2)(w)

@@ -12,7 +12,7 @@ LENGTH, COLUMNS = 5, (3, 2)
 
 
 def stepped(history, scale, reduced, algorithm, maximum, margin):
-    """One column, literally: history [length] and scale after a step."""
+    """Compute the history [length] and scale of one column after a step."""
     history = history.clone()
     history[0] = reduced if reduced != 0 else history[0]
     if history[0] == 0:
@@ -54,7 +54,7 @@ def test_a_step_takes_the_reduced_amaxes(algorithm, dtype, maximum, margin, devi
         ({"scales": [torch.ones(5)]}, r"scales have \[5\] elements"),
     ],
 )
-def test_what_has_no_meaning_is_rejected(changes, match):
+def test_invalid_arguments_are_rejected(changes, match):
     arguments = {
         "amax_reduction_buffer": torch.tensor([3.0, 4.0]),
         "amax_histories": [torch.zeros(4, 2)],

@@ -22,13 +22,13 @@ def sample(device, *shape, seed=0):
 
 
 def halves(x, index, axis=0):
-    """The half `index` of every sequence of x along axis."""
+    """Return the half `index` of every sequence of x along `axis`."""
     parts = x.split(LENGTHS, dim=axis)
     return torch.cat([part.chunk(2, dim=axis)[index] for part in parts], dim=axis)
 
 
 def whole(first, second, axis=0):
-    """Sequences from their halves."""
+    """Join sequences from their halves."""
     sizes = [n // 2 for n in LENGTHS]
     pairs = zip(first.split(sizes, dim=axis), second.split(sizes, dim=axis), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=axis)
@@ -81,7 +81,7 @@ def test_reading_lse_of_second_halves(bounds, device):
 
 
 def padded_lse(packed, sizes):
-    """[b, h, longest] of lse [h, t]."""
+    """Convert lse [h, t] to [b, h, longest]."""
     out = packed.new_zeros(len(sizes), packed.shape[0], max(sizes))
     for b, part in enumerate(packed.split(sizes, dim=1)):
         out[b, :, : part.shape[1]] = part
@@ -107,7 +107,7 @@ def test_outputs_are_added_with_their_share_of_the_softmax(dtype, second_half, p
 
 
 def test_two_parts_of_the_keys_make_the_whole_attention(bounds, device):
-    """The corrections combine partial softmaxes, which is their purpose."""
+    """The corrections combine partial softmaxes, as in ring attention."""
     logits = sample(device, HEADS, TOKENS, 8)
     values = sample(device, HEADS, 8, SIZE, seed=1)
     parts = [(logits[..., :3], values[:, :3]), (logits[..., 3:], values[:, 3:])]
@@ -123,7 +123,7 @@ def test_two_parts_of_the_keys_make_the_whole_attention(bounds, device):
 @pytest.mark.parametrize("first", ["add", "copy", "none"])
 @pytest.mark.parametrize("second", ["add", "copy", "none"])
 @pytest.mark.parametrize("shape", [(TOKENS, HEADS, SIZE), (2, TOKENS, HEADS, SIZE)], ids=["q", "kv"])
-def test_gradients_take_each_half_as_told(shape, first, second, bounds, device):
+def test_each_half_of_the_gradients_is_set_copied_or_added(shape, first, second, bounds, device):
     axis = len(shape) - 3
     grad, step = sample(device, *shape), sample(device, *shape, seed=1)
     parts = []

@@ -1,4 +1,4 @@
-"""The losses as one calls them: values, gradients, where the gradient lies, and what is refused."""
+"""The public loss functions: values, gradients, memory of the gradient, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_worked_values_of_one_row(device):
     assert logits.grad.flatten().tolist() == pytest.approx([0.0566972, 0.2113951, -0.2680924], abs=1e-6)
 
 
-def test_a_vocabulary_without_ids_is_refused(device):
+def test_an_empty_vocabulary_is_rejected(device):
     target = torch.full((2, 3), IGNORED, device=device)
     with pytest.raises(ValueError, match=r"the logits are \[2, 3, 0\], of a vocabulary of 0 ids"):
         parallel_cross_entropy(torch.ones(2, 3, 0, device=device), target)
@@ -73,7 +73,7 @@ def test_large_logits_have_the_smoothed_loss_of_torch(value, device):
     theirs = logits.detach().clone().requires_grad_()
     target = torch.tensor([[0, 39]], device=device)
     loss, expected = parallel_cross_entropy(logits, target, 0.1), torch_loss(theirs, target, 0.1, False)
-    # The mean of equal logits is off by a rounding of theirs, which weighs what they do.
+    # The mean of equal logits has a rounding error proportional to the logits.
     torch.testing.assert_close(loss, expected, rtol=0.0, atol=abs(value) * 0.1 * 2**-20)
     assert torch.isfinite(loss).all()
     loss.sum().backward()
@@ -148,7 +148,7 @@ def test_chunks_of_logits_have_the_gradients_of_the_whole(parts, device):
 
 
 @pytest.mark.parametrize("kept_by", ["keep_logits", "retain_graph", "create_graph"])
-def test_logits_that_are_wanted_later_are_kept(kept_by, device):
+def test_logits_for_later_use_are_kept(kept_by, device):
     logits, target = drawn(torch.float32, device)
     before = logits.detach().clone()
     loss = parallel_cross_entropy(logits, target, keep_logits=kept_by == "keep_logits").sum()
@@ -169,7 +169,7 @@ def test_another_operation_that_saved_the_logits_raises_in_its_backward(device):
         (loss + penalty).backward()
 
 
-def test_logits_and_targets_may_lie_as_they_like(device):
+def test_logits_and_targets_may_have_any_strides(device):
     logits, target = drawn(torch.float32, device)
     expected = parallel_cross_entropy(logits, target)
     lying = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -218,7 +218,7 @@ def test_a_pass_that_is_captured_by_a_compiler_is_the_eager_one(device):
         ({"dist_process_group": 3}, TypeError, "dist_process_group"),
     ],
 )
-def test_bad_arguments_are_refused(change, error, words):
+def test_bad_arguments_raise(change, error, words):
     good = {"inp": torch.zeros(3, 5, 37), "target": torch.zeros(3, 5, dtype=torch.int64)}
     with pytest.raises(error, match=words):
         parallel_cross_entropy(**(good | change))
@@ -302,7 +302,7 @@ def test_a_precise_gradient_of_the_weight_is_as_good_as_that_of_two_steps(device
     assert error(fused_linear_cross_entropy(hidden, weight, target)) < 4 * in_steps
 
 
-def test_gradients_are_multiplied_where_they_lie_unless_the_graph_is_kept(device):
+def test_gradients_are_multiplied_in_place_unless_the_graph_is_retained(device):
     (hidden, weight, bias), target = head(torch.float32, device)
     leaves = [hidden, weight, bias]
     expected = torch.autograd.grad(torch_loss(linear(*leaves), target, 0.0, True), leaves)
@@ -317,7 +317,7 @@ def test_gradients_are_multiplied_where_they_lie_unless_the_graph_is_kept(device
 
 @pytest.mark.parametrize("frozen", [0, 1, 2], ids=["hidden", "weight", "bias"])
 @PRECISE
-def test_only_the_gradients_that_are_asked_for_are_made(frozen, precise, device):
+def test_only_required_gradients_are_computed(frozen, precise, device):
     leaves, target = head(torch.float32, device)
     hidden, weight, bias = leaves
     leaves[frozen].requires_grad_(False)
@@ -334,7 +334,7 @@ def test_only_the_gradients_that_are_asked_for_are_made(frozen, precise, device)
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor of the last extent `ids` that an operation returns."""
+    """Elements of the largest tensor with a last extent of `ids` that an operation returns."""
 
     def __init__(self, ids: int):
         super().__init__()
@@ -357,7 +357,7 @@ def test_no_tensor_holds_more_than_a_twentieth_of_the_logits(mean, device):
     assert chunk_rows(8192) == 384 and chunk_rows(1 << 20) <= 0.05 * (1 << 20)
 
 
-def test_a_head_that_does_not_fit_is_refused(device):
+def test_a_mismatched_head_is_rejected(device):
     (hidden, weight, bias), target = head(torch.float32, device)
     with pytest.raises(ValueError, match=r"give \[.., features\] and \[vocabulary, features\]"):
         fused_linear_cross_entropy(hidden, weight[:, :3], target)
@@ -365,13 +365,13 @@ def test_a_head_that_does_not_fit_is_refused(device):
         fused_linear_cross_entropy(hidden, weight.bfloat16(), target)
     with pytest.raises(ValueError, match=r"bias is \[3\]; give \[61\]"):
         fused_linear_cross_entropy(hidden, weight, target, bias[:3])
-    (hidden, weight, _), target = head(torch.float32, "cpu")  # on a GPU nobody waits for such a check
+    (hidden, weight, _), target = head(torch.float32, "cpu")  # on a GPU the call does not wait for this check
     with pytest.raises(ValueError, match="target 61 is outside"):
         fused_linear_cross_entropy(hidden, weight, torch.full_like(target, 61))
 
 
 @pytest.mark.parametrize("shape", [(13, 8), (2, 52), (1, 104)])
-def test_targets_in_another_order_of_rows_are_refused(shape, device):
+def test_targets_in_another_order_of_rows_are_rejected(shape, device):
     (hidden, weight, _), target = head(torch.float32, device)
     with pytest.raises(ValueError, match=r"give one id a row, \[8, 13\]"):
         fused_linear_cross_entropy(hidden, weight, target.reshape(shape))
@@ -449,7 +449,7 @@ def test_a_step_holds_one_tensor_of_logits():
 
 @pytest.mark.gpu
 @PRECISE
-def test_a_head_takes_a_twentieth_of_its_logits_beside_the_gradients(precise):
+def test_a_head_takes_its_gradients_and_a_twentieth_of_its_logits(precise):
     hidden = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(32768, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 32768, (4096,), device="cuda")

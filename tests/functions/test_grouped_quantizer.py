@@ -1,4 +1,4 @@
-"""Which quantizers of many groups can work as one, and that they then do what each would do alone."""
+"""Conditions to fuse the quantizers of groups, and equality of fused and separate results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_quantizers_of_a_recipe_work_as_one(recipe, rows, matrices, device):
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
-def test_as_one_they_make_what_each_makes_alone(recipe, device):
+def test_a_grouped_quantizer_has_the_results_of_separate_ones(recipe, device):
     x = torch.randn(sum(SPLITS), 128, device=device, dtype=torch.bfloat16)
     together, alone = quantizers_of(recipe, device), quantizers_of(recipe, device)
     one = grouped(together[0::3], False)

@@ -1,4 +1,4 @@
-"""The three products of a linear layer: what each multiplies, by hand-made operands."""
+"""Operands of the three products of a linear layer, compared with operands quantized by hand."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_leading_dimensions_are_restored(device):
 
 
 @pytest.mark.parametrize("rows", [(M,), (4, M // 4)], ids=str)
-def test_a_product_writes_the_codes_of_its_result_where_the_scale_is_known(rows, device):
+def test_a_product_writes_codes_under_delayed_scaling(rows, device):
     x, w, b, _ = tensors(device)
     quantized = {}
     for name in ("delayed", "current"):

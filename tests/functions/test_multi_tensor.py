@@ -1,4 +1,4 @@
-"""multi_tensor_*: what callers of the extension call, and what is refused with nothing changed."""
+"""multi_tensor_* functions of the extension: results, and rejected arguments that change nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_capturable_step_is_the_plain_one_with_numbers_of_the_device(device,
         assert torch.equal(q, master)
 
 
-def test_the_applier_leaves_out_what_is_empty_and_counts(device, flag):
+def test_the_applier_skips_empty_lists_and_counts(device, flag):
     seen = []
     apply = MultiTensorApply(2048)
 
@@ -143,7 +143,7 @@ def test_the_applier_leaves_out_what_is_empty_and_counts(device, flag):
         (lambda lists: lists[1].__setitem__(1, [1.0]), TypeError, "tensor 1 of list 1"),
     ],
 )  # fmt: skip
-def test_lists_that_do_not_fit_are_refused_with_nothing_changed(change, error, words):
+def test_mismatched_lists_raise_and_change_nothing(change, error, words):
     flag = torch.zeros(1, dtype=torch.int32)
     lists = [[torch.ones(5), torch.ones(300)], [torch.zeros(5), torch.zeros(300)]]
     first = lists[1][0]
@@ -153,7 +153,7 @@ def test_lists_that_do_not_fit_are_refused_with_nothing_changed(change, error, w
     assert (first == 0).all() and flag.item() == 0
 
 
-def test_a_flag_and_numbers_that_are_none_are_refused():
+def test_invalid_flags_and_numbers_are_rejected():
     lists = [[torch.ones(5)], [torch.ones(5)]]
     with pytest.raises(ValueError, match="int32 tensor of one element"):
         tex.multi_tensor_scale(CHUNK, torch.zeros(1), lists, 2.0)

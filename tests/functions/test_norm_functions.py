@@ -67,7 +67,7 @@ def test_no_tokens_pass_through_with_zero_parameter_gradients(kind, device):
 
 
 @KINDS
-def test_the_plain_pair_is_what_autograd_runs(kind, device):
+def test_autograd_runs_the_plain_forward_and_backward_functions(kind, device):
     gamma, beta = _parameters(kind, (8,), device)
     x = torch.randn(4, 8, device=device, requires_grad=True)
     dy = torch.randn(4, 8, device=device)

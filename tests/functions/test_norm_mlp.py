@@ -18,7 +18,7 @@ HIDDEN, INNER, TOKENS = 64, 128, 32
 
 @pytest.fixture
 def apart():
-    """Call to have GELU computed in steps of its own from then on."""
+    """Return a function that makes later calls compute GELU in separate steps."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(te.use_backend(mlp_activation="separate", mlp_gradient="separate"))
 
@@ -38,7 +38,7 @@ def sample(device, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> list[torch.Tensor]:
-    """Output and gradients of the last of so many steps."""
+    """Return the output and gradients of the last of `steps` steps."""
     made: list[torch.Tensor] = []
     for _ in range(steps):
         layer.zero_grad()
@@ -53,7 +53,7 @@ def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> li
 
 
 def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """To the bit on a CPU, where both ways are the same steps; on a GPU as bfloat16 results of two orders agree."""
+    """Compare bit for bit on a CPU, where both run the same steps; on a GPU within bfloat16 rounding."""
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         if not a.is_cuda:
@@ -73,7 +73,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gelu_in_the_products_gives_what_separate_steps_give(options, dtype, device, apart):
+def test_gelu_in_the_products_equals_separate_steps(options, dtype, device, apart):
     layer = mlp(device, dtype, **OPTIONS[options])
     together = step(layer, device, dtype)
     apart()
@@ -118,7 +118,7 @@ def test_quantized_products_keep_their_own_steps(name, checkpoint, device, apart
     assert all(torch.equal(a, b) for a, b in zip(together, separate, strict=True))
 
 
-def test_calibration_sees_what_it_sees_without_gelu_in_the_products(device, apart):
+def test_calibration_records_the_same_amaxes_with_gelu_in_the_products(device, apart):
     layer = mlp(device)
     twin = copy.deepcopy(layer)
     seen = []
@@ -131,7 +131,7 @@ def test_calibration_sees_what_it_sees_without_gelu_in_the_products(device, apar
     torch.testing.assert_close(seen[0], seen[1], rtol=2.0**-6, atol=0.0)
 
 
-def test_a_retained_graph_gives_its_gradients_again(device):
+def test_a_retained_graph_repeats_its_gradients(device):
     layer, x = mlp(device), sample(device)
     loss = layer(x).float().sin().sum()
     leaves = [x, *layer.parameters()]
@@ -168,7 +168,7 @@ def requests_of(model, x, grad: bool) -> list:
     return [request for operation, request in seen if operation == "gemm_epilogue"]
 
 
-def test_the_input_of_gelu_is_asked_for_only_where_a_backward_reads_it(device):
+def test_the_input_of_gelu_is_stored_only_for_a_backward(device):
     x = sample(device)
     training = requests_of(mlp(device), x, True)
     assert [(r.kind, r.second) for r in training] == [("gelu", True), ("gelu_gradient", False)]
@@ -177,7 +177,7 @@ def test_the_input_of_gelu_is_asked_for_only_where_a_backward_reads_it(device):
     assert [(r.kind, r.second) for r in again] == [("gelu", False), ("gelu", True), ("gelu_gradient", False)]
 
 
-def test_other_activations_ask_for_no_such_product(device):
+def test_other_activations_use_no_gelu_product(device):
     assert requests_of(mlp(device, activation="silu"), sample(device), True) == []
 
 
@@ -226,7 +226,7 @@ def test_the_gradient_of_the_activation_is_never_in_memory(gradient):
 
 
 def ways(explanation) -> dict[str, tuple[str | None, str]]:
-    """The way that each matrix between two steps went, and why not the first one."""
+    """Return the backend of each matrix between two steps and the reason against the first backend."""
     return {
         decision.operation: (decision.chosen, str(decision.verdicts[0].reason))
         for decision in explanation.decisions
@@ -234,7 +234,7 @@ def ways(explanation) -> dict[str, tuple[str | None, str]]:
     }
 
 
-def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
+def test_the_explanation_reports_how_matrices_between_the_steps_are_computed(device):
     x = sample(device)
     found = ways(te.explain(mlp(device, activation="gelu"), x))
     assert (
@@ -253,7 +253,7 @@ def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
     assert found["mlp_gradient"][0] == "separate" and "needs all of dy" in found["mlp_gradient"][1]
 
 
-def test_a_way_can_be_forced_and_one_that_cannot_be_gone_raises_its_reason(device):
+def test_a_backend_can_be_forced_and_an_unsupported_one_raises_its_reason(device):
     layer, x = mlp(device, activation="gelu"), sample(device)
     with te.use_backend(mlp_activation="separate"):
         assert ways(te.explain(layer, x))["mlp_activation"][0] == "separate"

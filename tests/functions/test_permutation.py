@@ -1,4 +1,4 @@
-"""moe_permute and its family: values and gradients against plain PyTorch, quantized tokens, and what is refused."""
+"""moe_permute and its family: values and gradients against plain PyTorch, quantized tokens, rejected arguments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestByMask:
         lines = [(line[: line[6]], line[3 : 3 + line[6]]) for line in row_id_map.tolist()]
         assert lines == [([4, 2], [2, 1]), ([0], [0]), ([5, 1], [2, 0]), ([3], [1])]
 
-    def test_probabilities_go_with_their_tokens_and_so_do_their_gradients(self, mask, device):
+    def test_probabilities_and_their_gradients_follow_the_tokens(self, mask, device):
         x, probs = leaf(T, H, device=device), leaf(T, E, device=device)
         y, row_probs, _ = moe_permute_with_probs(x, probs, mask, T * K)
         token, expert = tokens_of(mask)
@@ -110,7 +110,7 @@ class TestByMask:
         back.sum().backward()
         assert back[3].abs().sum() == 0 and x.grad is not None and x.grad[3].abs().sum() == 0
 
-    def test_no_tokens_are_no_rows(self, device):
+    def test_no_tokens_give_no_rows(self, device):
         x, probs = leaf(0, H, device=device), leaf(0, E, device=device)
         mask = torch.zeros(0, E, dtype=torch.int32, device=device)
         y, row_probs, row_id_map = moe_permute_with_probs(x, probs, mask, 0)
@@ -151,7 +151,7 @@ class TestPadding:
         assert made[3] is not None and made[3].tolist() == [0, 1] and made[4].tolist() == [4, 4]
         assert made[0].abs().sum(1).bool().tolist() == [True] * 3 + [False, True] + [False] * 3
 
-    def test_a_row_of_probability_0_is_zeros_and_its_gradient_goes_to_its_token(self, device):
+    def test_a_padded_row_of_probability_zero_is_zero_with_a_gradient(self, device):
         x, probs = leaf(2, 3, device=device), torch.tensor([[0.0], [0.5]], device=device)
         mask = torch.ones(2, 1, dtype=torch.int32, device=device)
         y, _, _ = moe_permute_with_probs(x, probs, mask, 2)
@@ -182,7 +182,7 @@ class TestByIndex:
         ones = torch.ones(2, 2, device=device)
         assert moe_unpermute(y, row_id_map, ones, map_type="index").flatten().tolist() == [2.0, 2.0]
 
-    def test_without_probs_the_shape_of_the_tokens_tells_how_many_rows_are_added_up(self, device):
+    def test_without_probs_the_shape_of_the_tokens_sets_the_rows_per_sum(self, device):
         x = torch.tensor([[1.0], [2.0], [3.0]], device=device)
         experts = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32, device=device)
         y, row_id_map = moe_permute(x, experts, map_type="index")
@@ -248,13 +248,13 @@ class TestQuantizedTokens:
             got = te.cpp_extensions.general_gemm(torch.eye(256), plain)[0]
             assert torch.equal(got, plain)
 
-    def test_chunks_of_codes_too(self):
+    def test_chunks_of_codes_are_those_of_the_values(self):
         codes = QUANTIZERS["float8"]()(torch.randn(32, 64))
         splits, order = torch.tensor([8, 24]), torch.tensor([1, 0])
         moved = te.moe_sort_chunks_by_index(codes, splits, order)
         assert torch.equal(moved.dequantize(), codes.dequantize().roll(-8, 0))
 
-    def test_squares_of_codes_are_refused(self):
+    def test_square_blocks_of_codes_are_rejected(self):
         quantizer = te.Float8BlockQuantizer(
             te.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=2
         )
@@ -272,7 +272,7 @@ class TestQuantizedTokens:
 
 X, MASK = torch.ones(4, 8), torch.ones(4, 2, dtype=torch.int32)
 MAP = torch.zeros(4, 5, dtype=torch.int32)
-REFUSED = {
+REJECTED = {
     "map type": (lambda: moe_permute(X, MASK, 8, map_type="list"), ValueError, "choose one of mask, index"),
     "map shape": (lambda: moe_permute(X, MASK[:3], 8), ValueError, r"routing_map is \[3, 2\] for 4 tokens"),
     "negative": (lambda: moe_permute(X, MASK, -2), ValueError, "num_out_tokens=-2 is below -1"),
@@ -349,9 +349,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_call_is_refused_by_name(name):
-    call, kind, words = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_bad_call_raises(name):
+    call, kind, words = REJECTED[name]
     with pytest.raises(kind, match=words):
         call()
 
@@ -396,7 +396,7 @@ def test_a_graph_captures_them_and_replays_other_routes(device):
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_bits_of_a_cpu_for_what_is_moved(mask):
+def test_a_gpu_moves_tokens_with_the_bits_of_a_cpu(mask):
     x, probs = torch.randn(T, H, dtype=torch.bfloat16), torch.rand(T, E)
     there = moe_permute_with_probs(x.cuda(), probs.cuda(), mask.cuda(), T * K)
     here = moe_permute_with_probs(x, probs, mask.cpu(), T * K)

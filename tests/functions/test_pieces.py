@@ -1,4 +1,4 @@
-"""The pieces of a weight are one tensor: without a copy while they are neighbours, with the same gradients always."""
+"""Pieces of a weight join into one tensor, without a copy if they are adjacent, and with the same gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_layers_pieces_are_made_as_neighbours_and_joined_without_a_copy():
     assert torch.equal(weight, torch.cat(pieces_of(module, "weight")))
 
 
-def test_pieces_that_lie_apart_are_copied():
+def test_separate_pieces_are_copied():
     module = copy.deepcopy(layer())
     weight, _ = whole(pieces_of(module, "weight"), ())
     assert weight.data_ptr() != module.query_weight.data_ptr()
@@ -73,7 +73,7 @@ def test_a_frozen_weight_gets_no_gradient_while_its_bias_does():
 
 
 @pytest.mark.parametrize("name", ("query_weight", "value_weight"))
-def test_a_piece_that_is_changed_before_the_backward_that_reads_it_is_noticed(name):
+def test_changing_a_piece_before_the_backward_reads_it_raises(name):
     module = layer()
     y = module(torch.randn(4, WIDTH, requires_grad=True))
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_a_piece_that_is_changed_before_the_backward_that_reads_it_is_noticed(na
         y.sum().backward()
 
 
-def test_a_piece_that_counts_its_writes_alone_is_noticed_too():
+def test_changing_a_piece_with_a_separate_version_counter_raises():
     module = pickle.loads(pickle.dumps(layer()))
     y = module(torch.randn(4, WIDTH, requires_grad=True))
     with torch.no_grad():
@@ -118,6 +118,6 @@ def test_pieces_that_would_not_be_aligned_are_made_apart():
     assert len(storages) == 3
 
 
-def test_a_plan_of_memory_knows_that_neighbours_are_not_copied():
+def test_a_memory_plan_counts_no_copy_of_adjacent_pieces():
     kept = [te.memory_plan(module, None, 64).saved for module in (layer(), copy.deepcopy(layer()))]
     assert kept[0] < kept[1]

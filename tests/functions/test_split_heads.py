@@ -1,4 +1,4 @@
-"""Splitting a fused projection into q, k and v: the values, the gradients, and no copies that are not needed."""
+"""Splitting a fused projection into q, k and v: the values, the gradients, and no unnecessary copies."""
 
 from __future__ import annotations
 

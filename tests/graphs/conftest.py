@@ -10,12 +10,12 @@ from transformer_engine.pytorch.graphs import automatic, build
 
 @pytest.fixture(autouse=True)
 def _emulation(emulated):
-    """In every test of this folder."""
+    """Enable emulation in every test of this folder."""
 
 
 @pytest.fixture
 def rerun(monkeypatch):
-    """What make_graphed_callables and te.graphed record with: all its recorders' logs in one."""
+    """Replace the recorders of make_graphed_callables and te.graphed by ones that share a log."""
     made = RerunRecorder()
     monkeypatch.setattr(build, "graph_recorder", lambda pool=None: made)
     monkeypatch.setattr(automatic, "records", lambda device: True)

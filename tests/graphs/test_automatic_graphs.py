@@ -1,4 +1,4 @@
-"""te.graphed: calls are captured by themselves, have the bits of eager ones, and say why they are not captured."""
+"""te.graphed captures calls automatically with the bits of eager calls, and reports why a call is not captured."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_fourth_call_is_captured_and_all_have_the_bits_of_eager_ones(kind, r
     assert rerun.log == ["forward", "backward"] * 3
 
 
-def test_explain_says_what_a_call_waits_for_and_when_it_is_captured(rerun):
+def test_explain_reports_how_many_calls_precede_the_capture(rerun):
     module = te.graphed(_layer(), after=2, signatures=1)
     x = _x().requires_grad_()
     assert _reason(module, x) == ("eager", "0 calls of this signature so far; it is captured after 2")
@@ -74,11 +74,11 @@ def test_explain_says_what_a_call_waits_for_and_when_it_is_captured(rerun):
     assert chosen == "eager"
     assert reason is not None
     assert reason.startswith("1 signatures are kept already")
-    assert rerun.log == ["forward", "backward"] * 2  # of the two calls; what explain looks into runs eagerly
+    assert rerun.log == ["forward", "backward"] * 2  # of the two calls; calls inside explain run eagerly
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_on_a_cpu_every_call_is_eager_and_says_so():
+def test_on_a_cpu_every_call_is_eager_and_the_reason_is_reported():
     eager = _layer()
     module = te.graphed(copy.deepcopy(eager))
     for seed in range(5):
@@ -93,7 +93,7 @@ def _captured(module, x):
     return module
 
 
-def test_what_a_capture_would_freeze_makes_another_signature(rerun):
+def test_values_frozen_by_a_capture_are_part_of_the_signature(rerun):
     module = te.graphed(_layer())
     x = _x().requires_grad_()
     _captured(module, x)
@@ -138,7 +138,7 @@ def test_a_written_setting_takes_effect(rerun):
 
 
 class _Settings:
-    """A model's configuration, as other libraries' layers hold one."""
+    """A model's configuration, an attribute of layers in other libraries."""
 
     def __init__(self):
         self.slope = 0.5
@@ -289,7 +289,7 @@ def test_outputs_belong_to_the_caller(rerun):
     assert torch.equal(first, kept)
 
 
-def test_the_first_microbatch_is_told_to_the_graph_by_a_flag(rerun):
+def test_a_flag_passes_the_first_microbatch_to_the_graph(rerun):
     recipe = RECIPES["delayed"]
     eager = _layer("LayerNormMLP")
     module = te.graphed(copy.deepcopy(eager), after=1)
@@ -323,7 +323,7 @@ class _Outer(torch.nn.Module):
         (lambda: _layer(delay_wgrad_compute=True), None, "puts weight gradients off"),
     ],
 )
-def test_what_stands_in_the_way_is_named(inner, other, message, rerun):
+def test_the_reason_against_a_capture_is_named(inner, other, message, rerun):
     module = te.graphed(_Outer(inner and inner()))
     for _ in range(5):
         module(_x(), other)
@@ -351,7 +351,7 @@ def test_a_checkpoint_runs_the_module_itself(reentrant, rerun):
     assert _kept(module) == 0
 
 
-def test_saved_tensor_hooks_see_what_they_wait_for(rerun):
+def test_saved_tensor_hooks_see_the_saved_tensors(rerun):
     module = te.graphed(_layer())
     _captured(module, _x().requires_grad_())
     seen = []
@@ -360,7 +360,7 @@ def test_saved_tensor_hooks_see_what_they_wait_for(rerun):
     assert seen
 
 
-def test_a_call_that_cannot_be_captured_runs_eagerly_and_says_so_once(rerun, monkeypatch):
+def test_a_call_that_cannot_be_captured_runs_eagerly_and_warns_once(rerun, monkeypatch):
     def fails(body):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -417,7 +417,7 @@ def test_reset_forgets_and_begins_again(rerun):
     ("arguments", "error"),
     [(((3,), {}), TypeError), ((("x",), {}), TypeError), (((print,), {"after": 0}), ValueError)],
 )
-def test_what_cannot_be_graphed_is_rejected(arguments, error):
+def test_objects_that_cannot_be_graphed_are_rejected(arguments, error):
     args, kwargs = arguments
     with pytest.raises(error):
         te.graphed(*args, **kwargs)

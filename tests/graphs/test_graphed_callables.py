@@ -1,4 +1,4 @@
-"""make_graphed_callables: replays have the bits of eager calls, and capturing leaves no trace."""
+"""make_graphed_callables: replays have the bits of eager calls, and capturing changes no state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _layer(kind, **options):
 
 
 def _state(module):
-    """Everything of a module that a step changes."""
+    """Return the scales, amax histories and buffers of a module, which a step changes."""
     scales = [
         (state.scale.clone(), state.amax_history.clone())
         for layer in module.modules()
@@ -169,7 +169,7 @@ def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, r
 
 
 class _Remembering(te.Linear):
-    """As modules of other libraries call a layer: the first call after `is_first_microbatch = True` is the first."""
+    """A layer as in other libraries: the first call after setting `is_first_microbatch = True` is the first."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -182,7 +182,7 @@ class _Remembering(te.Linear):
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_modules_that_remember_the_first_microbatch_are_told_as_well(caches, rerun):
+def test_modules_that_store_the_first_microbatch_flag_follow_it(caches, rerun):
     recipe = RECIPES["delayed"]
     eager = _Remembering(HIDDEN, HIDDEN, device="cpu")
     replayed = copy.deepcopy(eager)
@@ -227,7 +227,7 @@ def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
     assert replayed.weight.grad_added_to_main_grad
 
 
-def test_weight_gradients_that_are_put_off_are_replayed_when_asked_for(rerun):
+def test_delayed_weight_gradients_are_replayed_on_request(rerun):
     eager = _layer("Linear", delay_wgrad_compute=True)
     replayed = copy.deepcopy(eager)
     called = []
@@ -243,7 +243,7 @@ def test_weight_gradients_that_are_put_off_are_replayed_when_asked_for(rerun):
     assert called == [1, 1]
 
 
-def test_gradients_add_up_over_replays_and_are_no_memory_of_the_graph(rerun):
+def test_gradients_accumulate_over_replays_outside_the_memory_of_the_graph(rerun):
     eager = _layer("Linear")
     replayed = _graphed(copy.deepcopy(eager))
     for seed in range(3):
@@ -353,7 +353,7 @@ def test_a_keyword_without_effect_is_accepted_without_being_captured(rerun):
     assert torch.equal(graphed(_x(3), scale=None, power=1, mode="plain", inference_context=None), expected)
 
 
-def test_keywords_that_are_no_tensors_are_kept_by_the_graph(rerun):
+def test_keywords_other_than_tensors_are_constants_of_the_graph(rerun):
     eager = _Choosing()
 
     def keywords(seed, **changed):
@@ -422,7 +422,7 @@ def test_a_module_in_evaluation_has_a_forward_only(rerun):
     assert [name for name, _ in rerun.recordings] == ["forward"]
 
 
-def test_a_reset_graph_says_so(rerun):
+def test_a_reset_graph_raises(rerun):
     module = _graphed(_layer("Linear"))
     module.reset()
     with pytest.raises(RuntimeError, match="has been reset"):
@@ -459,7 +459,7 @@ def test_tracked_random_states_are_where_they_were(rerun):
     assert torch.equal(_numbers(tracker), before)
 
 
-def test_dropout_draws_what_an_eager_layer_draws(rerun):
+def test_dropout_draws_the_numbers_of_an_eager_layer(rerun):
     eager = _layer("TransformerLayer", hidden_dropout=0.3, attention_dropout=0.2)
     replayed = _graphed(copy.deepcopy(eager))
     for seed in range(2):
@@ -596,7 +596,7 @@ def _with_trained_buffer():
         ),
     ],
 )
-def test_a_call_that_cannot_be_is_rejected(module, arguments, error, message):
+def test_an_invalid_call_is_rejected(module, arguments, error, message):
     arguments = {"sample_args": (_x(),)} | arguments
     with pytest.raises(error, match=message):
         te.make_graphed_callables(module(), **arguments)
@@ -616,7 +616,7 @@ def test_an_input_that_nothing_depends_on_is_rejected_unless_allowed(rerun):
     assert b.grad is None
 
 
-def test_a_call_says_which_microbatch_it_is_where_weights_are_cached(rerun):
+def test_a_call_must_pass_its_microbatch_where_weights_are_cached(rerun):
     module = _graphed(_layer("Linear"), RECIPES["current"], cache_quantized_params=True)
     with pytest.raises(ValueError, match="pass True or False"):
         module(_x())
@@ -633,7 +633,7 @@ def test_earlier_names_warn_and_do_the_same(rerun):
     assert module.fp8
 
 
-def test_hooks_look_on_while_capturing_and_not_at_replays(rerun):
+def test_hooks_run_while_capturing_and_not_at_replays(rerun):
     seen = []
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     hooks = {kind: {0: lambda module, kind=kind: seen.append(kind)} for kind in kinds}
@@ -758,7 +758,7 @@ FAILING = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAILING)
-def test_after_a_capture_that_failed_everything_goes_on(name):
+def test_a_failed_capture_leaves_everything_usable(name):
     recorder, stream = CudaRecorder(), torch.cuda.current_stream()
 
     def body():
@@ -780,7 +780,7 @@ def test_after_a_capture_that_failed_everything_goes_on(name):
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 def test_a_capture_of_the_clients_own_renews_cached_weights_by_the_flag(recipe, monkeypatch):
-    """Megatron-core captures layers itself: no call of those is a first microbatch, and the flag is its to set."""
+    """Megatron-core captures layers itself, without a first microbatch, and sets the flag itself."""
     layer = _layer("LayerNormMLP", activation="swiglu")
     with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]):
         before = layer(_x(), is_first_microbatch=True)
@@ -831,8 +831,8 @@ def test_samples_may_be_lists(rerun):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("aside", [True, False])
-def test_gradient_accumulators_that_somebody_keeps_are_captured_from_a_stream_of_their_own(aside):
-    """As wrappers keep them for their hooks; on the default stream no capture takes them in, and the error says so."""
+def test_held_gradient_accumulators_are_captured_from_a_side_stream(aside):
+    """Wrappers hold accumulators for their hooks; captures exclude those of the default stream and raise an error."""
     layer = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
     stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -855,7 +855,7 @@ def test_gradient_accumulators_that_somebody_keeps_are_captured_from_a_stream_of
 
 
 class _Called(torch.nn.Module):
-    """As Megatron-core's layers: a call of the class decides what is captured, and gives back another form."""
+    """A module whose `__call__` changes the form of the result, as the layers of Megatron-core do."""
 
     def __init__(self):
         super().__init__()
@@ -868,7 +868,7 @@ class _Called(torch.nn.Module):
         return super().__call__(x)[:1]
 
 
-def test_a_call_of_the_class_says_what_is_captured(rerun):
+def test_a_call_method_of_the_class_defines_the_capture(rerun):
     module = _Called()
     expected = module.layer(_x())
     (graphed,) = te.make_graphed_callables(
@@ -879,8 +879,8 @@ def test_a_call_of_the_class_says_what_is_captured(rerun):
     assert torch.equal(found[0], expected)
 
 
-def test_what_lies_beside_the_gpu_is_rejected():
-    """A graph would record nothing of it, and replay nothing."""
+def test_modules_and_tensors_outside_the_gpu_are_rejected():
+    """A graph neither records nor replays work outside the GPU."""
 
     def asked(module, x):
         samples = arguments.samples_of((x,), None, True, 1, False)

@@ -1,10 +1,10 @@
-"""Prints {layer and recipe: differences} between steps of a pass and compiled passes, on a GPU that does nothing.
+"""Print {layer and recipe: differences} between the steps of a pass and compiled passes, on a simulated GPU.
 
 Every layer is run under every recipe; with and without cached weights if the argument is "all", otherwise in turn.
 
-Memory holds symbols in place of numbers: what a kernel or a product writes is the symbol of its name, its scalars and
-the symbols that it reads. Two steps that leave the same symbols in results, gradients and scaling states have started
-the same kernels on the same inputs.
+Memory holds symbols instead of numbers. Every output of a kernel or product is a symbol of its name, its scalars and
+the symbols that it reads. Two steps that produce the same symbols in results, gradients and scaling states have
+launched the same kernels on the same inputs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _sharded(**options: Any) -> dict[str, Any]:
 
 
 class Done:
-    """The handle of a collective that has ended."""
+    """Handle of a completed collective."""
 
     def wait(self) -> None:
         pass
@@ -99,7 +99,7 @@ def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
 
 
 def sent_shard(part: torch.Tensor, group: Any) -> Any:
-    """Start to gather codes or scales, which are copied if they are not contiguous."""
+    """Start gathering codes or scales, which are copied if they are not contiguous."""
     return send_shard(named("contiguous", part.contiguous(), part), group)
 
 
@@ -129,7 +129,7 @@ class Kernel:
 
 
 class Names(dict):
-    """Every name is a number of its own."""
+    """Number each name by its first occurrence."""
 
     def __missing__(self, name: str) -> int:
         return self.setdefault(name, len(self))
@@ -181,7 +181,7 @@ def pretend() -> None:
 
 
 def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
-    """The symbols of results, gradients and states after a step; first: the microbatch whose weights are kept."""
+    """Return the symbols of results, gradients and states after a step; the `first` microbatch caches weights."""
     x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
     inputs.append(weakref.ref(x))
     states = {
@@ -227,9 +227,9 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
     if cached:
         step(module, recipe, True)
     steps = [step(module, recipe, False if cached else None) for _ in range(COMPILED + 3)]
-    if compiled_passes(module)[-2:] != [1, 1]:  # those of the spec that was made last
+    if compiled_passes(module)[-2:] != [1, 1]:  # of the latest spec
         return f"compiled: {compiled_passes(module)}"
-    expected = steps[1]  # the first has no states yet to be named
+    expected = steps[1]  # the first step has no states yet
     if "?" in expected.values():
         return f"{expected}"
     for number, found in enumerate(steps[2:], 2):
@@ -253,7 +253,7 @@ def overlooked_setting() -> str | None:
 
 
 def kept_inputs(name: str, kind: str) -> str | None:
-    """Return which steps' inputs compiled passes keep; None if they are freed."""
+    """Return the steps whose inputs compiled passes keep alive; None if all are freed."""
     module, recipe = LAYERS[name](), host_calls.RECIPES[kind]()
     inputs.clear()
     for _ in range(COMPILED + 3):

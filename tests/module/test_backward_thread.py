@@ -12,7 +12,7 @@ from transformer_engine.pytorch.runtime import autograd
 
 
 class ThreadOfBackward(torch.autograd.Function):
-    """Identity that notes which thread its backward runs on."""
+    """Identity that records the thread of its backward pass."""
 
     seen: list[int] = []
 
@@ -28,7 +28,7 @@ class ThreadOfBackward(torch.autograd.Function):
 
 @pytest.fixture
 def in_new_thread():
-    """Runs a function on a thread that has torch's defaults."""
+    """Run a function on a thread that has torch's defaults."""
 
     def run(function):
         results = []
@@ -47,7 +47,9 @@ def enabled() -> bool:
 @pytest.mark.parametrize(
     ("devices", "variable", "expected"), [(1, None, False), (2, None, True), (1, "1", True), (1, "0", False)]
 )
-def test_it_is_switched_where_one_gpu_is_used(monkeypatch, in_new_thread, devices, variable, expected):
+def test_a_process_with_one_gpu_uses_the_calling_thread(
+    monkeypatch, in_new_thread, devices, variable, expected
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     if variable is None:
         monkeypatch.delenv("TE_BACKWARD_THREADS", raising=False)

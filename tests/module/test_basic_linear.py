@@ -29,7 +29,7 @@ def quantizers(recipe):
     )
 
 
-def test_without_quantizers_they_are_torch_s(tensors):
+def test_without_quantizers_the_passes_are_those_of_torch(tensors):
     x, w, b, dy = tensors.values()
     y, x_kept, w_kept = BasicLinear._functional_forward(x, w, bias=b)
     torch.testing.assert_close(y, torch.nn.functional.linear(x, w, b))
@@ -40,7 +40,7 @@ def test_without_quantizers_they_are_torch_s(tensors):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_with_quantizers_they_are_those_of_a_layer(recipe, tensors, emulated):
+def test_with_quantizers_the_passes_are_those_of_a_layer(recipe, tensors, emulated):
     x, w, b, dy = tensors.values()
     layer = te.Linear(64, 96, params_dtype=torch.bfloat16, device=x.device)
     with torch.no_grad():

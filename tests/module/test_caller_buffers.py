@@ -1,4 +1,4 @@
-"""Caller buffers of GroupedLinear: the output and the input gradient are written where the caller wants them."""
+"""Caller buffers of GroupedLinear: the output and the input gradient are written into memory that the caller passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_results_are_written_into_the_buffers_and_share_them(recipe, together, d
     want_weights = [p.grad.clone() for p in layer.parameters()]
     out = torch.full((48, 32), float("nan"), device=device, dtype=dtype)
     dgrad_out = torch.full((48, 64), float("nan"), device=device, dtype=dtype)
-    for _ in range(2):  # a buffer serves step after step
+    for _ in range(2):  # a buffer is reused in every step
         x.grad = None
         layer.zero_grad()
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -63,7 +63,7 @@ def test_leading_dimensions_and_inference_take_buffers_too(device):
         (lambda d: torch.empty(48, 32, device=d, requires_grad=True), "out requires a gradient"),
     ],
 )
-def test_a_buffer_that_does_not_fit_is_refused_and_nothing_is_written(buffer, words, device):
+def test_a_mismatched_buffer_raises_and_nothing_is_written(buffer, words, device):
     layer = layer_of(device)
     x = torch.randn(48, 64, device=device, requires_grad=True)
     given = buffer(device)
@@ -79,7 +79,7 @@ def test_a_buffer_that_does_not_fit_is_refused_and_nothing_is_written(buffer, wo
 
 
 def overlapping(case, device, dtype=torch.float32):
-    """(input, out, dgrad_out) [48, 64] each, two of which share memory."""
+    """Return input, out and dgrad_out [48, 64] each, two of which share memory."""
     memory = torch.randn(3, 48 * 64, device=device, dtype=dtype)
     x, out, dgrad_out = memory.clone().view(3, 48, 64)
     flat = memory.view(-1)

@@ -1,4 +1,4 @@
-"""A setting that changes between two calls: the second call is that of a module made with the change."""
+"""After a setting changes between two calls, the second call equals that of a module constructed with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layer_of(kind, **options):
 
 
 def results(layer, recipe, device=None):
-    """Outputs, input gradient and parameter gradients of one call; device: of the input, where nothing has another."""
+    """Return outputs and gradients of one call; `device` is that of the input if the layer has no parameters."""
     torch.manual_seed(1)
     packed = isinstance(layer, DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
@@ -57,7 +57,7 @@ def results(layer, recipe, device=None):
     return [part.detach().clone() for part in ys] + [grad.clone() for grad in grads]
 
 
-# kind, attribute, options before, value after, the name of the option where it is another one
+# Kind, attribute, options before, value after, and the name of the option if it differs from the attribute.
 NORM = [("eps", {}, 0.5), ("zero_centered_gamma", {}, True)]
 FUSED = [
     *NORM,
@@ -144,7 +144,7 @@ def test_the_recipe(kind, device):
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_fp8_auto(kind, device, monkeypatch):
-    """The variable speaks of measured times of a GPU, so that elsewhere the measurement is stood in for."""
+    """The variable depends on times measured on a GPU; other machines replace the measurement."""
     monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
     layer = layer_of(kind).to(device)
     monkeypatch.setattr(specs, "_pays", _pays_anywhere)
@@ -188,7 +188,7 @@ def test_an_environment_variable(kind, name, device, monkeypatch):
     assert same(results(layer, recipe), results(layer_of(kind).to(device), recipe))
 
 
-def test_no_attention_at_all_is_refused_although_a_call_was_remembered(monkeypatch):
+def test_a_warm_attention_raises_once_all_backends_are_off(monkeypatch):
     layer = layer_of("DotProductAttention")
     results(layer, None)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
@@ -197,7 +197,7 @@ def test_no_attention_at_all_is_refused_although_a_call_was_remembered(monkeypat
         results(layer, None)
 
 
-def test_a_watched_variable_is_read_as_it_is_now(monkeypatch):
+def test_a_watched_variable_returns_its_current_value(monkeypatch):
     watched = env.watch("NVTE_FP8_AUTO")
     monkeypatch.delenv("NVTE_FP8_AUTO", raising=False)
     unset = watched()
@@ -205,8 +205,8 @@ def test_a_watched_variable_is_read_as_it_is_now(monkeypatch):
     assert unset is None and watched() == env.stored(("NVTE_FP8_AUTO",))[0]
 
 
-def test_what_a_caller_adds_changes_nothing_that_is_remembered(device, monkeypatch):
-    """Callers note things on our modules in every step, some before our constructor has run."""
+def test_attributes_of_callers_do_not_invalidate_the_cache(device, monkeypatch):
+    """Callers set their own attributes on our modules in every step, some before our constructor runs."""
 
     class Theirs(te.Linear):
         def __init__(self):
@@ -257,7 +257,7 @@ def test_a_compiled_norm_takes_the_change(device):
     assert torch.equal(compiled(x), te.LayerNorm(HIDDEN, eps=0.5, device=device)(x))
 
 
-def test_what_a_layer_consists_of_is_not_changed_later(device):
+def test_structural_settings_are_fixed_after_construction(device):
     layer = layer_of("TransformerLayer").to(device)
     made_fused = te.MultiheadAttention(16, 2, fuse_qkv_params=True, device=device)
     for module, name, value in (
@@ -273,8 +273,8 @@ def test_what_a_layer_consists_of_is_not_changed_later(device):
         setattr(module, name, getattr(module, name))
 
 
-# kind, attribute, a value that it cannot have, what is raised
-REFUSED = [
+# Kind, attribute, invalid value, expected error and message.
+INVALID = [
     ("Linear", "return_bias", len, TypeError, "return_bias=.* is neither True nor False; give a bool"),
     ("LayerNorm", "eps", "small", TypeError, "eps='small' must be a number"),
     ("LayerNormLinear", "eps", None, TypeError, "eps=None must be a number"),
@@ -289,8 +289,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_a_value_that_no_layer_can_have_is_refused_where_it_is_written(change, device):
+@pytest.mark.parametrize("change", INVALID, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
     kind, name, value, error, sentence = change
     layer = layer_of(kind).to(device)
     known, before = layer._config, results(layer, None, device)
@@ -301,7 +301,7 @@ def test_a_value_that_no_layer_can_have_is_refused_where_it_is_written(change, d
 
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
-def test_no_norms_output_is_wanted_with_none(kind, device):
+def test_return_layernorm_output_of_none_means_false(kind, device):
     layer = layer_of(kind).to(device)
     before = results(layer, None)
     layer.return_layernorm_output = None
@@ -319,7 +319,7 @@ def test_an_attention_without_a_sink_cannot_learn_one_later(device):
     assert same(results(learnt, None)[:1], results(layer_of("DotProductAttention"), None, device)[:1])
 
 
-def test_copies_have_settings_of_their_own(device):
+def test_copies_have_independent_settings(device):
     layer = layer_of("LayerNormLinear").to(device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     plain = step(layer, x)

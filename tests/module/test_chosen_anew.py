@@ -1,4 +1,4 @@
-"""A warm layer, whose spec holds the plans of its products, asks again as soon as the choice may be another one."""
+"""A warm layer caches the plans of its products and chooses again as soon as the choice may differ."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformer_engine.pytorch.primitives.gemm.request import EPILOGUES
 
 
 class Library:
-    """A backend ahead of all others, whose plans a layer holds as it does cuBLASLt's."""
+    """A backend with the highest priority, whose plans a layer caches like those of cuBLASLt."""
 
-    refusal: str | None = None
+    rejection: str | None = None
 
     @classmethod
     def unsupported_reason(cls, request):
-        return cls.refusal if request.a_element is torch.bfloat16 else "it multiplies bfloat16"
+        return cls.rejection if request.a_element is torch.bfloat16 else "it multiplies bfloat16"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def library(monkeypatch):
         bind=lambda request: PlanByAddress(request).run,
     )
     monkeypatch.setattr(TABLE, "backends", (backend, *TABLE.backends))
-    monkeypatch.setattr(Library, "refusal", None)
+    monkeypatch.setattr(Library, "rejection", None)
     PlanByAddress.made = PlanByAddress.runs = 0
     TABLE.forget()
     yield Library
@@ -40,7 +40,7 @@ def library(monkeypatch):
 
 @pytest.fixture(params=LAYERS)
 def warm(request, library):
-    """The call of a layer that has been called before: what comes out of it, and how often the library computed."""
+    """A warmed-up layer as a function that returns its results and the number of products the library computed."""
     layer = LAYERS[request.param](params_dtype=torch.bfloat16, device="cpu")
     x = sample("cpu", dtype=torch.bfloat16)
 
@@ -57,19 +57,19 @@ def warm(request, library):
     return call
 
 
-def test_of_plans_that_are_forgotten_none_is_used(warm, library):
-    library.refusal = "it has been taken away"
+def test_a_cleared_plan_is_not_used(warm, library):
+    library.rejection = "it has been taken away"
     TABLE.forget()
     found, runs = warm()
     assert runs == 0 and len(found) == len(warm.first)
-    library.refusal = None
-    assert warm()[1] == 0  # the choice is remembered until somebody says that it may be another one
+    library.rejection = None
+    assert warm()[1] == 0  # the choice is cached until the table is cleared
     TABLE.forget()
     again, runs = warm()
     assert runs == warm.runs and same(again, warm.first)
 
 
-def test_a_forced_backend_is_used_while_it_is_forced(warm):
+def test_a_forced_backend_is_used_inside_the_context_only(warm):
     for name in ("reference", "matmul", "library"):
         with use_backend(gemm=name):
             assert (warm()[1] > 0) == (name == "library")
@@ -77,13 +77,13 @@ def test_a_forced_backend_is_used_while_it_is_forced(warm):
         assert runs == warm.runs and same(again, warm.first)
 
 
-def test_a_backend_that_is_forced_and_refuses_raises(warm, library):
-    library.refusal = "it has been taken away"
+def test_a_forced_backend_that_rejects_the_call_raises(warm, library):
+    library.rejection = "it has been taken away"
     with use_backend(gemm="library"), pytest.raises(RuntimeError, match="it has been taken away"):
         warm()
 
 
-def test_whoever_observes_hears_of_the_products(warm):
+def test_an_observer_is_notified_of_the_products(warm):
     seen = []
     with observing(lambda operation, request: seen.append(operation)):
         warm()

@@ -1,4 +1,4 @@
-"""What layers do where several options meet: codes between layers, microbatches, frozen parameters, repeated use."""
+"""Combined options of layers: codes between layers, microbatches, frozen parameters, repeated use."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_an_input_of_codes_with_leading_dimensions_has_near_gradients(name, over
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(kind, name, frozen, device):
+def test_frozen_parameters_get_no_gradient_and_the_others_do(kind, name, frozen, device):
     layer, x = LAYERS[kind](device=device), sample(device)
     twin = copy.deepcopy(layer)
     for n, p in layer.named_parameters():
@@ -193,7 +193,7 @@ def test_one_parameter_alone_can_be_trained(kind, name, trained, device):
 
 
 def assert_same_gradient(name, grad, expected):
-    """Bit for bit; on a GPU, which kernel sums the rows for a bias depends on the products beside it."""
+    """Compare bit for bit; on a GPU, the choice of kernel for bias gradients depends on the other products."""
     if grad.is_cuda and name.endswith("bias") and "layer_norm" not in name:
         torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
     else:
@@ -244,7 +244,7 @@ def test_a_weight_is_cached_in_a_compiled_graph_too(name, device):
 
 
 @pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight"])
-def test_putting_off_counts_the_weights_that_are_trained(frozen, device):
+def test_delayed_gradients_count_the_trained_weights(frozen, device):
     late, now = (LAYERS["layernorm_mlp"](device=device, delay_wgrad_compute=late) for late in (True, False))
     now.load_state_dict(late.state_dict())
     x = sample(device)
@@ -260,7 +260,7 @@ def test_putting_off_counts_the_weights_that_are_trained(frozen, device):
     assert getattr(late, frozen).grad is None
 
 
-def test_nothing_is_put_off_where_no_weight_is_trained(device):
+def test_no_gradient_is_delayed_if_no_weight_is_trained(device):
     layer = Linear(HIDDEN, 96, device=device, delay_wgrad_compute=True)
     layer.weight.requires_grad_(False)
     layer(sample(device)).sum().backward()
@@ -268,7 +268,7 @@ def test_nothing_is_put_off_where_no_weight_is_trained(device):
     assert layer.weight.grad is None
 
 
-def test_a_frozen_piece_of_a_split_weight_gets_no_gradient_that_was_put_off(device):
+def test_a_frozen_piece_of_a_split_weight_gets_no_delayed_gradient(device):
     layer = Linear(HIDDEN, 96, parameters_split=("a_", "b_"), device=device, delay_wgrad_compute=True)
     layer.a_weight.requires_grad_(False)
     layer(sample(device)).sum().backward()
@@ -301,7 +301,7 @@ def test_a_layer_that_ran_in_inference_mode_first_can_be_trained(kind, name, dev
 
 @pytest.mark.parametrize("name", STATELESS)
 @pytest.mark.parametrize("kind", [*LAYERS, "recomputing_mlp", "grouped"])
-def test_a_graph_that_is_retained_gives_its_gradients_again(kind, name, device):
+def test_a_retained_graph_repeats_its_gradients(kind, name, device):
     more = ()
     if kind == "grouped":
         layer, more = GroupedLinear(2, HIDDEN, 96, device=device), ([32, 32],)
@@ -321,7 +321,7 @@ def test_a_graph_that_is_retained_gives_its_gradients_again(kind, name, device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", STATELESS)
-def test_a_retained_checkpoint_gives_its_gradients_again(reentrant, name, device):
+def test_a_retained_checkpoint_repeats_its_gradients(reentrant, name, device):
     layer, x = Linear(HIDDEN, 96, device=device), sample(device)
     with autocast(recipe=RECIPES[name]):
         y = checkpoint(layer, x, use_reentrant=reentrant)
@@ -403,7 +403,7 @@ def test_the_backward_keeps_the_recipe_of_its_forward(device):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_tells_how_its_last_call_ran(kind, device):
+def test_a_layer_reports_how_its_last_call_ran(kind, device):
     layer, x = LAYERS[kind](device=device), sample(device)
     for _ in range(2):
         for enabled in (True, False):

@@ -22,11 +22,11 @@ def _no_compiled_code_left():
 
 
 class Mixture(torch.nn.Module):
-    """(y [T, HIDDEN], the loss that balances experts), with as many tokens for each expert as it is told."""
+    """Experts that return (y [T, HIDDEN], balancing loss); the caller passes the tokens per expert."""
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.scale = 2.5  # found in an object, it is a symbol in the graph
+        self.scale = 2.5  # an attribute of an object becomes a symbol in the graph
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, device=device)
         self.fc1 = te.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=False, device=device)
         self.fc2 = te.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=False, device=device)
@@ -94,7 +94,7 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
     "name",
     ["mxfp8", *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "delayed", "current")]],
 )
-def test_a_tensor_of_rows_gives_the_bits_of_eager_mode(name, emulated):
+def test_a_tensor_of_rows_has_the_bits_of_eager_mode(name, emulated):
     expected, found = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
     assert len(expected) == len(found) == 2 * (2 + 2 * (EXPERTS - 1))
     assert all(map(torch.equal, found, expected))
@@ -113,7 +113,7 @@ CALLS = {
 # test_a_layer_of_experts_is_one_graph_for_several_batches always compiles calls by mask.
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.sampled(1)
-def test_two_calls_stand_in_one_graph(name):
+def test_two_calls_share_one_graph(name):
     def twice(x, mask):
         return CALLS[name](x, mask) + CALLS[name](x * 2, mask)
 

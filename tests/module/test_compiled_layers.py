@@ -53,7 +53,7 @@ def train(kind: str, name: str, device, compiles: bool) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop_path", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-def test_dropout_compiled_drops_what_eager_drops(drop_path, device):
+def test_compiled_dropout_drops_the_elements_of_eager_dropout(drop_path, device):
     options = {"hidden_dropout": 0.3, "attention_dropout": 0.0, "drop_path_rate": drop_path}
     torch.manual_seed(5)
     layer = TransformerLayer(HIDDEN, 96, HEADS, device=device, **options)
@@ -66,7 +66,7 @@ def test_dropout_compiled_drops_what_eager_drops(drop_path, device):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-# Every recipe through a whole layer, each layer under one scale a tensor and under blocks.
+# Every recipe in a whole layer, and each layer under per-tensor scaling and under block scaling.
 ALWAYS = {
     ("none", "gpt"),
     ("delayed", "llama"),
@@ -86,5 +86,5 @@ def test_training_compiled_equals_training_eagerly(kind, name, device):
         assert same(eager, compiled)
         return
     for a, b in zip(eager, compiled, strict=True):
-        # Attention's gradients are not the same bits from one launch to the next on a GPU.
+        # On a GPU, the bits of attention gradients differ between launches.
         assert float((a - b).norm()) <= 0.1 * float(a.norm()) + 1e-6

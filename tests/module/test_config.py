@@ -84,7 +84,7 @@ def test_a_write_reaches_the_children_and_the_hook():
     assert module.inner.scale == 7.0 and writes == [("scale", 7.0)]
 
 
-def test_what_the_children_were_made_by_is_fixed():
+def test_settings_that_built_the_children_are_fixed():
     module = Outer(depth=2)
     module.depth = 2
     with pytest.raises(AttributeError, match=r"depth=3.* make another one"):
@@ -93,14 +93,14 @@ def test_what_the_children_were_made_by_is_fixed():
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_has_settings_of_its_own(again):
+def test_a_copy_has_independent_settings(again):
     module = Outer(1.0)
     other = again(module)
     other.scale = 9.0
     assert (module.scale, other.scale) == (1.0, 9.0)
 
 
-def test_a_record_that_compares_its_fields_is_refused():
+def test_a_record_with_field_equality_is_rejected():
     @dataclass(frozen=True)
     class Compared(Config):
         scale: float = 1.0

@@ -1,6 +1,6 @@
-"""Whatever device a caller has made the default one, layers compute where their parameters and inputs lie.
+"""Layers compute on the device of their parameters and inputs, whatever the default device is.
 
-"meta" stands for a GPU: a tensor made there by oversight holds no numbers, and a copy from it fails.
+The device "meta" simulates a GPU: a tensor allocated on it by mistake has no values, and copying from it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = [
 
 
 def trained(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
-    """Parameters after two steps, and what a copy loaded from a checkpoint computes, with a default device."""
+    """Parameters after two steps and the output of a copy loaded from a checkpoint, under a default device."""
     torch.manual_seed(0)
     layer = layer_of(kind, device="cpu")
     other = layer_of(kind, device="cpu")
@@ -58,7 +58,7 @@ def test_a_default_device_changes_nothing(kind, recipe):
         assert torch.equal(found, expected)
 
 
-def test_experts_and_losses_do_not_ask_for_a_default_device():
+def test_experts_and_losses_ignore_the_default_device():
     def computed() -> list[torch.Tensor]:
         x, probs = torch.randn(8, 16), torch.rand(8, 4)
         routing = torch.zeros(8, 4, dtype=torch.bool)

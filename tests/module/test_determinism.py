@@ -1,4 +1,4 @@
-"""Two runs give the same bits, in every layer and recipe; what cannot is refused by name."""
+"""Two runs of every layer and recipe give the same bits; nondeterministic operations raise with their name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _free_again():
 
 
 def trained(name, recipe, steps, device, **options):
-    """All outputs, gradients and parameters of a run from the same seed."""
+    """Return all outputs, gradients and parameters of a run from a fixed seed."""
     FP8GlobalStateManager.reset()
     layer = layer_of(name, device=device, **options)
     x, call = call_of(layer)
@@ -69,7 +69,7 @@ def test_fifty_steps_of_a_layer_with_dropout_have_the_same_bits(recipe, by, devi
     assert same(*runs)
 
 
-def test_a_block_gives_back_what_was_before():
+def test_leaving_a_block_restores_the_previous_settings():
     assert not torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     with te.deterministic():
@@ -82,7 +82,7 @@ def test_a_block_gives_back_what_was_before():
     assert torch.utils.deterministic.fill_uninitialized_memory == filled
 
 
-def test_as_a_switch_it_stays_and_as_a_decorator_it_is_of_a_call():
+def test_as_a_switch_it_persists_and_as_a_decorator_it_covers_one_call():
     te.deterministic()
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
@@ -116,18 +116,18 @@ def test_algorithms_are_not_chosen_by_time(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["flex", "torch_cudnn"])
-def test_attention_backends_without_an_order_refuse_by_name(backend, monkeypatch):
+def test_nondeterministic_attention_backends_report_a_reason(backend, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     layer = layer_of("DotProductAttention", device="cpu")
     _, call = call_of(layer)
     explanation = te.explain(call)
     (decision,) = [d for d in explanation.decisions if d.operation == "attention"]
-    refusal = next(v.reason for v in decision.verdicts if v.backend == backend)
-    assert refusal is not None
+    reason = next(v.reason for v in decision.verdicts if v.backend == backend)
+    assert reason is not None
 
 
 @pytest.mark.gpu
-def test_torch_refuses_by_name_what_it_has_no_order_for():
+def test_nondeterministic_torch_operations_raise():
     with te.deterministic(), pytest.raises(RuntimeError, match="deterministic"):
         torch.nn.functional.ctc_loss(
             torch.randn(5, 1, 4, device="cuda", requires_grad=True).log_softmax(-1),

@@ -1,4 +1,4 @@
-"""Gradients of gradients: of every module under every recipe right, or refused by the operation's name."""
+"""Second derivatives of every module under every recipe are correct, or raise with the operation's name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def second_order(function, tensors):
 
 
 def assert_right(ours, plain, tensors):
-    """Both orders of ours in float32 are those of the plain program in float64."""
+    """First and second derivatives in float32 are close to those of a plain program in float64."""
     tensors = [t.detach().requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in tensors]
     for made, exact in zip(second_order(ours, tensors), second_order(plain, wide), strict=True):
@@ -159,7 +159,7 @@ def test_rotary_embedding_and_the_split_of_heads_are_right(device):
 @pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_attention_is_right(softmax, form, device, monkeypatch):
-    """By the dense backend on a CPU; whatever torch's own attention computes is torch's to differentiate."""
+    """Use the dense backend on a CPU, because torch differentiates its own attention operators."""
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     mask_type = "padding_causal" if form == "thd" else "causal"
@@ -194,7 +194,7 @@ def test_attention_is_right(softmax, form, device, monkeypatch):
     assert_right(ours, plain, tensors)
 
 
-REFUSED = r"the gradients of ({}) have no derivative of their own"
+NO_DERIVATIVE = r"the gradients of ({}) have no derivative of their own"
 LAYERS = {
     "linear": (lambda d: te.Linear(HIDDEN, FFN, device=d), "Linear"),
     "grouped_linear": (lambda d: te.GroupedLinear(2, HIDDEN, FFN, device=d), "GroupedLinear"),
@@ -238,40 +238,38 @@ def gradients(layer, x, recipe, **how):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled
-def test_a_layer_of_products_gives_its_gradients_and_refuses_theirs(name, recipe, device):
+def test_a_layer_of_products_has_first_derivatives_and_rejects_second_ones(name, recipe, device):
     make, operation = LAYERS[name]
     layer = make(device)
-    twin = copy.deepcopy(layer)  # of the same scaling states, which a pass changes
+    twin = copy.deepcopy(layer)  # with the same scaling states, which a pass changes
     x = torch.randn(TOKENS, 2 * BATCH, HIDDEN, device=device, requires_grad=True)
     _, plain = gradients(twin, x, RECIPES[recipe])
     leaves, recorded = gradients(layer, x, RECIPES[recipe], create_graph=True)
     found = [(a, b) for a, b in zip(plain, recorded, strict=True) if a is not None]
     dense = {"attention"} if device.type == "cpu" else {"attention", "transformer"}
-    if (
-        name in dense
-    ):  # gradients are of dense matrices then, rounded otherwise, and so are codes made of them
+    if name in dense:  # gradients are then dense and rounded differently, and so are their codes
         assert all(float((a - b.detach()).norm()) <= 0.02 * float(a.norm()) for a, b in found)
     else:
         assert same([a for a, _ in found], [b.detach() for _, b in found])
     penalty = sum(b.square().sum() for _, b in found)
     for wanted in leaves:
-        with pytest.raises(RuntimeError, match=REFUSED.format(operation)):
+        with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
             torch.autograd.grad(penalty, wanted, retain_graph=True, allow_unused=True)
-    with pytest.raises(RuntimeError, match=REFUSED.format(operation)):
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format(operation)):
         penalty.backward()
 
 
-def test_attention_in_fp8_refuses(device):
+def test_fp8_attention_rejects_second_derivatives(device):
     layer = DotProductAttention(HEADS, HEAD).to(device)
     q, k, v = (torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device, requires_grad=True) for _ in range(3))
     with autocast(recipe=DelayedScaling(fp8_format=Format.HYBRID, fp8_dpa=True)):
         y = layer(q, k, v)
     (grad,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=REFUSED.format("FP8 attention")):
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format("FP8 attention")):
         torch.autograd.grad(grad.sum(), v)
 
 
-def test_torchs_own_attention_is_right_or_refused_by_torch(device):
+def test_torchs_own_attention_is_right_or_unsupported_by_torch(device):
     layer = DotProductAttention(HEADS, HEAD, attn_mask_type="no_mask").to(device)
     tensors = [torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device) for _ in range(3)]
 
@@ -281,12 +279,12 @@ def test_torchs_own_attention_is_right_or_refused_by_torch(device):
 
     try:
         assert_right(layer, plain, tensors)
-    except RuntimeError as refusal:
-        assert re.search(r"attention.* is not implemented|" + REFUSED.format(".*"), str(refusal))
+    except RuntimeError as error:
+        assert re.search(r"attention.* is not implemented|" + NO_DERIVATIVE.format(".*"), str(error))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gradient_of_gradients_that_goes_past_a_layer_is_undisturbed(recipe, device):
+def test_second_derivatives_that_bypass_a_layer_are_right(recipe, device):
     layer = te.Linear(HIDDEN, FFN, device=device)
     x = torch.randn(2 * TOKENS, HIDDEN, device=device)
     other = torch.randn(HIDDEN, device=device, requires_grad=True)
@@ -298,7 +296,7 @@ def test_a_gradient_of_gradients_that_goes_past_a_layer_is_undisturbed(recipe, d
     assert torch.allclose(second, -other.detach().sin())
 
 
-def test_a_frozen_layer_hands_on_what_does_not_depend_on_anything(device):
+def test_a_frozen_layer_passes_on_constant_gradients(device):
     layer = te.Linear(HIDDEN, FFN, bias=False, device=device).requires_grad_(False)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     dy = torch.randn(TOKENS, FFN, device=device)
@@ -317,11 +315,11 @@ def test_a_placeholder_of_a_gradient_that_went_elsewhere_stays_out_of_graphs(dev
 
 
 @pytest.mark.parametrize("make", [te.LayerNorm, torch.nn.LayerNorm], ids=["ours", "torch's"])
-def test_a_reentrant_checkpoint_refuses(make, device):
+def test_a_reentrant_checkpoint_rejects_second_derivatives(make, device):
     layer = make(HIDDEN, device=device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     te.checkpoint(layer, x, use_reentrant=True).sin().sum().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match=REFUSED.format("a reentrant checkpoint")):
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE.format("a reentrant checkpoint")):
         torch.autograd.grad(x.grad.sum(), x)
 
 

@@ -1,6 +1,6 @@
-"""torch.compile(fullgraph=True, dynamic=True): a graph for several batches and sequences, the bits of eager mode.
+"""torch.compile(fullgraph=True, dynamic=True): one graph for several batches and sequences, the bits of eager mode.
 
-What fails while shapes are dynamic fails while the tracer reads numbers: two layers are traced that share them.
+Failures with dynamic shapes occur where the tracer reads numbers; the tests trace two layers that share them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_training_with_several_shapes_equals_eager_mode(kind, name, device):
     assert same_as_eager(eager, train(kind, RECIPES[name], device, backend))
 
 
-def test_a_recipe_describes_itself_as_it_is():
+def test_a_recipe_describes_its_current_fields():
     recipe = Float8CurrentScaling()
     assert description_of(recipe) == repr(recipe)
     recipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)

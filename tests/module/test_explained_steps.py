@@ -40,7 +40,7 @@ def test_a_step_names_its_backend_and_the_format_of_its_codes():
     )
 
 
-def test_steps_are_reported_only_where_they_are_asked_for():
+def test_steps_are_reported_on_request_only():
     layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
     assert te.explain(layer, x).passes == ()
     assert explained(layer, x).passes and not watchers

@@ -37,7 +37,7 @@ def made(kind, device, **options):
 
 
 def run(layer, seed, device, passes=1):
-    """A forward and a backward pass, which fails in the node before the layer while `Fails.now` is set."""
+    """Run a forward and a backward pass, which fails in the node before the layer while `Fails.now` is set."""
     for number in range(passes):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed + number)).to(device)
         x = Fails.apply(x.requires_grad_())

@@ -1,4 +1,4 @@
-"""A compiled pass starts what the steps start, on the same tensors: shown without a GPU by symbols in memory."""
+"""A compiled pass launches the kernels of its steps on the same tensors; symbols in memory show it without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compiled pass starts what its steps start: results are equal, bit for bit."""
+"""A compiled pass launches the kernels of its steps: results are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYERS = {
 
 @pytest.fixture
 def unwritten(monkeypatch):
-    """Return a function after which no passes are compiled."""
+    """Return a function that turns off compiled passes."""
 
     def never() -> None:
         monkeypatch.setattr(layer, "compiles_on", lambda device: False)
@@ -73,7 +73,7 @@ def reasons(module: torch.nn.Module) -> set[str]:
 
 
 def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
-    """Results and gradients of one step; every forward before the first backward."""
+    """Return results and gradients of one step, which runs all forward passes before the first backward pass."""
     for parameter in module.parameters():
         parameter.grad = None
     inputs = [(x + i).detach().requires_grad_() for i in range(microbatches)]
@@ -110,7 +110,7 @@ def test_a_compiled_pass_has_the_bits_of_its_steps(name, kind, microbatches, unw
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
     assert generated(written) and not generated(plain), reasons(written)
-    # The gradients of norm(x) are added up by torch, whose kernels no compiled pass starts.
+    # torch adds up the gradients of norm(x); compiled passes launch none of its kernels.
     added = {"torch computes with a tensor of the pass (__add__)"}
     assert reasons(written) == (added if name == "norm_returned" else set())
 

@@ -1,4 +1,4 @@
-"""GroupedLinear against a loop of Linear layers: the same bits, whatever the recipe."""
+"""GroupedLinear has the bits of a loop of Linear layers under every recipe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def results(forward, parameters, x, recipe) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_equals_a_loop_of_linears_bit_for_bit(name, bias, device):
+def test_results_equal_a_loop_of_linears_bit_for_bit(name, bias, device):
     layer = GroupedLinear(GROUPS, IN, OUT, bias=bias, device=device)
     linears = loop_of(layer)
     weights = [f"weight{i}" for i in range(GROUPS)]
@@ -68,7 +68,7 @@ def test_it_equals_a_loop_of_linears_bit_for_bit(name, bias, device):
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
 @pytest.mark.sampled(1)
-def test_compiled_in_one_graph_it_gives_the_same_bits(name, device):
+def test_compiling_in_one_graph_keeps_the_bits(name, device):
     def train(wrap):
         torch.manual_seed(5)
         FP8GlobalStateManager.reset()
@@ -94,7 +94,7 @@ def test_splits_may_be_a_tensor_and_leading_dimensions_are_kept(device):
     assert torch.equal(y.view(-1, OUT), layer(x, SPLITS))
 
 
-def test_return_bias_returns_one_for_each_group(device):
+def test_return_bias_returns_one_bias_per_group(device):
     layer = GroupedLinear(GROUPS, IN, OUT, return_bias=True, device=device)
     for i in range(GROUPS):
         torch.nn.init.normal_(getattr(layer, f"bias{i}"))
@@ -150,7 +150,7 @@ def test_quantized_parameters_and_checkpoints(device):
         assert torch.equal(restored(x, SPLITS), y)
 
 
-def test_a_group_that_does_not_fit_runs_in_high_precision_with_one_warning(device):
+def test_an_unaligned_group_runs_in_high_precision_with_one_warning(device):
     layer = GroupedLinear(2, IN, OUT, device=device)
     x = torch.randn(37, IN, device=device)
     with pytest.warns(UserWarning, match="pad their rows") as caught, autocast(recipe=RECIPES["nvfp4"]):
@@ -162,7 +162,7 @@ def test_a_group_that_does_not_fit_runs_in_high_precision_with_one_warning(devic
 
 
 @pytest.mark.parametrize("splits", [[64, 64], [32, 32, 32, 31], [64, 96, -32, 0]])
-def test_splits_that_do_not_cover_the_rows_are_refused(splits, device):
+def test_splits_that_do_not_cover_the_rows_are_rejected(splits, device):
     with pytest.raises(ValueError, match="must be 4 numbers >= 0 that add up to the 128 rows"):
         GroupedLinear(GROUPS, IN, OUT, device=device)(sample(device), splits)
 
@@ -176,7 +176,7 @@ def test_splits_that_do_not_cover_the_rows_are_refused(splits, device):
         ({"use_grouped_tensor": len}, TypeError, "use_grouped_tensor=.* is neither True nor False"),
     ],
 )
-def test_an_impossible_layer_is_refused_at_construction(options, error, message):
+def test_invalid_options_raise_at_construction(options, error, message):
     with pytest.raises(error, match=message):
         GroupedLinear(**{"num_gemms": 2, "in_features": 8, "out_features": 8, "device": "cpu", **options})
 
@@ -200,7 +200,7 @@ def test_each_group_registers_its_weight_and_then_its_bias(quantized, device):
     assert [name for name, _ in without.named_parameters()] == names[::2]
 
 
-def test_a_state_in_another_order_is_loaded_by_name(device):
+def test_loading_a_state_does_not_depend_on_the_order_of_its_keys(device):
     layer, twin = (GroupedLinear(GROUPS, IN, OUT, device=device) for _ in range(2))
     state = layer.state_dict()
     weights_first = {name: state[name] for name in sorted(state, key=lambda name: name.startswith("bias"))}

@@ -1,4 +1,4 @@
-"""GroupedLinear with one weight [n, N, K] and one bias [n, N]: the bits of the form with a parameter a group."""
+"""GroupedLinear with one weight [n, N, K] and one bias [n, N] has the bits of one with a parameter per group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _honoured(monkeypatch):
 
 
 def pair_of(device, recipe=None, **options) -> tuple[GroupedLinear, GroupedLinear]:
-    """(the single form, a parameter a group) of the same random values; quantized where a recipe is given."""
+    """Return layers with single parameters and with a parameter per group, of equal values; a recipe quantizes them."""
     layers = []
     for single in (SINGLE, {}):
         torch.manual_seed(3)
@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_separate_parameters(name, bias, devic
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
-def test_together_too(name, device, monkeypatch):
+def test_grouped_products_have_the_values_of_separate_parameters(name, device, monkeypatch):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     single, separate = pair_of(device, params_dtype=torch.bfloat16)
     for first in (None, True, False):
@@ -117,7 +117,7 @@ def test_gradients_are_accumulated_into_one_main_grad(together, delayed, device,
     assert torch.equal(single.weight.main_grad, main_grad) and single.weight.grad_added_to_main_grad
 
 
-def test_put_off_gradients_come_with_backward_dw(device):
+def test_backward_dw_computes_delayed_gradients(device):
     late, now = (pair_of(device, delay_wgrad_compute=late)[0] for late in (True, False))
     for layer in (late, now):
         layer(sample(device), SPLITS).sin().sum().backward()
@@ -126,7 +126,7 @@ def test_put_off_gradients_come_with_backward_dw(device):
     torch.testing.assert_close(late.weight.grad, now.weight.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_return_bias_gives_one_a_group(device):
+def test_return_bias_returns_one_bias_per_group(device):
     single, _ = pair_of(device, return_bias=True)
     _, biases = single(sample(device), SPLITS)
     assert [bias.shape for bias in biases] == [(OUT,)] * GROUPS
@@ -157,7 +157,7 @@ def test_members_are_views_of_the_buffers(name, device):
 @pytest.mark.parametrize("name", [None, *QUANTIZED])
 @pytest.mark.parametrize("direction", ["to separate", "to single", "to itself"])
 @pytest.mark.sampled
-def test_checkpoints_go_between_the_forms_bit_for_bit(name, direction, device):
+def test_checkpoints_convert_between_the_forms_bit_for_bit(name, direction, device):
     recipe = RECIPES[name or "none"]
     saved, other = pair_of(device, recipe)
     if direction == "to single":
@@ -200,7 +200,7 @@ def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, devi
 
 # tests/module/test_grouped_linear.py always compiles parameters that are not quantized.
 @pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "current"])
-def test_compiled_in_one_graph_it_gives_the_same_bits(name, device):
+def test_compiling_in_one_graph_keeps_the_bits(name, device):
     recipe = RECIPES[name]
     torch._dynamo.reset()
     with quantized_model_init(enabled=recipe is not None, recipe=recipe):
@@ -224,7 +224,7 @@ def test_initial_values_of_a_quantized_stack_are_kept(device):
     torch.testing.assert_close(layer.weight.dequantize().cpu(), values, rtol=0.07, atol=1e-3)
 
 
-def test_formats_of_other_tensors_than_codes_and_scales_are_refused(device):
+def test_formats_without_plain_codes_and_scales_are_rejected(device):
     def hybrid(_):
         return HybridQuantizer(*(MXFP8Quantizer(DType.kFloat8E4M3) for _ in range(2)))
 

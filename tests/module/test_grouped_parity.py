@@ -70,7 +70,7 @@ class Case:
         def save(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in held:
-                saved[storage.data_ptr()] = storage  # held, so that its address stays its own
+                saved[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
             return tensor
 
         for rows, values, grad in zip(self.splits, self.inputs, self.grads, strict=True):

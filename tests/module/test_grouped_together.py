@@ -1,4 +1,4 @@
-"""GroupedLinear with all groups together: the results of a loop of Linear layers, whatever the recipe and the sizes."""
+"""GroupedLinear with grouped products has the results of a loop of Linear layers for every recipe and all sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autoc
 
 IN, OUT = 256, 128
 TOGETHER = ("none", "delayed", "current", "block")
-# Few groups, many small groups, groups without rows, groups that fill no tile; block scales and all.
+# Few groups, many small groups, groups without rows, groups smaller than a tile; also with block scales.
 SPLITS = {
     "few": [128, 256, 0, 128],
     "many": [48, 0, 16, 208, 128, 32, 64, 0, 80, 128, 16, 48],
@@ -82,7 +82,7 @@ def operations(layer, x, splits, recipe) -> set[str]:
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.sampled
-def test_together_they_give_what_they_give_one_by_one(name, splits, bias, device, monkeypatch):
+def test_grouped_results_equal_those_one_by_one(name, splits, bias, device, monkeypatch):
     together = layer_of(splits, device, bias=bias)
     alone = copy.deepcopy(together)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_together_they_give_what_they_give_one_by_one(name, splits, bias, device
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_they_go_together_when_asked_to_and_one_by_one_when_not(name, device, monkeypatch):
+def test_the_setting_decides_between_grouped_and_one_by_one(name, device, monkeypatch):
     splits = SPLITS["many"]
     layer, x = layer_of(splits, device), sample(splits, device)
     assert "grouped_gemm" in operations(layer, x, splits, RECIPES[name])
@@ -111,7 +111,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_the_explanation_says_why_they_go_one_by_one(reason, device, monkeypatch):
+def test_the_explanation_reports_why_groups_run_one_by_one(reason, device, monkeypatch):
     options, dtype, asked = REASONS[reason]
     splits = SPLITS["many"]
     layer = GroupedLinear(len(splits), IN, OUT, device=device, **{"params_dtype": torch.bfloat16, **options})
@@ -191,7 +191,7 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
         assert ours.grad is None
         assert_close(ours.main_grad, theirs.grad + 1)
         theirs.grad = None
-    # The first microbatch of a step overwrites what the step before has left.
+    # The first microbatch of a step overwrites the gradients of the previous step.
     for ours, theirs in zip(gradients(fused, is_first_microbatch=True), gradients(plain), strict=True):
         assert_close(ours.main_grad, theirs.grad)
 
@@ -210,7 +210,7 @@ def test_weights_of_the_first_microbatch_serve_the_later_ones(name, device, monk
     assert not torch.equal(first, uncached)
     if name == "delayed":  # whose scales have changed
         return
-    # A first microbatch that goes one by one leaves nothing stale behind.
+    # A first microbatch that runs one by one leaves no stale weights in the cache.
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
     with autocast(recipe=RECIPES[name]):
         layer(x, splits, is_first_microbatch=True)
@@ -233,7 +233,7 @@ def test_frozen_weights_and_inputs_get_no_gradient(device):
     assert not layer.weight2.grad.any()  # a group without rows
 
 
-def test_partly_frozen_weights_go_one_by_one(device):
+def test_partly_frozen_weights_run_one_by_one(device):
     splits = SPLITS["few"]
     layer, x = layer_of(splits, device), sample(splits, device)
     layer.weight1.requires_grad_(False)
@@ -264,20 +264,20 @@ def test_return_bias_leaves_the_biases_to_the_caller(device):
 
 
 @pytest.mark.parametrize("splits", [[64, 64], [32, 32, 32, 31], [64, 96, -32, 0]])
-def test_splits_that_do_not_cover_the_rows_are_refused(splits, device):
+def test_splits_that_do_not_cover_the_rows_are_rejected(splits, device):
     layer = layer_of([32] * 4, device)
     with pytest.raises(ValueError, match="splits"):
         layer(sample([128], device), splits)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_other_recipes_go_one_by_one(name, device):
+def test_other_recipes_run_one_by_one(name, device):
     splits = [128, 0, 256]
     layer, x = layer_of(splits, device), sample(splits, device)
     assert "grouped_gemm" not in operations(layer, x, splits, RECIPES[name])
 
 
-def test_a_float32_layer_goes_one_by_one_with_the_bits_of_linear(device):
+def test_a_float32_layer_runs_one_by_one_with_the_bits_of_linear(device):
     splits = SPLITS["few"]
     layer = layer_of(splits, device, params_dtype=torch.float32)
     x = torch.randn(sum(splits), IN, device=device)

@@ -174,7 +174,7 @@ def test_state_of_a_hand_written_module_survives_a_checkpoint(device):
     )
 
 
-def test_prepare_forward_says_what_the_module_computes_in(device):
+def test_prepare_forward_sets_formats_and_dtype(device):
     module = OwnAttention(device)
     x = torch.randn(2 * BATCH * LENGTH, HIDDEN, device=device)[::2]
     assert module.prepare_forward(x, num_gemms=2).is_contiguous()
@@ -323,7 +323,7 @@ def test_a_subclass_of_linear_adds_parameters_and_overrides_methods(recipe, devi
 
 
 def roles_of(module, x, **call):
-    """What a factory is asked with in one step of a module."""
+    """Roles that a factory receives in one step of a module."""
     asked = []
 
     def factory(role):
@@ -338,7 +338,7 @@ def roles_of(module, x, **call):
     return asked
 
 
-def test_a_factory_is_asked_once_a_slot_in_the_order_of_roles(device):
+def test_a_factory_is_called_once_per_slot_in_the_order_of_roles(device):
     x = torch.randn(32, 64, device=device, requires_grad=True)
     asked = roles_of(Adapted(64, 32, device=device, name="fc"), x)
     kinds = [None if role is None else (role.module_type, role.tensor_type, role.name) for role in asked]
@@ -366,7 +366,7 @@ def test_roles_at_the_border_of_a_layer_can_be_set(device):
     assert [role.tensor_type for role in asked] == ["input", "weight", "qkv", "grad_output", "do"]
 
 
-def test_a_module_that_gives_no_roles_has_a_warning_and_empty_roles(device):
+def test_a_module_without_roles_warns_and_has_empty_roles(device):
     asked = []
     recipe = CustomRecipe(qfactory=lambda role: asked.append(role))
     module = OwnAttention(device)
@@ -415,7 +415,7 @@ def test_roles_of_a_hand_written_module_choose_the_blocks_of_a_builtin_recipe(de
     assert [q.block_scaling_dim for q in module.quantizers["scaling_fwd"]] == [2, 1, 1]
 
 
-def test_no_warning_where_the_modules_give_roles(device):
+def test_modules_with_roles_do_not_warn(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         roles_of(te.Linear(64, 32, device=device), torch.randn(32, 64, device=device, requires_grad=True))

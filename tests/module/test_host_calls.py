@@ -1,4 +1,4 @@
-"""A warm pass enters no more functions than it did: host time without a GPU, and without a clock."""
+"""A warm pass enters a bounded number of functions, a measure of host time that needs neither a GPU nor a clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.programs import output_without_gpu
 
-# Functions of the package in one call of `benchmarks/host_calls.py`. Whoever makes a pass shorter lowers its line.
+# Upper bounds of package functions entered in one call of `benchmarks/host_calls.py`. Lower a bound when a pass
+# enters fewer.
 MOST = {
     "linear/none/fb": 45,
     "linear/delayed/fb": 106,

@@ -30,7 +30,7 @@ def plain_norm(layer, x):
 
 
 def plain(layer, x):
-    """The same layer in torch.nn.functional."""
+    """Compute the same layer with torch.nn.functional."""
     if isinstance(layer, Linear):
         return F.linear(x, layer.weight, layer.bias)
     if isinstance(layer, LayerNormLinear):
@@ -42,7 +42,7 @@ def plain(layer, x):
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_in_high_precision_it_is_the_plain_layer(kind, normalization, zero_centered, device):
+def test_a_layer_in_high_precision_equals_the_plain_layer(kind, normalization, zero_centered, device):
     if kind == "linear" and (normalization == "RMSNorm" or zero_centered):
         pytest.skip("a Linear has no norm")
     options = (
@@ -84,7 +84,7 @@ def test_a_recipe_quantizes_and_stays_near_high_precision(kind, name, device):
 
 
 # tests/module/test_compiled_layers.py always compiles all three without a recipe, within a whole layer,
-# test_autocast_may_stand_inside_the_compiled_function three steps of a Linear under a recipe, and
+# test_autocast_works_inside_the_compiled_function three steps of a Linear under a recipe, and
 # test_quantized_parameters_compile_in_one_graph a LayerNormMLP under a recipe.
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -96,7 +96,7 @@ def test_a_recipe_quantizes_and_stays_near_high_precision(kind, name, device):
         for kind in LAYERS
     ],
 )
-def test_compiled_in_one_graph_it_gives_the_same_bits(kind, name, device):
+def test_compiling_in_one_graph_keeps_the_bits(kind, name, device):
     def train(wrap):
         torch.manual_seed(7)
         FP8GlobalStateManager.reset()
@@ -120,7 +120,7 @@ def test_compiled_in_one_graph_it_gives_the_same_bits(kind, name, device):
 
 # tests/module/test_combinations.py always compiles functions with current scaling in them.
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
-def test_autocast_may_stand_inside_the_compiled_function(name, device):
+def test_autocast_works_inside_the_compiled_function(name, device):
     layer = LAYERS["linear"](device=device)
     twin = copy.deepcopy(layer)
 
@@ -186,7 +186,7 @@ def test_weight_gradients_accumulate_into_main_grad(kind, name, device):
 
 
 @pytest.mark.parametrize("overwrite", ["first microbatch", "attribute"])
-def test_main_grad_is_overwritten_when_asked(overwrite, device):
+def test_main_grad_is_overwritten_on_request(overwrite, device):
     layer = Linear(HIDDEN, 32, bias=False, device=device, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.full_like(layer.weight, 9.0)
     if overwrite == "attribute":
@@ -234,7 +234,7 @@ def test_delayed_weight_gradients_equal_immediate_ones(kind, fused, device):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_return_bias_leaves_it_to_the_caller(kind, device):
+def test_return_bias_returns_the_bias_unadded(kind, device):
     layer = LAYERS[kind](device=device, return_bias=True)
     twin = LAYERS[kind](device=device)
     twin.load_state_dict(layer.state_dict())
@@ -312,13 +312,13 @@ def test_a_split_weight_is_the_whole_weight(split, device):
     "split, message",
     [(("a", "b", "c", "d", "e"), "does not divide 96"), ({"a": 90}, "add up to 90"), ((), "0 names")],
 )
-def test_a_split_that_does_not_fit_is_refused(split, message):
+def test_a_mismatched_split_is_rejected(split, message):
     with pytest.raises(ValueError, match=message):
         Linear(HIDDEN, 96, parameters_split=split, device="cpu")
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_parameters_have_the_dtype_asked_for(kind, device):
+def test_parameters_have_the_given_dtype(kind, device):
     layer = LAYERS[kind](params_dtype=torch.bfloat16, device=device)
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert layer(sample(device, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -386,7 +386,7 @@ def test_a_layer_that_never_quantized_has_an_empty_extra_state(device):
     assert layer.state_dict()["_extra_state"].numel() == 0
 
 
-def test_another_history_length_keeps_what_it_can(device):
+def test_another_history_length_keeps_the_scale(device):
     layer, x = Linear(HIDDEN, 32, device=device), sample(device)
     for _ in range(3):
         step(layer, x, DelayedScaling(amax_history_len=8))
@@ -530,7 +530,7 @@ def test_quantized_outputs_feed_the_next_layer(name, device):
     assert torch.isfinite(x.grad).all() and x.grad.any()
 
 
-def test_save_original_input_saves_the_input_and_refuses_delayed_scaling(device):
+def test_save_original_input_saves_the_input_and_rejects_delayed_scaling(device):
     layer = Linear(HIDDEN, 32, device=device, save_original_input=True)
     twin = Linear(HIDDEN, 32, device=device)
     twin.load_state_dict(layer.state_dict())
@@ -560,7 +560,7 @@ def test_odd_features_run_with_one_warning_at_most(name, device):
         warnings.simplefilter("always")
         first = step(layer, x, RECIPES[name])
         step(layer, x, RECIPES[name])
-    # Of ours: the collector may meanwhile close a file that an earlier test has left, and warn of it.
+    # Warnings of the package only: the garbage collector may close a file of an earlier test and warn about it.
     assert len([w for w in caught if w.category is not ResourceWarning]) <= 1
     exact = F.linear(x, layer.weight, layer.bias)
     assert float((first[0] - exact).detach().norm() / exact.norm()) < 0.3
@@ -595,7 +595,7 @@ def test_a_wrong_dtype_names_the_remedy(device):
         ),
     ],
 )
-def test_an_impossible_layer_is_refused_at_construction(make, error, message):
+def test_invalid_options_raise_at_construction(make, error, message):
     with pytest.raises(error, match=message):
         make()
 

@@ -1,4 +1,4 @@
-"""memory_plan: what it says is kept is what is kept, and on a GPU the peak is the peak."""
+"""memory_plan: the planned saved bytes are those saved, and on a GPU the planned peak is the measured peak."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def saved_bytes(
     x: torch.Tensor,
     parameters: list[torch.Tensor] | None = None,
 ) -> int:
-    """Bytes of the storages that a forward pass saves, but for parameters, its input and its output."""
+    """Bytes of the storages that a forward pass saves, except for parameters, its input and its output."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def saved_bytes(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sampled
-def test_what_is_planned_to_be_saved_is_what_is_saved(name: str, recipe: str):
+def test_planned_saved_bytes_equal_the_saved_bytes(name: str, recipe: str):
     with te.emulate():
         model = MODULES[name](256, device="cpu")
         x = torch.randn(512, 256, dtype=BF16, requires_grad=True)
@@ -137,7 +137,7 @@ def test_the_parts_at_the_peak_add_up_to_it():
     assert plan.parameters == sum(module.parameters for module in plan.modules)
 
 
-def test_a_linear_layer_in_bfloat16_holds_what_can_be_counted_by_hand():
+def test_a_linear_layer_in_bfloat16_holds_the_memory_counted_by_hand():
     tokens, width = 512, 256
     plan = memory_plan(linear(width, device="cpu", bias=False), None, tokens)
     matrix = BF16.itemsize * width * 2 * width
@@ -158,7 +158,7 @@ def test_saved_activations_grow_with_the_tokens_and_weights_do_not(recipe: str):
 def test_a_stack_of_layers_adds_up():
     one, three = (nn.Sequential(*(layer(128, device="cpu") for _ in range(n))) for n in (1, 3))
     first, all_of_them = memory_plan(one, None, 128), memory_plan(three, None, 128)
-    hidden = BF16.itemsize * 128 * 128  # what one layer hands to the next
+    hidden = BF16.itemsize * 128 * 128  # outputs between layers
     assert all_of_them.saved == 3 * first.saved + 2 * hidden
 
 
@@ -208,7 +208,7 @@ def test_a_model_that_begins_with_something_else_takes_inputs():
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(model: Make, tokens: Any, error: type[Exception], message: str):
+def test_unplannable_arguments_are_rejected(model: Make, tokens: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         memory_plan(model(), None, tokens)
 
@@ -241,7 +241,7 @@ def test_quantized_parameters_take_their_codes_and_scales_and_no_copies(name: st
 
 
 class Recomputed(nn.Module):
-    """A stack whose layers are run again in the backward."""
+    """A stack whose layers are recomputed in the backward pass."""
 
     def __init__(self, layers: list[nn.Module], reentrant: bool):
         super().__init__()
@@ -257,8 +257,8 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 @pytest.mark.sampled
 def test_a_recomputed_stack_keeps_the_inputs_of_its_layers(reentrant: bool, recipe: str):
-    """4 layers keep 3 inputs [512, 256] in bfloat16 beside the model's own. The last backward, that of the first layer,
-    takes what it takes alone, beside parameters and gradients of the others."""
+    """4 layers keep 3 inputs [512, 256] in bfloat16 in addition to the model's input. The last backward pass, of the
+    first layer, takes the memory of that layer alone plus the parameters and gradients of the others."""
     chosen, x = RECIPES[recipe], torch.empty(512, 256, dtype=BF16, device="meta")
     layers = [layernorm_mlp(256, device="cpu") for _ in range(4)]
     with te.emulate():
@@ -377,7 +377,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("name", operations())
-def test_a_planned_operation_returns_what_the_operation_returns(name: str):
+def test_a_planned_operation_returns_the_shapes_of_the_operation(name: str):
     call = operations()[name]
     expected = call()
     with planning(lambda x, result: None):
@@ -407,7 +407,7 @@ def test_a_planned_product_is_one_call_where_the_library_is(name: str, monkeypat
     pairs = list(zip(tree_leaves(planned), tree_leaves(expected), strict=True))
     assert all((x is None and y is None) or (x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
     made = [x for x in tree_leaves(planned) if x is not None]
-    assert sum(allocated for _, allocated in ledger.events) == len(made)  # and nothing beside them
+    assert sum(allocated for _, allocated in ledger.events) == len(made)  # and no other allocations
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_the_ledger_counts_a_storage_once_and_forgets_it():
     ("rows", "columns", "expected"),
     [(8192, 14336, 139_460_608), (4096, 4096, 128 * MIB), (64, 4096, 0), (0, 16, 0)],
 )
-def test_a_sum_over_rows_takes_what_was_measured_on_132_multiprocessors(
+def test_a_sum_over_rows_takes_the_memory_measured_on_132_multiprocessors(
     rows: int, columns: int, expected: int
 ):
     assert sum_over_rows(rows, columns, 132) == expected
@@ -464,12 +464,12 @@ def test_scratch_is_counted_at_the_peak_and_given_back():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 14336), (4096, 4096), (4096, 1, 2048), (256, 1024)])
-def test_a_sum_over_rows_takes_what_is_measured(shape: tuple[int, ...]):
+def test_a_sum_over_rows_takes_the_measured_memory(shape: tuple[int, ...]):
     x = torch.zeros(shape, dtype=BF16, device="cuda")
     axes = tuple(range(x.dim() - 1))
     x.sum(axes, dtype=torch.float32)
     torch.cuda.synchronize()
-    # What was asked for: the allocator's blocks may be up to a MiB larger.
+    # Requested bytes: the allocator's blocks may be up to a MiB larger.
     requested = "requested_bytes.all."
     before = torch.cuda.memory_stats()[f"{requested}current"]
     torch.cuda.reset_peak_memory_stats()
@@ -488,7 +488,7 @@ def test_the_planned_peak_is_the_measured_one(name: str, recipe: str):
     x = torch.randn(tokens, 1, width, dtype=BF16, device="cuda", requires_grad=True)
     plan = memory_plan(model, RECIPES[recipe], tokens)
     measured = plan.parameters + x.nbytes + measured_step(model, RECIPES[recipe], x)
-    # What libraries keep was allocated with an earlier test's first product.
+    # An earlier test's first product has allocated the workspaces of the libraries.
     planned = plan.peak - plan.workspace
     assert abs(planned - measured) <= 0.05 * measured, f"{measured / MIB:.1f} MiB measured\n{plan}"
 

@@ -1,7 +1,7 @@
-"""What a layer remembers cannot lie: whatever changes between two calls, the second is that of a layer that is new.
+"""No layer uses a stale cache: after any change between two calls, the second call equals that of a new layer.
 
-Every public attribute of every public layer, every field of every recipe and every environment variable of ours is
-found by looking and changed. A write may also be refused, by a sentence that names the attribute.
+The tests discover and change every public attribute of every public layer, every field of every recipe and every
+environment variable of the package. A write may also raise an error that names the attribute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATTENTION_TOO = {
 }
 EVERY_RECIPE = {**{name: recipe for name, recipe in RECIPES.items() if recipe is not None}, **ATTENTION_TOO}
 
-# Sizes, and variants with other parameters, whose write is neither refused nor in effect. A name may only go.
+# Sizes, and variants with other parameters, whose write neither raises nor takes effect. Names may only be removed.
 WRITTEN_IN_VAIN: set[str] = set()
 
 WITHOUT_ANOTHER_VALUE = {
@@ -47,7 +47,7 @@ WITHOUT_ANOTHER_VALUE = {
     "ub_name",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # that a layer goes from one kind of recipe to another
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings that a layer changes the kind of its recipe
 
 
 @pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])  # of each attribute
@@ -66,32 +66,32 @@ def test_an_attribute(kind: str, recipe: str | None, values: int):
 
 
 def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | None) -> str | None:
-    """What is wrong with the call after a write, compared with a layer made, or at least first called, with it."""
+    """Describe how the call after a write differs from that of a layer constructed or first called with the value."""
     forget()
     layer = layer_of(kind)
     outcome(layer, recipe)
-    refusal = refusal_of(layer, attribute, value)
-    if refusal is not None:
-        return None if attribute in refusal else f"refused without its name: {refusal}"
+    rejection = refusal_of(layer, attribute, value)
+    if rejection is not None:
+        return None if attribute in rejection else f"the error does not name it: {rejection}"
     argument = argument_of(kind, attribute)
     fresh = layer_of(kind, **({} if argument is None else {argument: value}))
     if argument is None and refusal_of(fresh, attribute, value) is not None:
-        return "a write before the first call is refused, one after it is not"
+        return "a write before the first call raises, a write after it does not"
     try:
         continue_from(layer, fresh)
-    except RuntimeError:  # it decides which parameters there are
+    except RuntimeError:  # the attribute determines the set of parameters
         after = outcome(layer, recipe)
         return (
             None
             if isinstance(after, str) and attribute in after
-            else "the parameters stay, and nothing says so"
+            else "the parameters stay, and no error is raised"
         )
     after = outcome(layer, recipe)
     forget()
     return None if agree(after, outcome(fresh, recipe)) else "the next call is not that of a new layer"
 
 
-def test_what_is_not_changed_is_listed_and_every_other_attribute_has_another_value():
+def test_every_attribute_is_listed_as_fixed_or_has_another_value():
     without = {a for kind in NAMES for a in attributes(kind) if not list(values_for(kind, a, most=1))}
     # On these layers: no norm to return, no tracker, no other number of groups that divides the heads, and names that
     # the constructors of others take.
@@ -173,7 +173,7 @@ def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
         assert agree(after, outcome(fresh, changed)), f"{field}={getattr(changed, field)!r}"
 
 
-# What constructors take where their keyword is absent: a layer keeps what it was made with.
+# Defaults of absent constructor keywords: a layer keeps the value of its construction.
 DEFAULTS = {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"}
 
 # Fields for which a recipe takes one value only.
@@ -210,7 +210,7 @@ def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
             assert agree(after, outcome(fresh, under)), f"{name}={text}"
 
 
-def test_the_oracle_sees_a_stale_answer():
+def test_the_oracle_detects_a_stale_result():
     layer, made_with = layer_of("LayerNorm"), layer_of("LayerNorm", eps=0.5)
     continue_from(layer, made_with)
     assert not agree(outcome(layer, None), outcome(made_with, None))
@@ -222,8 +222,8 @@ def doubled(key: int) -> int:
     return 2 * key
 
 
-def test_a_memory_that_comes_with_a_later_import_is_forgotten_too(monkeypatch):
-    """Which modules a process has imported at the first forget() depends on the tests that it ran before."""
+def test_a_cache_of_a_later_import_is_cleared_too(monkeypatch):
+    """The modules imported at the first forget() depend on the tests that the process ran before."""
     forget()
     later = Memory(doubled, 8)
     monkeypatch.setitem(sys.modules, "transformer_engine.imported_later", ModuleType("imported_later"))

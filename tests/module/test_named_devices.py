@@ -1,4 +1,4 @@
-"""A GPU that is named by its number has to be there: device="cuda" alone means the CPU where there is no GPU."""
+"""A numbered GPU must exist; device="cuda" without a number means the CPU on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QUANTIZERS = {
     "NVFP4Quantizer": te.NVFP4Quantizer,
 }
 
-# What makes something on a device that the caller names.
+# Functions that allocate on a device that the caller names.
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "Linear": lambda device: te.Linear(16, 16, device=device),
     "LayerNormLinear": lambda device: te.LayerNormLinear(16, 16, device=device),
@@ -82,7 +82,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:0", 0, torch.device("cuda", 1)], ids=str)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_numbered_gpu_without_cuda_is_refused_by_name(maker: str, device: Any, no_gpu: None):
+def test_a_numbered_gpu_without_cuda_is_rejected(maker: str, device: Any, no_gpu: None):
     number = device if isinstance(device, int) else torch.device(device).index
     with pytest.raises(ValueError, match=f"device='cuda:{number}': torch finds no CUDA device; give 'cpu'"):
         MAKERS[maker](device)
@@ -102,7 +102,7 @@ def test_an_empty_tensor_without_a_device_is_made_where_modules_are(name: str, d
     assert QUANTIZERS[name]().make_empty((128, 128)).device.type == device.type
 
 
-def test_a_number_that_no_gpu_has_is_refused_with_the_count(monkeypatch: pytest.MonkeyPatch):
+def test_an_absent_gpu_number_raises_with_the_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("transformer_engine.pytorch.runtime.device.has_cuda", lambda: True)
     monkeypatch.setattr("transformer_engine.pytorch.runtime.device._device_count", lambda: 2)
     assert canonical_device("cuda:1") == torch.device("cuda", 1)

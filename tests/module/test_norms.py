@@ -64,7 +64,7 @@ def test_old_keyword_names_work_and_warn(cls, device):
 
 @CLASSES
 @pytest.mark.parametrize("shape", [None, 0, ()], ids=str)
-def test_a_shape_without_elements_is_refused(cls, shape):
+def test_an_empty_normalized_shape_is_rejected(cls, shape):
     with pytest.raises(ValueError, match="normalized_shape"):
         cls(shape)
 
@@ -117,7 +117,7 @@ def test_the_output_has_the_dtype_of_torch_autocast_else_of_the_input(cls, weigh
 
 
 @CLASSES
-def test_the_wrong_last_dimension_or_dtype_says_what_is_expected(cls, device):
+def test_a_wrong_last_dimension_or_dtype_is_rejected(cls, device):
     module = cls((4, 8), device=device)
     with pytest.raises(ValueError, match=r"\(4, 8\)"):
         module(torch.zeros(2, 8, device=device))
@@ -126,7 +126,7 @@ def test_the_wrong_last_dimension_or_dtype_says_what_is_expected(cls, device):
 
 
 @CLASSES
-def test_margins_are_one_number_or_one_a_stage_and_keep_their_old_names(cls, device):
+def test_margins_are_one_number_or_one_per_stage_and_keep_their_old_names(cls, device):
     module = cls(8, sm_margin=3, device=device)
     assert (module.fwd_ln_sm_margin, module.bwd_ln_sm_margin, module.inf_ln_sm_margin) == (3, 3, 3)
     module = cls(8, sm_margin={"forward": 1, "backward": 2, "inference": 4}, device=device)
@@ -146,7 +146,7 @@ def test_no_tokens_give_no_tokens(cls, device):
 
 
 @CLASSES
-def test_repr_says_the_shape(cls, device):
+def test_repr_shows_the_shape(cls, device):
     assert repr(cls((4, 8), device=device)) == f"{cls.__name__}((4, 8), eps=1e-05, zero_centered_gamma=False)"
 
 

@@ -1,4 +1,4 @@
-"""module.numerics owns what a module quantizes by; the original's names are views whose writes take effect."""
+"""module.numerics owns the quantizers and states of a module; the original's names are writable views of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_quantizers_replaced_as_a_whole_are_the_next_calls(layer, device):
     assert all(isinstance(q, Float8CurrentScalingQuantizer) for q in layer.quantizers["scaling_fwd"])
 
 
-def test_another_recipe_has_quantizers_of_its_own_although_a_slot_was_written(layer, device):
+def test_another_recipe_replaces_a_written_quantizer(layer, device):
     x = sample(device)
     called(layer, x, RECIPES["current"])
     layer.quantizers["scaling_fwd"][0] = IdentityQuantizer()
@@ -54,7 +54,7 @@ def test_another_recipe_has_quantizers_of_its_own_although_a_slot_was_written(la
     assert all(isinstance(q, Float8Quantizer) for q in layer.quantizers["scaling_fwd"])
 
 
-def test_a_state_written_into_fp8_meta_is_what_the_next_call_scales_by(device):
+def test_the_next_call_scales_by_a_state_written_into_fp8_meta(device):
     torch.manual_seed(0)
     layer, other = (LAYERS["linear"](device=device) for _ in range(2))
     x, recipe = sample(device), RECIPES["delayed"]
@@ -70,7 +70,7 @@ def test_a_state_written_into_fp8_meta_is_what_the_next_call_scales_by(device):
     )
 
 
-def test_what_callers_note_in_fp8_meta_makes_nothing_anew(layer, device):
+def test_foreign_keys_of_fp8_meta_rebuild_no_state(layer, device):
     x, recipe = sample(device), RECIPES["delayed"]
     called(layer, x, recipe)
     quantizers = list(layer.quantizers["scaling_fwd"])
@@ -81,7 +81,7 @@ def test_what_callers_note_in_fp8_meta_makes_nothing_anew(layer, device):
     assert layer.fp8_meta["their_own"] == 1
 
 
-def test_flags_say_how_the_last_call_was_made(layer, device):
+def test_flags_describe_the_last_call(layer, device):
     x = sample(device)
     assert not (layer.fp8 or layer.fp8_calibration or layer.fp8_initialized)
     called(layer, x, RECIPES["current"])
@@ -110,7 +110,7 @@ def test_a_cached_weight_written_by_a_caller_is_used(device):
 
 
 def test_a_weight_of_another_shape_is_a_fact_of_the_call(device):
-    """Under a recipe whose format cannot take its extents, the product is one of values."""
+    """A product whose extents the recipe's format does not support runs in high precision."""
     torch.manual_seed(0)
     layer = te.Linear(HIDDEN, 32, bias=False, device=device)
     x = sample(device)
@@ -121,7 +121,7 @@ def test_a_weight_of_another_shape_is_a_fact_of_the_call(device):
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_copy_goes_on_by_itself(name, again, layer, device):
+def test_a_copy_continues_independently(name, again, layer, device):
     x, recipe = sample(device), RECIPES[name]
     for _ in range(2):
         step(layer, x, recipe)

@@ -1,4 +1,4 @@
-"""Layers and tensors under 4over6 and under scales per row: products of dequantized operands, and everything around."""
+"""Layers and tensors under 4over6 and under scales per row: products of dequantized operands, tensors and settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
 def quantizers_of(name: str) -> tuple[te.NVFP4Quantizer, te.NVFP4Quantizer, te.NVFP4Quantizer]:
-    """Of the input, the weight and the gradient, written down apart from the recipe's own table."""
+    """Return quantizers of the input, the weight and the gradient, written independently of the recipe's table."""
     options = VARIANTS[name]
     scope = options.get("nvfp4_4over6", "none")
     largest = 448 if options.get("nvfp4_4over6_e4m3_use_256") == "none" else 256
@@ -55,7 +55,7 @@ def quantizers_of(name: str) -> tuple[te.NVFP4Quantizer, te.NVFP4Quantizer, te.N
 
 
 def directions(quantizer: te.NVFP4Quantizer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of the row-wise and of the column-wise codes, float64."""
+    """Return the float64 values of the row-wise and column-wise codes."""
     values = []
     for rowwise in (True, False):
         quantizer = quantizer.copy()

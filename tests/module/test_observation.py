@@ -1,4 +1,4 @@
-"""te.observe: results stay those of the model, statistics are those of its tensors, and the first NaN is found."""
+"""te.observe keeps the results of the model, reports the statistics of its tensors and finds the first NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() 
 
 
 class Grouped(torch.nn.Module):
-    """Two halves of a batch through two weights."""
+    """Apply two weights to the two halves of a batch."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -86,7 +86,7 @@ def test_every_product_shows_its_three_tensors(kind, device: torch.device):
     assert names == {
         f"{product}.{role}" for product in products for role in ("input", "weight", "grad_output")
     }
-    # Delayed scaling has seen no gradient yet: in its first step they are too small for a scale of 1.
+    # Delayed scaling has recorded no gradient yet: in the first step, gradients are too small for a scale of 1.
     least = -1.0 if kind is recipes.DelayedScaling else 10.0
     assert all(tensor.sqnr is not None and tensor.sqnr > least for tensor in observation.report.quantized)
     assert observation.report.first_nonfinite is None
@@ -168,7 +168,7 @@ def test_the_first_module_that_makes_a_nan_is_named(broken, named: str, enabled:
     assert words in str(observation)
 
 
-def test_a_weight_that_is_not_finite_is_named_before_what_it_spoils(device: torch.device):
+def test_a_nonfinite_weight_is_named_before_its_results(device: torch.device):
     module = model(device)
     with torch.no_grad():
         module[1].weight[3, 5] = float("inf")
@@ -283,7 +283,7 @@ def test_a_copy_of_an_observed_model_is_not_observed(copied, device: torch.devic
     assert report is not None and len([row for row in report.tensors if row.tensor == "forward"]) == 2
 
 
-def test_an_observed_model_in_a_compiled_function_is_refused(device: torch.device):
+def test_an_observed_model_in_a_compiled_function_raises(device: torch.device):
     module = torch.nn.Sequential(torch.nn.ReLU(), te.Linear(64, 64, device=device))
     compiled = torch.compile(lambda x: module(x).sum(), backend="eager", fullgraph=True)
     x = torch.randn(32, 64, device=device)
@@ -295,7 +295,7 @@ def test_an_observed_model_in_a_compiled_function_is_refused(device: torch.devic
     assert torch.equal(compiled(x), module(x).sum())
 
 
-def test_bad_calls_are_refused(device: torch.device):
+def test_bad_calls_raise(device: torch.device):
     linear = te.Linear(64, 64, device=device)
     with pytest.raises(TypeError, match=r"model=3 is an int; give an nn\.Module"):
         te.observe(3)  # pyright: ignore[reportArgumentType]

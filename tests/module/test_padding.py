@@ -1,4 +1,4 @@
-"""Fp8Padding and Fp8Unpadding: values, gradients, alignments of recipes, and what is refused."""
+"""Fp8Padding and Fp8Unpadding: values, gradients, alignments of recipes, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_gradient_of_rows_that_are_taken_away_is_zero(device):
 
 
 @pytest.mark.parametrize("recipe", ALIGNMENTS, ids=lambda recipe: recipe.__name__)
-def test_the_recipe_says_the_multiple_and_the_first_one_is_kept(device, recipe):
+def test_the_first_recipe_sets_the_multiple(device, recipe):
     layer = te.Fp8Padding(4)
     with te.emulate(), te.autocast(enabled=True, recipe=recipe()):
         _, padded = layer(rows(device), SPLITS)
@@ -52,12 +52,12 @@ def test_the_recipe_says_the_multiple_and_the_first_one_is_kept(device, recipe):
     assert layer(rows(device), SPLITS)[1] == padded
 
 
-def test_another_multiple_can_be_asked_for_whatever_the_recipe(device):
+def test_an_explicit_multiple_overrides_the_recipe(device):
     with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
         assert te.Fp8Padding(4, align_size=128)(rows(device), SPLITS)[1] == [128, 0, 128, 128]
 
 
-def test_what_needs_no_padding_is_returned_as_it_is(device):
+def test_aligned_rows_are_returned_unchanged(device):
     x, splits = torch.ones(48, 8, device=device), [16, 32]
     y, padded = te.Fp8Padding(2, 16)(x, splits)
     assert y is x and padded is splits
@@ -81,7 +81,7 @@ def test_there_are_neither_parameters_nor_states():
         ([3, 0, 17, 31], "add up to 51, inp has 52 rows"),
     ],
 )
-def test_splits_that_do_not_fit_are_refused(device, splits, words):
+def test_mismatched_splits_are_rejected(device, splits, words):
     with pytest.raises(ValueError, match=words):
         te.Fp8Padding(4, 16)(rows(device), splits)
 

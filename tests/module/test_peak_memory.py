@@ -1,4 +1,4 @@
-"""The most that fused layers hold at once, and that letting go early changes no gradient and no second backward."""
+"""Peak memory of fused layers; freeing tensors early changes no gradient and no second backward pass."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ RECIPES = {
 NAMES = ("linear 4096x28672", "linear 14336x4096", "layernorm_linear", "swiglu", "gelu", "layer")
 MODELS = dict(zip(NAMES, llama_layers.MODELS.values(), strict=True))
 # MiB measured on an H200: the peak of forward and backward above parameters, input, output's gradient, and the
-# gradients of the step before, which are there until the step begins. bf16: Transformer Engine 2.20; the others, where
-# it takes far more: this package while a node kept all that it had saved until its backward returned.
+# gradients of the previous step, which exist until the step begins. bf16: Transformer Engine 2.20. It takes far more
+# for the others, whose figures are of this package when nodes kept saved tensors until their backward returned.
 MOST = {
     "bf16": (448.0, 64.0, 166.2, 960.0, 624.0, 1169.0),
     "delayed": (816.0, 264.0, 220.2, 1208.0, 823.0, 1457.0),
@@ -53,7 +53,7 @@ FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass of the layer wit
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products are planned as where cuBLASLt is, wherever the plan is made; what is remembered of here is put aside."""
+    """Plan products as on a GPU with cuBLASLt; clear the caches before and after."""
     described = request.described
 
     def on_gpu(*key: Any) -> GemmRequest:
@@ -67,7 +67,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
-    """MiB as the figures of the original count them."""
+    """Return the peak in MiB, counted as in the figures of the original."""
     width = next(m for m in model.modules() if "weight" in m._parameters or "fc1_weight" in m._parameters)
     features = getattr(width, "in_features", HIDDEN)
     x = torch.empty(TOKENS, 1, features, dtype=BF16, device="meta")
@@ -84,14 +84,14 @@ def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
 @pytest.mark.parametrize("recipe", MOST)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_gpu: None):
-    # Where the norm's backward is the step's peak, as it may be where no activation makes wider matrices. With a GPU
-    # there, its kernels say themselves what they sum in.
-    beside = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
+    # The norm's backward may be the peak of a step without an activation's wider matrices. On a GPU, its kernels
+    # report the scratch buffers of their sums themselves.
+    scratch = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
     most = dict(zip(MODELS, MOST[recipe], strict=True))[name]
-    assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + beside < most + PRINTED
+    assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + scratch < most + PRINTED
 
 
-def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
+def test_the_gated_mlp_holds_the_memory_counted_by_hand(as_on_a_gpu: None):
     matrix = TOKENS * INNER * BF16.itemsize
     hidden = TOKENS * HIDDEN * BF16.itemsize
     weight = INNER * HIDDEN * BF16.itemsize  # fc2's; fc1's is two of them
@@ -104,20 +104,20 @@ def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="a caller holds the arguments of a call until it returns before 3.11"
 )
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager alone", "beside compiled functions"])
-def test_gelu_lets_go_of_its_input_before_the_weight_gradients(compiles: bool, as_on_a_gpu: None):
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager alone", "with compiled functions"])
+def test_gelu_frees_its_input_before_the_weight_gradients(compiles: bool, as_on_a_gpu: None):
     matrix = TOKENS * INNER * BF16.itemsize
     hidden = TOKENS * HIDDEN * BF16.itemsize
     weight = INNER * HIDDEN * BF16.itemsize
     # When fc2's input gradient times gelu' is made: y, norm(x), fc1's output, fc2's input, the gradient itself.
     expected = 2 * hidden + 3 * matrix - (2 * weight + hidden)
-    # While a compiler looks at frames, Python's calls are no longer inlined: a caller holds what it has handed over.
-    looking = set_eval_frame(False) if compiles else None
+    # While a compiler hooks frames, Python does not inline calls, and a caller holds the arguments that it passed.
+    hook = set_eval_frame(False) if compiles else None
     try:
         peak = planned(MODELS["gelu"].make("meta"), None)
     finally:
         if compiles:
-            set_eval_frame(looking)
+            set_eval_frame(hook)
     assert peak == pytest.approx(expected / MIB, abs=PRINTED)
 
 
@@ -139,7 +139,7 @@ def test_a_forward_pass_without_gradients_keeps_nothing_for_a_backward(as_on_a_g
 
 
 def small(name: str, device: torch.device) -> nn.Module:
-    """A layer of every autograd function that lets go early."""
+    """A layer of every autograd function that frees tensors early."""
     torch.manual_seed(3)
     common = {"params_dtype": BF16, "device": device}
     made = {
@@ -182,11 +182,11 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
     )
 
 
-# Delayed scaling gives every backward scales of its own.
+# Without delayed scaling, whose scales differ between backward passes.
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled
-def test_a_kept_graph_runs_again_to_the_same_bits_and_a_spent_one_says_so(name: str, recipe: str, device):
+def test_a_retained_graph_repeats_its_bits_and_a_freed_one_raises(name: str, recipe: str, device):
     with te.emulate():
         model, x = small(name, device), sample(device)
         loss = loss_of(model, x, RECIPES[recipe])
@@ -200,7 +200,7 @@ def test_a_kept_graph_runs_again_to_the_same_bits_and_a_spent_one_says_so(name: 
 
 
 @pytest.mark.parametrize("name", ["linear", "layernorm_linear", "swiglu", "gelu", "checkpoint"])
-def test_a_node_called_by_hand_keeps_what_it_saved(name: str, device):
+def test_a_node_called_by_hand_keeps_its_saved_tensors(name: str, device):
     y = small(name, device)(sample(device))
     node = y.grad_fn
     assert node is not None
@@ -209,7 +209,7 @@ def test_a_node_called_by_hand_keeps_what_it_saved(name: str, device):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_hooks_give_back_instead_of_the_saved_tensors_is_read(name: str, device):
+def test_tensors_that_unpack_hooks_return_are_read(name: str, device):
     model, x = small(name, device), sample(device)
     expected = gradients(model, x, loss_of(model, x, None), False)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
@@ -219,7 +219,7 @@ def test_what_hooks_give_back_instead_of_the_saved_tensors_is_read(name: str, de
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["layernorm_linear", "swiglu", "gelu"])
-def test_recomputation_inside_a_kept_graph_gives_the_same_bits(name: str, reentrant: bool, device):
+def test_recomputation_inside_a_retained_graph_repeats_the_bits(name: str, reentrant: bool, device):
     model, x = small(name, device), sample(device)
     expected = gradients(model, x, loss_of(model, x, None), False)
     y = te.checkpoint(model, x, use_reentrant=reentrant)

@@ -1,4 +1,4 @@
-"""NVTE_FP8_AUTO: layers too small for FP8 to pay run unquantized, and the table says so either way."""
+"""NVTE_FP8_AUTO: layers too small to benefit from FP8 run unquantized; the explanation states the precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL, LARGE = (128, 1024, 1024), (8192, 4096, 14336)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind):
+def test_only_small_layers_run_unquantized_and_only_on_request(monkeypatch, kind):
     for variable, expected in (("0", True), ("1", False)):
         monkeypatch.setenv("NVTE_FP8_AUTO", variable)
         assert precision.quantizes(RECIPES[kind], *SMALL) is expected
@@ -27,7 +27,7 @@ def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_the_explanation_says_what_quantizing_costs(kind):
+def test_the_explanation_reports_the_cost_of_quantizing(kind):
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, False))
     assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.reason)
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, True))
@@ -40,7 +40,7 @@ def test_recipes_without_measurements_are_left_alone(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_small_layer_under_auto_computes_what_it_computes_without_a_recipe(monkeypatch):
+def test_a_small_layer_under_auto_computes_as_without_a_recipe(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_AUTO", "1")
     layer = te.Linear(1024, 1024, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(128, 1024, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""Limits of small public pieces: flags in any form, buffers of copies, closed blocks, infinities that are dropped."""
+"""Limits of small public pieces: flags in any form, buffers of copies, closed blocks, dropped infinities."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_fractional_counts_of_tokens_are_rejected():
         te.moe_permute_and_pad_with_probs(x, probs, routes, torch.tensor([2.5]), 4)
 
 
-def test_eviction_keeps_failures_and_what_was_used_last(monkeypatch):
+def test_eviction_keeps_failures_and_the_latest_entries(monkeypatch):
     monkeypatch.setattr(automatic, "EAGER_SIGNATURES", 2)
     graph = te.graphed(lambda x: x)
     failed = graph._entry(("failed",))
@@ -99,7 +99,7 @@ def test_names_of_buffers_that_share_one_storage_are_their_own():
 
 
 @pytest.mark.parametrize("drop", [DropPath(1.0), lambda x: _dropped(x, 1.0, None)], ids=["path", "attention"])
-def test_what_is_dropped_for_certain_is_zero_with_zero_gradients(drop):
+def test_dropping_all_elements_gives_zeros_and_zero_gradients(drop):
     x = torch.tensor([[1.0, float("inf"), float("nan")]]).requires_grad_()
     y = drop(x)
     y.backward(torch.full_like(y, float("inf")))

@@ -1,7 +1,7 @@
 """Random settings of the linear layers: compiled and graphed calls have the bits of eager calls.
 
-Compared are results, gradients, accumulated gradients and scaling states of three steps. Graphs are recorded by a
-recorder that runs again on a CPU, and by CUDA on a GPU.
+The tests compare results, gradients, accumulated gradients and scaling states of three steps. On a CPU, a recorder
+that runs functions again replaces CUDA graphs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Settings:
         return {"is_first_microbatch": step != 1} if self.microbatches else {}
 
     def trained(self, layer: Any, call: Any, device: torch.device) -> list[Any]:
-        """Return everything that three steps leave."""
+        """Return results, gradients and states of three steps."""
         seen: list[Any] = []
         recipe = self.made_recipe()
         for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""What a change of recipe or of weights does to a module's states: replaced, continued, or refused unchanged."""
+"""A change of recipe or weights replaces a module's states, continues them, or raises and leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(layer: nn.Module, device, recipe) -> nn.Module:
 
 
 def extra(recipe=None, **changes) -> torch.Tensor:
-    """The extra state of a Linear, with some of it exchanged."""
+    """Return the extra state of a Linear with some entries replaced."""
     state = {
         "recipe": recipe or DelayedScaling(amax_history_len=2, margin=3),
         "scale_fwd": torch.full((3,), 5.0),
@@ -63,7 +63,7 @@ MISFITS = {
 
 
 def contents(layer):
-    """What a checkpoint of the layer holds; its bytes differ from one pickling to the next."""
+    """Decoded contents of a layer's checkpoint, whose bytes differ from one pickling to the next."""
     return decode_extra_state(layer.get_extra_state()) or {}
 
 
@@ -76,7 +76,7 @@ def assert_equal(found, kept):
 
 @pytest.mark.parametrize("misfit", MISFITS)
 @pytest.mark.parametrize("before", [None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(misfit, before, device):
+def test_a_mismatched_state_raises_and_changes_nothing(misfit, before, device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     if before is not None:
         trained(layer, device, before)
@@ -102,7 +102,7 @@ def test_a_state_of_another_kind_than_quantized_parameters_is_dropped_with_a_war
     assert dict(layer.fp8_meta) == meta
 
 
-def test_a_state_that_fits_is_taken_over(device):
+def test_a_matching_state_is_loaded(device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     layer.set_extra_state(extra())
     assert layer.fp8_meta["recipe"].margin == 3

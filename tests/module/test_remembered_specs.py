@@ -1,4 +1,4 @@
-"""What a module remembers of earlier calls: used again only while nothing that it depends on has changed."""
+"""A module reuses the cached specs of earlier calls only while all their inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_frozen_parameter_counts(layer, builds, device):
 
 
 def test_parameters_of_one_call_are_not_kept_for_the_next(layer, device):
-    """As under torch.func.functional_call, whose callers would otherwise fill the memory with weights."""
+    """torch.func.functional_call passes new parameters in each call; caching them would accumulate memory."""
     seen = []
     for _ in range(3):
         values = {name: p.detach().clone() for name, p in layer.named_parameters()}
@@ -107,7 +107,7 @@ def test_parameters_of_one_call_are_not_kept_for_the_next(layer, device):
     assert not any(ref() is not None for ref in seen)
 
 
-def test_an_accumulated_gradient_goes_to_the_parameter_of_its_call(device):
+def test_gradients_accumulate_into_the_parameter_of_their_call(device):
     layer = Linear(32, 64, bias=False, fuse_wgrad_accumulation=True, device=device)
     buffers = []
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_an_accumulated_gradient_goes_to_the_parameter_of_its_call(device):
     assert all(float(buffer.abs().sum()) > 0 for buffer in buffers)
 
 
-def test_a_remembered_call_still_checks_dtypes(layer, device):
+def test_a_cached_call_still_checks_dtypes(layer, device):
     layer(tokens(device))
     with pytest.raises(TypeError, match=r"torch\.autocast"):
         layer(tokens(device, dtype=torch.bfloat16))
@@ -138,7 +138,7 @@ def test_every_step_updates_the_scales_of_delayed_scaling(layer, device):
         assert float(backward.amax_history[-1].abs().sum()) > 0.0
 
 
-def test_a_copy_and_a_pickle_remember_nothing_of_the_original(layer, device):
+def test_copies_and_pickles_start_with_an_empty_cache(layer, device):
     layer(tokens(device))
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert not twin._specs

@@ -1,4 +1,4 @@
-"""Layers some part of which a user has replaced or taken away."""
+"""Layers with parts that a user replaced or removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_norm_whose_bias_was_taken_away_trains(name, bias):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_projection_that_adds_its_own_bias_takes_the_place_of_one_that_returns_it():
+def test_a_projection_that_adds_its_bias_replaces_one_that_returns_it():
     layer, other = layer_of("TransformerLayer"), layer_of("TransformerLayer")
     proj = other.self_attention.proj
     torch.nn.init.normal_(proj.bias)
@@ -40,7 +40,7 @@ def test_a_projection_that_adds_its_own_bias_takes_the_place_of_one_that_returns
     torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_says_once_that_it_runs_in_high_precision():
+def test_a_layer_warns_once_that_it_runs_in_high_precision():
     layer = layer_of("Linear")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

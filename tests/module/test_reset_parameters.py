@@ -1,4 +1,4 @@
-"""reset_parameters() fills every parameter anew, as often as it is called and on any copy."""
+"""reset_parameters() fills every parameter anew in every call and on any copy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_time_and_on_a_copy(kind, recipe, device):
+def test_resetting_works_again_and_on_a_copy(kind, recipe, device):
     torch.manual_seed(7)
     with quantized_model_init(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
         layer = KINDS[kind](device=device)
@@ -70,7 +70,7 @@ def test_a_second_time_and_on_a_copy(kind, recipe, device):
 
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_the_meta_device_and_then_again(kind, recipe, device):
+def test_resetting_works_from_the_meta_device_and_again(kind, recipe, device):
     with quantized_model_init(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
         layer, plain = KINDS[kind](device="meta"), KINDS[kind](device=device)
     first = reset(layer)
@@ -112,7 +112,7 @@ def test_a_learnable_sink(device):
     assert torch.equal(layer.softmax_offset, torch.zeros_like(layer.softmax_offset))
 
 
-def test_a_mark_that_contradicts_the_first_is_refused_and_changes_nothing():
+def test_a_contradicting_mark_raises_and_changes_nothing():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     set_tensor_model_parallel_attributes(weight, True, 0, 1)
     set_tensor_model_parallel_attributes(weight, True, 0, 1)

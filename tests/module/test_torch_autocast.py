@@ -56,7 +56,7 @@ def run(module, x, recipe, enabled, call=None):
 
 
 def close(a, b, tolerance):
-    """The bias of keys has a gradient of 0, which is rounding alone: 4e-4 of it in bfloat16."""
+    """The exact gradient of the keys' bias is 0; the computed one is rounding error, up to 4e-4 in bfloat16."""
     return (
         float((a.detach().float() - b.detach().float()).norm()) <= tolerance * float(b.detach().norm()) + 1e-3
     )
@@ -70,7 +70,7 @@ def check(name, recipe, device, how=None):
     outputs, grads = run(module, x, RECIPES[recipe], True, None if how is None else how(module))
     assert {part.dtype for part in outputs} == {torch.bfloat16}
     assert {grad.dtype for grad in grads} == {torch.float32}
-    # Codes of values that are rounded to bfloat16 first: some fall on the other side.
+    # Values are rounded to bfloat16 before quantizing, so some codes differ by one step.
     tolerance = 0.03 if recipe == "none" else 0.2
     assert all(close(a, b, tolerance) for a, b in zip(outputs, exact, strict=True))
     assert all(close(a, b, tolerance) for a, b in zip(grads, exact_grads, strict=True))

@@ -1,4 +1,4 @@
-"""TransformerLayer equals attention, mlp and residuals put together by hand, in every variant."""
+"""TransformerLayer equals a composition of attention, MLP and residuals in every variant."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_masks_and_windows_reach_their_attention(device):
     )
 
 
-def test_dropout_scales_what_it_keeps_and_leaves_the_residual(device):
+def test_dropout_scales_kept_elements_and_leaves_the_residual(device):
     layer = make(device, hidden_dropout=0.5, attention_dropout=0.0, parallel_attention_mlp=True)
     x = sample(device, 5, 2, HIDDEN)
     branch = layer(x) - x
@@ -305,7 +305,7 @@ def test_groups_reach_every_child(device, monkeypatch):
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "is for layer_type='encoder' without"),
     ],
 )
-def test_impossible_variants_are_refused(options, message, device):
+def test_invalid_variants_are_rejected(options, message, device):
     with pytest.raises(ValueError, match=message):
         make(device, **options)
 

@@ -20,7 +20,7 @@ def test_blocks_of_gate_and_product_take_turns(shape, size):
 
 
 @pytest.mark.parametrize("change", [te.interleave_glu_tensor, te.deinterleave_glu_tensor])
-def test_rows_that_are_no_whole_blocks_are_refused(change):
+def test_partial_blocks_of_rows_are_rejected(change):
     for shape in ((10, 4), ()):
         with pytest.raises(ValueError, match=r"is no multiple of 2 interleave_size = 8"):
             change(torch.zeros(shape), 4)

@@ -1,4 +1,4 @@
-"""What a layer returns is its caller's: written in place as torch's own results are, with and without gradients."""
+"""Callers may write a layer's results in place, as torch's own results, with and without gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = [kind.__name__ for kind in KINDS if kind is not te.DotProductAttention]
 
 
 def outcome(name, change, recipe=None, dtype=torch.float32, **options):
-    """The changed result of a layer's call, and the gradients of everything where there are any."""
+    """Return the changed result of a layer's call, and all gradients if gradients are enabled."""
     layer = layer_of(name, **options).to(dtype)
     x, call = call_of(layer, dtype)
     with autocast(enabled=recipe is not None, recipe=recipe):
@@ -50,7 +50,7 @@ def test_a_result_is_written_in_place(name, write, dtype, mode):
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled
-def test_so_it_is_under_every_recipe(name, recipe, emulated):
+def test_a_result_is_written_in_place_under_every_recipe(name, recipe, emulated):
     in_place, anew = WRITES["add_"]
     assert same(*(outcome(name, change, RECIPES[recipe]) for change in (in_place, anew)))
 
@@ -87,7 +87,7 @@ def norm_output_of(kind, x, recipe=None):
 
 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
-def test_a_norms_output_that_the_backward_reads_says_that_it_was_written(kind, device):
+def test_a_norms_output_written_before_the_backward_reads_it_raises(kind, device):
     y, norm_output = norm_output_of(kind, sample(device))
     norm_output.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -165,7 +165,7 @@ def test_a_backward_of_an_old_graph_leaves_the_newer_forward_alone(failing, fail
 
 
 @every_synchronizer
-def test_an_old_graph_says_that_its_tensors_are_gone_and_the_newer_one_goes_on(kind):
+def test_the_backward_of_an_old_graph_raises_and_the_newer_one_runs(kind):
     context = SYNCHRONIZERS[kind](RecordedLink())
     layers, x = model(), inputs(2)
     old = forward(layers, inputs(1), context)
@@ -180,7 +180,7 @@ def test_an_old_graph_says_that_its_tensors_are_gone_and_the_newer_one_goes_on(k
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_backward_is_repeated_where_its_tensors_are_still_there(failure):
-    """It fails in the last layer, before any tensor is released."""
+    """The backward fails in the last layer, before any tensor is released."""
     context = SYNCHRONIZERS["manual"](RecordedLink())
     layers, x = model(failure, LAYERS - 1), inputs(4)
     loss = forward(layers, x, context)

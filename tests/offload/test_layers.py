@@ -73,8 +73,8 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
 @pytest.mark.sampled
-def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypatch):
-    """From that moment on it may be copied, while its layer goes on."""
+def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch):
+    """A tensor may be copied once it is marked, while its layer still runs."""
     seen = []
 
     def noted(saved):
@@ -150,7 +150,7 @@ def test_a_layers_saved_activations_move_and_are_copied_once():
     assert link.copied == OFFLOADED * TOKENS * BATCH * HIDDEN * 4
 
 
-def test_layers_that_are_offloaded_by_hand_give_the_same_gradients():
+def test_manually_offloaded_layers_have_the_same_gradients():
     plain = _model("LayerNormMLP")
     offloading = copy.deepcopy(plain)
     x = torch.randn(TOKENS, BATCH, HIDDEN)
@@ -211,7 +211,7 @@ def test_offloaded_layers_may_be_recomputed(reentrant):
     assert torch.equal(x_moved.grad, x_plain.grad)
 
 
-def test_the_first_form_commits_groups_and_gives_the_same_gradients(monkeypatch):
+def test_the_first_form_commits_groups_and_has_the_same_gradients(monkeypatch):
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     without_gpu = pytest.warns(UserWarning, match="no GPU here")
     with contextlib.nullcontext() if torch.cuda.is_available() else without_gpu:
@@ -243,7 +243,7 @@ def _on_a_gpu(kind):
 def test_steps_that_are_queued_behind_one_another_have_the_bits_of_a_model_that_offloads_nothing(
     kind, recipe
 ):
-    """The host never waits, so that every copy that is read too early, or memory given away too early, would show."""
+    """The host never waits, so copies read too early or memory freed too early would change the result."""
     with te.deterministic():
         plain = torch.nn.ModuleList([_on_a_gpu(kind) for _ in range(LAYERS)])
         offloading = copy.deepcopy(plain)
@@ -265,7 +265,7 @@ def _kept(model, x, recipe, context, synchronize):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
 def test_the_saved_memory_after_a_forward_is_that_of_the_layers_that_stay(recipe):
-    """8 layers of which 6 are offloaded hold what 2 layers save, within a tenth, and all codes of weights."""
+    """With 6 of 8 layers offloaded, memory is within 10 % of the tensors that 2 layers save plus all weight codes."""
     layers, offloaded, hidden = 8, 6, 2048
     weights = 0 if recipe == "none" else layers * hidden * hidden
     model = torch.nn.ModuleList(

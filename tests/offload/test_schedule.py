@@ -1,4 +1,4 @@
-"""When saved tensors leave the device and come back, what moves and what stays: on a link that writes it down."""
+"""When saved tensors leave the device and return, and which tensors move, on a link that logs its copies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _stages(synchronizer):
 # One layer.
 
 
-def test_a_tensor_goes_to_the_host_and_comes_back_equal(link):
+def test_a_tensor_returns_from_the_host_unchanged(link):
     state, x = _state(link), torch.randn(LARGE)
     expected = x.clone()
     pushed = state.push_tensor(x)
@@ -72,7 +72,7 @@ def test_a_tensor_goes_to_the_host_and_comes_back_equal(link):
     assert link.log == ["buffer", "out", "wait", "back", "wait"]
 
 
-def test_memory_that_nobody_read_goes_when_its_copy_is_done(link):
+def test_unread_memory_is_freed_after_its_copy(link):
     state = _state(link)
     state.push_tensor(torch.randn(LARGE))
     _there_and_back(state)
@@ -110,7 +110,7 @@ def test_parts_of_one_tensor_share_a_copy_where_their_maker_asks_for_it(link):
     assert all(torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True))
 
 
-def test_a_view_with_gaps_takes_along_what_it_is_a_view_of(link):
+def test_a_view_with_gaps_moves_its_base(link):
     state, qkv = _state(link), torch.randn(64, 3, 64)
     parts = qkv.unbind(1)
     pushed = [state.push_tensor(part) for part in parts]
@@ -129,14 +129,14 @@ def test_values_in_another_order_come_back_in_it(link):
     assert again.stride() == x.stride()
 
 
-def test_a_tensor_whose_memory_has_gaps_stays_and_says_why(link):
+def test_a_tensor_whose_memory_has_gaps_stays_and_the_reason_is_reported(link):
     x = torch.empty_strided((64, 64), (128, 1)).normal_()
     with pytest.warns(UserWarning, match="its memory has gaps"):
         assert _state(link).push_tensor(x) is x
 
 
 @pytest.mark.parametrize("kept", ["parameter", "view of a parameter", "marked", "small"])
-def test_what_stays_is_handed_back_itself(kept, link):
+def test_a_tensor_that_stays_is_returned_itself(kept, link):
     state, weight = _state(link), torch.nn.Parameter(torch.randn(LARGE))
     x = torch.randn(LARGE)
     mark_not_offload(x)
@@ -282,7 +282,7 @@ def test_a_step_without_a_backward_leaves_nothing_to_the_next(link):
     assert isinstance(old, torch.Tensor)
 
 
-def test_a_backward_after_a_later_forward_says_what_is_gone(link):
+def test_a_backward_after_a_later_forward_names_the_freed_tensors(link):
     synchronizer = DefaultOffloadSynchronizer(2, 1, link=link)
     synchronizer.fwd_step()
     pushed = synchronizer.push_tensor(torch.randn(LARGE))
@@ -292,7 +292,7 @@ def test_a_backward_after_a_later_forward_says_what_is_gone(link):
         synchronizer.pop_tensor(pushed)
 
 
-def test_a_manual_layer_moves_when_it_is_told_to_and_not_else(link):
+def test_a_manual_layer_moves_on_request_only(link):
     synchronizer = ManualOffloadSynchronizer(2, link=link)
     kept = []
     for _ in range(2):
@@ -331,7 +331,7 @@ def test_a_disabled_context_is_one_that_can_be_entered_again():
         ({"offload_stream": object(), "model_layers": 3}, "manual_synchronization=True"),
     ],
 )
-def test_a_call_that_cannot_be_is_rejected(keywords, message):
+def test_an_invalid_call_is_rejected(keywords, message):
     with pytest.raises(ValueError, match=message):
         get_cpu_offload_context(enabled=True, **keywords)
 
@@ -345,7 +345,7 @@ def test_weights_are_deprecated_and_the_last_layer_but_one_hides_no_copy():
         get_cpu_offload_context(enabled=True, num_layers=2, model_layers=3)
 
 
-def test_the_context_tells_where_it_is(link):
+def test_the_context_reports_its_position(link):
     context = OffloadContext(DefaultOffloadSynchronizer(2, 1, link=link))
     with pytest.raises(RuntimeError, match="before any layer"):
         context.synchronize(torch.ones(2, requires_grad=True) * 2)

@@ -1,4 +1,4 @@
-"""Duration of a step with offloading compared with its computation and its copies: on clocks in place of a GPU."""
+"""Duration of a step with offloading compared with its computation and copies, on simulated clocks instead of a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def clocked(monkeypatch):
 
 
 def _step(link, seconds_a_layer, steps=2):
-    """(seconds of the last step, those of its copies) of linear layers, each saving its input."""
+    """Return the seconds of the last step and of its copies for linear layers that each save their input."""
     model = torch.nn.ModuleList([te.Linear(HIDDEN, HIDDEN, bias=False, device="cpu") for _ in range(LAYERS)])
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
@@ -66,7 +66,7 @@ def test_copies_that_are_shorter_than_the_computation_cost_nothing(clocked):
 
 @pytest.mark.parametrize("seconds", [4.0, 10.0])
 def test_a_slow_link_waits_only_for_the_last_layers_passes_and_the_first_ones_last_product(clocked, seconds):
-    """What memory for two layers demands: the last layer runs alone, forward and backward, between the directions."""
+    """Memory for two layers requires that the last layer runs forward and backward alone between the two directions."""
     link = _link(seconds * PRODUCT)
     clocked(link)
     took, copying = _step(link, seconds * PRODUCT)

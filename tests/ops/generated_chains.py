@@ -1,4 +1,4 @@
-"""Prints {chain and recipe: what differs} between steps and compiled passes of chains, on a GPU that does nothing.
+"""Print {chain and recipe: differences} between steps and compiled passes of chains, on a simulated GPU.
 
 See `tests/module/generated_launches.py`: memory holds symbols of the kernels that wrote it.
 """
@@ -20,7 +20,7 @@ from transformer_engine.common.dispatch import observing
 from transformer_engine.pytorch import ops
 
 PLACE = {"device": "cpu", "dtype": torch.bfloat16}
-SHARED: dict[str, Any] = {**PLACE, "sequence_parallel": True}  # by all ranks, of which there are two
+SHARED: dict[str, Any] = {**PLACE, "sequence_parallel": True}  # sharded over two ranks
 CHAINS = {
     "linear": lambda: [ops.Linear(512, 512, **PLACE)],
     "mlp": lambda: [
@@ -39,7 +39,7 @@ CHAINS = {
         ops.Linear(1024, 512, tensor_parallel_mode="row", **{**SHARED, "sequence_parallel": False}),
     ],
 }  # fmt: skip
-STEPS = 7  # the fourth is compiled in both passes
+STEPS = 7  # both passes of the fourth call are compiled
 
 
 def step(chain: Any, recipe: Any, observed: bool = False) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def step(chain: Any, recipe: Any, observed: bool = False) -> dict[str, Any]:
 
 def differences(name: str, kind: str) -> str | None:
     chain, recipe = ops.Sequential(*CHAINS[name]()), generated_launches.host_calls.RECIPES[kind]()
-    step(chain, recipe)  # the first call makes the states, which have no names before
+    step(chain, recipe)  # the first call creates the states, which have no names before
     expected = step(chain, recipe, observed=True)
     found = [step(chain, recipe) for _ in range(STEPS)]
     (prepared,) = [made for made in chain._module_groups[0]._prepared.values() if made is not None]  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Prints, for each recipe, the kernels of a step of a grouped linear layer, on a GPU that does nothing.
+"""Print the kernels of a step of a grouped linear layer for each recipe, on a simulated GPU.
 
 {recipe: {way: names of kernels and products in order}}; see `benchmarks/pretended_gpu.py`. A way is "module" or "ops"
 and a number of groups, as in "ops 8". The entry "loop" has the products of an unquantized loop over 8 groups.
@@ -35,7 +35,7 @@ started: list[str] = []
 
 
 def count() -> None:
-    """Append the name of every kernel and product that starts to `started`."""
+    """Append the name of every launched kernel and product to `started`."""
 
     def compiled(launch: Any, tensors: Any) -> Any:
         name = launch.kernel.fn.__name__

@@ -1,4 +1,4 @@
-"""Random chains of operations: fused as unfused, and both as plain PyTorch in float32, values and every gradient."""
+"""Random chains of operations: fused and unfused chains equal plain PyTorch in float32, values and every gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.ops.chain import unfused
 from transformer_engine.pytorch.quantization import emulate
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-ROWS = (4, 32)  # 128 rows, which every format takes
+ROWS = (4, 32)  # 128 rows, which every format supports
 # Error of a chain against float32, relative in the Euclidean norm. A quantized product of random matrices is off by
 # half a unit of its format; up to seven of them follow one another, and a norm may enlarge an error.
 EXACT, FP8, FP4 = 2e-5, 2 * UNIT[torch.float8_e4m3fn], 0.75
@@ -75,7 +75,7 @@ def gradients(
 
 
 def run_alone(chain: Any, x: Tensor, *extra: Tensor) -> Any:
-    """Run each operation by itself."""
+    """Run each operation separately."""
     given, made = iter(extra), []
     for op in chain:
         numbers = [member.num_extra_inputs for member in op.basic_operations()]
@@ -93,7 +93,7 @@ def dequantized(tensor: Tensor) -> Tensor:
 def compare(actual: Any, expected: Any, bound: float, names: str) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         if ours is None or theirs is None:
-            # Nothing reaches an extra input whose operation is followed by nothing that depends on it.
+            # An extra input gets no gradient if no later operation depends on its operation.
             assert ours is None or ours.abs().max() == 0
             assert theirs is None or theirs.abs().max() == 0
             continue

@@ -97,7 +97,7 @@ def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None
 def test_experts_with_a_tensor_of_rows_compile_in_one_graph_for_several_batches(name, emulated):
     torch._dynamo.reset()
     eager, module = experts(), experts()
-    for chain_of_experts in (eager, module):  # the first call of a chain makes its fusions
+    for chain_of_experts in (eager, module):  # the first call of a chain builds its fusions
         expert_steps(chain_of_experts, chain_of_experts, RECIPES[name])
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=graphs, dynamic=True)

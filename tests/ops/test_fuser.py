@@ -119,7 +119,7 @@ def test_fusing_again_when_the_history_length_changes(emulated):
     assert chain[0].get_quantizer("forward", 0) is None and chain._module_groups[0].recipe_type is None
 
 
-def test_modules_that_are_no_operations_separate_chains():
+def test_other_modules_separate_chains():
     last = te.Linear(64, 64, device=BF16["device"])
     chain = ops.Sequential(ops.Identity(), torch.nn.Flatten(), ops.Identity(), ops.Identity(), last)
     assert chain._module_groups is None
@@ -185,7 +185,7 @@ def test_operations_of_users_run_between_fused_passes(emulated):
 
 
 class Overridden(ops.Bias):
-    """An operation of the package with a forward pass of its own."""
+    """An operation of the package with an overridden forward pass."""
 
     def op_forward(self, ctx, input_, **options):
         return super().op_forward(ctx, input_ + 1, **options)
@@ -269,7 +269,7 @@ def test_registered_fusions_replace_operations(registrations, direction):
 
 
 class ScaledBothWays(ScaledTwice, ScaledTwiceBackward):
-    """Both passes."""
+    """A user's fused operation of both passes."""
 
 
 def test_joint_fusions_are_seen_by_both_passes(registrations):

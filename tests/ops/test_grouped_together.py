@@ -1,6 +1,6 @@
 """te.ops.GroupedLinear in one launch per step: the results of a loop over its groups, and launches of te.GroupedLinear.
 
-On a CPU, NVTE_USE_CUTLASS_GROUPED_GEMM=1 takes the way that is the default on a GPU.
+On a CPU, NVTE_USE_CUTLASS_GROUPED_GEMM=1 selects the implementation that is the default on a GPU.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
 
 
 def way_of(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any = None) -> tuple[str, str]:
-    """Return the chosen way of computation, and the reason why one launch per step is not used."""
+    """Return the chosen implementation and the reason against one launch per step."""
     with autocast(enabled=recipe is not None, recipe=recipe):
         decisions = explain(layer, x, torch.tensor(splits)).decisions
     (way,) = (decision for decision in decisions if decision.operation == "grouped_linear")
@@ -202,7 +202,7 @@ def test_recomputed_calls_repeat_the_results_of_the_loop():
 
 @contextmanager
 def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make calls as if the sizes were on a GPU: the host does not know the rows, some of which have no group."""
+    """Simulate sizes on a GPU: the host does not know the rows, some of which have no group."""
 
     def call(kind: GroupedKind, sizes: torch.Tensor) -> GroupedCall:
         layout = groups_of(rows, sum(rows), kind.device)._replace(total=kind.total, rows=None)
@@ -217,7 +217,7 @@ def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -
 def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
     layer, alone, splits = layer_of(), layer_of(), [64, 32, 32]
     x = sample(192)
-    theirs = outcome(alone, x, splits, RECIPES[name])  # a loop, since the host knows of the other rows
+    theirs = outcome(alone, x, splits, RECIPES[name])  # a loop, because the host knows the other rows
     with sizes_stay_on_the_device(splits, monkeypatch):
         ours = outcome(layer, x, splits, RECIPES[name])
     assert not ours[0][128:].any() and not ours[1][128:].any()

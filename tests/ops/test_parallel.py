@@ -76,7 +76,7 @@ def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
     expected = trained(mlp(torch.device("cpu"), False, False), given, given["x"], given["dy"], name)
     bound = (
         1e-5 if name == "none" else UNIT[torch.float8_e5m2]
-    )  # ranks scale their parts of a tensor by themselves
+    )  # each rank scales its part of a tensor separately
     ranks = run_on_ranks(functools.partial(on_rank, name=name, sequence=sequence), SIZE, tmp_path)
     for rank, got in enumerate(ranks):
         part = (lambda t, r=rank: t.chunk(SIZE)[r]) if sequence else (lambda t: t)

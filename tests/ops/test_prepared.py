@@ -196,7 +196,7 @@ def test_hooks_run_in_warm_calls():
 
 
 class Negated(ops.FusedOperation):
-    """A user's fused operation in place of one ConstantScale, with another sign."""
+    """A user's fused operation that replaces one ConstantScale and flips its sign."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **others):
         return -input_ * self.basic_ops[0].scale, [()]

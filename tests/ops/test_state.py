@@ -117,7 +117,7 @@ def test_delayed_scaling_continues_from_a_checkpoint(recipe, emulated):
 
 
 def scaling_states(op):
-    """Copies of the scales and histories of an operation."""
+    """Return copies of the scales and histories of an operation."""
     metas = [meta for meta in op._fp8_metas.values() if meta is not None]
     states = [state for meta in metas for state in meta.values() if hasattr(state, "amax_history")]
     return [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]

@@ -170,7 +170,7 @@ SUITES = (
 )
 LIKE = "mxfp8"
 # Takes nine seconds; the suite's test of quantized parameters always compiles a layer of the toy, too.
-SLOW = "test_compiled_in_one_graph_it_gives_the_same_bits-toy-layernorm_mlp"
+SLOW = "test_compiling_in_one_graph_keeps_the_bits-toy-layernorm_mlp"
 
 
 def _runs_always(case: Any) -> bool:
