@@ -339,7 +339,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "folder without a checkpoint": (
         lambda: conversion.load_model("absent"),
         ValueError,
-        ("absent", "no folder", "give one that holds a checkpoint"),
+        ("absent", "there is no folder", "give one that holds a checkpoint"),
     ),
     "name of a backend": (
         lambda: entered(te.use_backend(gemm="cutlass")),

@@ -121,7 +121,7 @@ REJECTED = {
     "k": (lambda: topk(X, 21), ValueError, "topk=21 > 20 experts"),
     "k of none": (lambda: topk(X, 0), ValueError, "topk=0 is below 1"),
     "score": (lambda: topk(X, score="relu"), ValueError, "choose one of softmax, sigmoid, sqrtsoftplus"),
-    "bias": (lambda: topk(X, bias=X[0]), ValueError, "expert_bias .*'sigmoid' and 'sqrtsoftplus'"),
+    "bias": (lambda: topk(X, bias=X[0]), ValueError, "expert_bias goes with 'sigmoid' and 'sqrtsoftplus'"),
     "groups": (lambda: topk(X, groups=(3, 2)), ValueError, "num_groups=3 does not divide 20 experts"),
     "many groups": (lambda: topk(X, groups=(4, 5)), ValueError, "group_topk=5 > num_groups=4"),
     "uneven": (lambda: topk(X, groups=(5, 3)), ValueError, "a topk that group_topk divides"),

@@ -22,7 +22,7 @@ from tests.support.mutations import (
     continue_from,
     outcome,
     recipe_changes,
-    refusal_of,
+    rejection_of,
     values_for,
     variables,
 )
@@ -70,12 +70,12 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
     forget()
     layer = layer_of(kind)
     outcome(layer, recipe)
-    rejection = refusal_of(layer, attribute, value)
+    rejection = rejection_of(layer, attribute, value)
     if rejection is not None:
         return None if attribute in rejection else f"the error does not name it: {rejection}"
     argument = argument_of(kind, attribute)
     fresh = layer_of(kind, **({} if argument is None else {argument: value}))
-    if argument is None and refusal_of(fresh, attribute, value) is not None:
+    if argument is None and rejection_of(fresh, attribute, value) is not None:
         return "a write before the first call raises, a write after it does not"
     try:
         continue_from(layer, fresh)
@@ -139,9 +139,9 @@ def child_is_stale(path: str, attribute: str, value: object, recipe: Recipe | No
     forget()
     layer, fresh = layer_of("TransformerLayer"), layer_of("TransformerLayer")
     outcome(layer, recipe)
-    if refusal_of(layer.get_submodule(path), attribute, value) is not None:
+    if rejection_of(layer.get_submodule(path), attribute, value) is not None:
         return False
-    if refusal_of(fresh.get_submodule(path), attribute, value) is not None:
+    if rejection_of(fresh.get_submodule(path), attribute, value) is not None:
         return True
     continue_from(layer, fresh)
     after = outcome(layer, recipe)

@@ -221,7 +221,7 @@ def test_a_backward_inside_of_a_layers_forward_does_not_move_where_it_saves():
     assert all(states[number].fwd_gpu_tensor_group.tensor_list for number in (2, 3))
 
 
-def test_two_graphs_with_contexts_of_their_own_are_interleaved():
+def test_two_graphs_with_separate_contexts_are_interleaved():
     contexts = [SYNCHRONIZERS["default"](RecordedLink()) for _ in range(2)]
     models, xs = [model(), model()], [inputs(10), inputs(11)]
     ys = list(xs)
@@ -235,7 +235,7 @@ def test_two_graphs_with_contexts_of_their_own_are_interleaved():
         assert_gradients(models[i], xs[i], 10 + i)
 
 
-def test_threads_have_contexts_of_their_own():
+def test_threads_have_separate_contexts():
     """Contexts overlap in time: the first is left while the second is open."""
     link = RecordedLink()
     contexts = [OffloadContext(DefaultOffloadSynchronizer(LAYERS, 2, link=link)) for _ in range(2)]

@@ -181,7 +181,7 @@ def agree(first: list[torch.Tensor] | str, second: list[torch.Tensor] | str) -> 
     return layers.same(first, second)
 
 
-def refusal_of(layer: torch.nn.Module, attribute: str, value: Any) -> str | None:
+def rejection_of(layer: torch.nn.Module, attribute: str, value: Any) -> str | None:
     """Write an attribute. Return the text of the error if the write is rejected, otherwise None."""
     try:
         setattr(layer, attribute, value)
