@@ -36,7 +36,7 @@ def _fresh_state():
         _exempt_from_collection(least=100_000)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Collect tests without garbage collection, and omit slow actions that have no effect on tests.
 
     The two million objects of modules and collected tests stay alive: visiting them takes 2 of 13 seconds.
@@ -44,7 +44,10 @@ def pytest_configure() -> None:
     Tests call it more than ten thousand times. torch.compile flushes the caches of the processor to measure the latency
     of the guards of each graph for its log: 80 milliseconds, a twelfth of the compilation of a layer.
     """
-    gc.disable()
+    if (
+        getattr(config.option, "dist", "no") == "no"
+    ):  # a process that collects, unlike the controller of pytest-xdist
+        gc.disable()
     torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
     for module in (torch.cuda, torch.xpu, torch.mtia):
         if not module.is_available():

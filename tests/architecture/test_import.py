@@ -98,12 +98,16 @@ def test_lazy_names_are_public_attributes(loaded):
     assert te.convert_hf is te.integrations.huggingface.convert_hf
 
 
-def test_every_module_can_be_imported_first():
+MEGATRON = "transformer_engine.pytorch.integrations.megatron"  # importing Megatron takes four seconds
+
+
+@pytest.mark.parametrize("of_megatron", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_module_can_be_imported_first(of_megatron: bool):
     program = Path(__file__).with_name("import_first.py")
-    # The modules of the command's implementation are not public, and most of them import a framework each. Importing
-    # Megatron takes four seconds: tests/clients/test_megatron_core.py imports its integration.
-    others = ("transformer_engine.cli.", "transformer_engine.pytorch.integrations.megatron")
-    names = [name for name in modules() if not name.startswith(others)]
+    # The modules of the command's implementation are not public, and most of them import a framework each.
+    public = [name for name in modules() if not name.startswith("transformer_engine.cli.")]
+    names = [name for name in public if name.startswith(MEGATRON) == of_megatron]
+    assert names
     shown = subprocess.run(
         [sys.executable, str(program), *names], capture_output=True, text=True, check=True
     ).stdout

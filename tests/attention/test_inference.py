@@ -475,7 +475,7 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
 @PAGED
 @pytest.mark.parametrize(
     "modes",
-    itertools.product([torch.inference_mode, torch.no_grad, torch.enable_grad], repeat=2),
+    list(itertools.product([torch.inference_mode, torch.no_grad, torch.enable_grad], repeat=2)),
     ids=lambda modes: "-".join(mode.__name__ for mode in modes),
 )
 @pytest.mark.sampled

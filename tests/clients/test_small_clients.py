@@ -54,7 +54,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     """Return the errors of the examples of all selected tests, which one program runs."""
     examples: dict[str, list[Example]] = {}
     for item in request.session.items:
-        if item.path == request.path and isinstance(item, pytest.Function):
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             page, client, device = map(item.callspec.params.get, ("page", "client", "device"))
             needed = (PAGES | NEEDED)[page or client]
             if not all(map(importlib.util.find_spec, needed)):

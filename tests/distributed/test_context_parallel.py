@@ -111,7 +111,8 @@ def _remaining() -> list[Case]:
     return cases
 
 
-# An exchange of heads within rings, both of which all options run under. Every second of these cases is slow.
+# Heads are exchanged within groups of a ring. All options always run under each exchange alone, so that every second
+# case is slow.
 HIERARCHICAL = [
     replace(option, comm="a2a+p2p", size=4)
     for option in OPTIONS

@@ -34,6 +34,7 @@ TWO_FORMATS = {
     "kept_prefetched": Run(reshard=False, prefetch=True),
     "replicated": Run(replicated=True),
     "dequantized": Run(autocast=False),
+    "three_steps": Run(accumulate=2, steps=3),
 }
 # Formats whose column-wise codes follow from the row-wise ones.
 ROWWISE_ONLY = ("delayed", "current", "block", "nvfp4")
@@ -49,11 +50,12 @@ RESHARDED = [case for case, (_, run) in CASES.items() if run.reshard is True and
 SLOW = (
     *(f"{name}-prefetched" for name in ("current", "block", "hybrid", "nvfp4")),
     *(f"{name}-evaluated" for name in ("current", "block", "nvfp4")),  # "rowwise_only" evaluates them too
-    *(f"delayed-{label}" for label in ("resharded_to_one_rank", "replicated", "rowwise_only")),
-    *(f"block-{label}" for label in ("default", "kept_prefetched", "dequantized")),
+    *(f"delayed-{label}" for label in ("resharded_to_one_rank", "replicated", "rowwise_only", "three_steps")),
+    *(f"block-{label}" for label in ("default", "kept_prefetched", "dequantized", "three_steps")),
 )
 ON_ONE_RANK = tuple(f"delayed-{label}" for label in ("resharded", "kept", "prefetched", "rowwise_only"))
-# (ranks, cases, marks): a single rank gathers nothing from others, so that one format always runs on it.
+# (ranks, cases, marks): a single rank gathers nothing from others, so that one format and the settings of every format
+# always run on it. Two ranks always run the other settings.
 GROUPS = (
     (1, ON_ONE_RANK, ()),
     (1, tuple(case for case in CASES if case not in ON_ONE_RANK), pytest.mark.slow),

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
@@ -37,6 +36,8 @@ ROWS, BATCH = torch.export.Dim("rows"), torch.export.Dim("batch")
 @pytest.fixture(scope="module", autouse=True)
 def _one_registry_per_opset():
     """Build the registry of ONNX functions once; otherwise torch.onnx spends half of each export on it."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry  # imports onnx
+
     build = functools.cache(ONNXRegistry.from_torchlib)
 
     def copied(**options: int) -> ONNXRegistry:
@@ -126,8 +127,8 @@ def test_an_exported_layer_computes_the_same_results(kind: str, name: str):
     assert nodes(model).count("QuantizeLinear") == nodes(model).count("DequantizeLinear") == pairs
 
 
-# Of these claims, test_an_exported_attention_rotates_and_normalizes (any batch and sequence, grouped queries, a window)
-# and test_an_exported_layer_computes_the_same_results (products under recipes) always run.
+# Of these claims, test_an_exported_attention_rotates_and_normalizes (any batch and sequence under a recipe, grouped
+# queries, a window) and test_an_exported_layer_computes_the_same_results (products under recipes) always run.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_exported_transformer_layer_takes_any_batch_and_sequence(name: str):
@@ -157,13 +158,19 @@ class Rotated(torch.nn.Module):
         return self.attention(x, rotary_pos_emb=self.angles)
 
 
-def test_an_exported_attention_rotates_and_normalizes():
+@pytest.mark.parametrize(
+    ("name", "others"), [("float32", [(3, 7, 64), (1, 64, 64)]), ("delayed", [(4, 8, 64), (1, 64, 64)])]
+)
+def test_an_exported_attention_rotates_and_normalizes(name: str, others: list[tuple[int, int, int]]):
     torch.manual_seed(0)
+    chosen = RECIPES[name]
     layer = Rotated().eval()
     torch.nn.init.normal_(layer.attention.core_attention.softmax_offset)
     shapes = [{0: BATCH, 1: torch.export.Dim("sequence", max=64)}]
-    model = exported(layer, torch.randn(2, 16, 64), None, dynamic_shapes=shapes)
-    compare(layer, model, None, (2, 16, 64), (3, 7, 64), (1, 64, 64))
+    layer = warmed(layer, chosen, 2, 16, 64)
+    model = exported(layer, torch.randn(2, 16, 64), chosen, dynamic_shapes=shapes)
+    compare(layer, model, chosen, (2, 16, 64), *others)
+    assert nodes(model).count("QuantizeLinear") == (0 if chosen is None else 4)
 
 
 class Masked(torch.nn.Module):

@@ -42,7 +42,8 @@ MESHES = {
 FEW = [
     ("balance", "dp 8", "with mesh"), ("permutation", "dp 4, tp 2", "with mesh"),
     ("attention", "dp 2, tpsp 4", "set_mesh"), ("mlp", "dp 4, tp 2", "with mesh"),
-    ("dense in mxfp8", "fsdp 8", "set_mesh"), ("dense in block", "fsdp 4, tpsp 2", "set_mesh"),
+    ("dense in mxfp8", "fsdp 8", "set_mesh"), ("dense in nvfp4", "fsdp 4, tpsp 2", "set_mesh"),
+    ("dense in block", "dp 4, tp 2", "with mesh"),
     ("router", "dp 8", "shard_map"), ("permutation", "dp 8", "shard_map"),
 ]  # fmt: skip
 

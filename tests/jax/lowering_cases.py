@@ -58,9 +58,8 @@ def main() -> None:
             elif launch.dependent:
                 unsupported[name] = "dependent"
             elif not DTYPES.keys() >= set(kinds) - {None}:
-                unsupported[name] = (
-                    "dtype"  # float64, which JAX supports only if it is enabled for the whole process
-                )
+                # float64, which JAX supports only if it is enabled for the whole process
+                unsupported[name] = "dtype"
             else:
                 seen.add(launch.kernel)
                 found[name] = facts_of(launch, kinds)

@@ -43,6 +43,7 @@ SPECS = {
     "nvfp4-stochastic": QuantizeSpec(NVFP4, E2M1, **BOTH, stochastic=True),
     "nvfp4-2d-stochastic": QuantizeSpec(NVFP4, E2M1, **BOTH, two_dimensional=True, stochastic=True),
 }
+# Compared in every run. test_quantize_bits.py always compares the Hadamard transform with torch's.
 FEW = ("float8-e4m3", "block2d", "mxfp8-2d", "nvfp4")
 STORED_KINDS, STORED_SHAPE, STORED_DTYPE = ("spread", "special", "large", "zero"), (144, 130), "bfloat16"
 

@@ -97,7 +97,7 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
 
 
 def test_wrapped_kernels_keep_the_facts_of_the_kernel():
-    """If a wrapper lost this fact, devices would not reduce the maxima of their shards."""
+    """If a wrapper lost `summed` or `maxed`, devices would not reduce the sums or maxima of their shards."""
     for case, kernel, operands in kernels_with_operands():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
             assert wrapped.name == kernel.name, (case, wrapped)

@@ -152,6 +152,7 @@ folder, batches, *options = sys.argv[1:]
 compile_quickly(True)
 trainer.EVALUATION_BATCHES = int(batches)
 te_train("--recipe", "none", "--out", folder, *options)
+print("files:", *sorted(path.name for path in Path(folder, "none-jax").iterdir()))
 checkpoint = Path(folder, "none-jax", "checkpoint")
 checkpoint.rename(checkpoint.with_name("checkpoint.old"))
 te_train("--resume", "--name", "none-jax", "--out", folder)
@@ -178,10 +179,14 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
     written, output = trained_without_torch
     folder = tmp_path / "none-jax"
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    assert {path.name for path in folder.iterdir()} == {"loss.png", "metrics.jsonl", "checkpoint"}
+    output, _, files = output.partition("files: ")
+    assert files.splitlines()[0].split() == ["checkpoint", "loss.png", "metrics.jsonl"]
     for expected in ("in jax on cpu", "validation loss", "ratio", "tokens/s", "sample of the float32 model"):
         assert expected in output
     assert [record.step for record in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    # Beside torch, the folder selects the framework.
+    again = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
+    assert again.exit_code == 0, again.output
     command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
     other = te(*command, "--resume", "--hidden", "64")
     assert other.exit_code == 2
@@ -190,6 +195,13 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
     damaged = te(*command, "--resume")
     assert damaged.exit_code == 2
     assert "is not a checkpoint of te train: its 'config' is a NoneType" in damaged.output
+
+
+def test_the_option_selects_jax_beside_torch(text: str, tmp_path: Path):
+    command = ["train", "--framework", "jax", "--recipe", "none", "--out", str(tmp_path)]
+    result = te(*command, *OPTIONS, "--steps", "1", "--data", text)
+    assert result.exit_code == 0, result.output
+    assert f"in jax on {'cpu' if jax.default_backend() == 'cpu' else 'cuda'}" in result.output
 
 
 @pytest.mark.parametrize(

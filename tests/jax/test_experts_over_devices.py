@@ -33,7 +33,11 @@ def assert_one_device(case: dict, gradients: float = SUMS, states_of_gradients: 
 
 
 def test_experts_on_eight_devices_compute_what_those_on_one_do(found):
-    """Kernels are sharded over a third axis, `with mesh:` enters the mesh, and some devices have no tokens."""
+    """Kernels are sharded over a third axis, `with mesh:` enters the mesh, and each device has two tokens.
+
+    The slow test of every recipe has states with equal bits, and routing by gates. Codes and states of parts have
+    equal bits in the next test.
+    """
     # The experts' gradients have the routing probabilities as factors. These come from a product in float32, whose
     # sums may have another order where a device has fewer rows.
     assert_one_device(found["few tokens: delayed"], states_of_gradients=SUMS)

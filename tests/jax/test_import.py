@@ -189,9 +189,9 @@ def test_an_unknown_attribute_is_an_attribute_error():
 )
 def test_a_version_out_of_range_is_rejected_with_the_range(found, fits):
     jax = next(package for package in frameworks.JAX.packages if package.name == "jax")
-    found_reason = jax.unsupported_reason(found)
-    assert (found_reason is None) is fits
-    assert fits or found_reason == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
+    reason = jax.unsupported_reason(found)
+    assert (reason is None) is fits
+    assert fits or reason == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
 
 
 @pytest.mark.parametrize(

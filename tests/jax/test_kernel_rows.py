@@ -120,9 +120,8 @@ def test_a_second_derivative_of_a_kernel_is_rejected_with_a_working_remedy(name,
         match=r"a derivative of the kernel \w+(Forward|Backward): .*NVTE_JAX_CUSTOM_CALLS=false",
     ):
         second()
-    with pytest.raises(
-        TypeError, match="forward-mode"
-    ):  # JAX raises this before it calls a rule of this package
+    # JAX raises this before it calls a rule of this package.
+    with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(CASES["gelu"][0], (x_of(4, 1, 64),), (x_of(4, 1, 64),))
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     assert np.isfinite(second()).all()

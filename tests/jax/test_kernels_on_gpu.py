@@ -111,7 +111,7 @@ def test_codes_and_scales_have_the_bytes_of_the_torch_reference(name, dtype):
             continue  # differences of small elements are subnormal
         compare(f"{name} {kind}", SPECS[name], matrix(kind, shape, dtype, seed))
     if dtype == "bfloat16":
-        full = (128, 128) if INTERPRETED else (256, 128)
+        full = (128, 128) if INTERPRETED and "block" not in name else (256, 128)
         compare(name, SPECS[name], matrix("spread", full, dtype))
 
 

@@ -32,12 +32,11 @@ def test_the_sample_has_routing_and_permutation(few):
 
 
 def test_the_sample_has_block_recipes_whose_blocks_devices_share(few):
-    """Operands are given, not computed: their codes are those of one device, whatever the layout.
-
-    The slow test has NVFP4 too. Products of its shared blocks always run in test_partitioned_kernels.py.
-    """
+    """Operands are given, not computed: their codes are those of one device, whatever the layout."""
     found = {name: value for name, value in few.items() if " in " in name}
-    assert {name.split(",")[0] for name in found} == {f"dense in {one}" for one in ("mxfp8", "block")}
+    assert {name.split(",")[0] for name in found} == {
+        f"dense in {one}" for one in ("mxfp8", "nvfp4", "block")
+    }
     assert all(value < EQUAL_CODES_OVER_DEVICES for value in found.values()), found
 
 

@@ -244,7 +244,8 @@ def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, An
     return modules
 
 
-# Modules that every run compares. test_random_layers.py and test_transformer.py compare layers in every run.
+# Modules that every run compares. test_random_layers.py and test_transformer.py compare layers in every run, which
+# contain the other modules except _MoEBlock (test_moe.py).
 QUICK = (te_flax.DenseGeneral, te_flax.LayerNorm, te_flax.LayerNormMLP)
 CASES = [
     pytest.param(

@@ -199,6 +199,8 @@ def test_codes_are_not_quantized_again():
 )
 def test_operation_by_operation_gives_the_same_bits(name):
     compile_quickly(True)  # nothing to fuse in programs with one operation
-    with jax.disable_jit():
-        compare(SPECS[name], matrix("special", (32, 48), "float32"))
-    compile_quickly(False)
+    try:
+        with jax.disable_jit():
+            compare(SPECS[name], matrix("special", (32, 48), "float32"))
+    finally:
+        compile_quickly(False)

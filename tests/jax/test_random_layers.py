@@ -49,9 +49,9 @@ def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
         assert sum(bool(fields.get(name)) for fields in decoders) >= 5, name
 
 
-# Every run compares a decoder, which has the parts of an encoder; test_transformer.py compares encoders.
+# Every run compares a decoder with every kind of dropout; test_transformer.py compares encoders.
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(COUNT)]
+    "seed", [pytest.param(seed, marks=[] if seed == 3 else [pytest.mark.slow]) for seed in range(COUNT)]
 )
 def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     fields = drawn(seed)

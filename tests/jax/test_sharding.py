@@ -94,7 +94,7 @@ def test_a_checkpoint_of_one_device_restores_on_eight(facts):
 
 @pytest.mark.parametrize("layer", ["dense", "norm", "norm and dense"])
 def test_gradients_and_states_within_shard_map_are_those_of_one_device(facts, layer):
-    """`test_shard_map_s_default_adds_gradients_and_merges_states` (test_places.py) has an MLP."""
+    """`test_shard_map_s_default_adds_gradients_and_merges_states` (test_places.py) has an MLP over one axis."""
     assert facts["shard_map"][layer] < 1e-5
 
 
@@ -127,7 +127,11 @@ def test_attention_of_a_sequence_over_devices(compositions, name):
 
 @pytest.mark.slow
 def test_every_composition_on_eight_devices():
-    """Recipes of blocks always run in test_meshes.py, and whole layers over "fsdp" in test_partitioned_kernels.py."""
+    """Parts of these claims always run.
+
+    test_meshes.py has recipes of blocks, and test_partitioned_kernels.py both halves of a layer over "fsdp". This file
+    has an MLP over "fsdp" and a whole layer over "dp and tp with sequences".
+    """
     found = printed_by(PROGRAM.with_name("host_compositions.py"), "--all")
     numbers = [value for value in found.values() if isinstance(value, float)]
     assert len(numbers) == 7 + 22 + 2 and all(number < 5e-5 for number in numbers)

@@ -130,13 +130,13 @@ class Stack(nn.Module):
         if self.scanned:
             layers = nn.scan(
                 block,
-                length=2,
+                length=3,
                 variable_axes={"params": 0, "fp8_metas": 0},
                 split_rngs={"params": True},
                 metadata_params={nn.PARTITION_NAME: None},
             )
             return layers(name="layers")(x, None)[0]
-        for i in range(2):
+        for i in range(3):
             x, _ = block(name=f"layer{i}")(x, None)
         return x
 

@@ -198,8 +198,7 @@ def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, devi
     assert torch.equal(single.weight.dequantize(), stacked(separate, lambda p: p.dequantize())[0])
 
 
-# tests/module/test_grouped_linear.py always compiles parameters that are not quantized.
-@pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "current"])
+@pytest.mark.parametrize("name", ["none", "current"])
 def test_compiling_in_one_graph_keeps_the_bits(name, device):
     recipe = RECIPES[name]
     torch._dynamo.reset()

@@ -187,11 +187,12 @@ REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
     [
         "Linear",
         "GroupedLinear",
+        "LayerNormMLP",
         "DotProductAttention",
         pytest.param("TransformerLayer", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
     under = ATTENTION_TOO.get(recipe or "")
     layer = layer_of(kind)

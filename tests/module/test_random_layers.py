@@ -203,7 +203,7 @@ def check_graphed(case: Settings, device: torch.device, monkeypatch: pytest.Monk
     compare(expected, case.trained(layer, graphed, device))
 
 
-@settings(EACH, max_examples=1)
+@settings(EACH, max_examples=2)
 @given(case=random_settings())
 def test_compiled_layers_have_the_bits_of_eager_layers(case, device):
     with emulate():

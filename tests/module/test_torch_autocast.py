@@ -95,6 +95,7 @@ def test_checkpointed(name, recipe, use_reentrant, device):
     ("name", "recipe"),
     [
         ("layernorm_linear", "none"),
+        ("attention", "none"),
         *[
             pytest.param(name, recipe, marks=pytest.mark.slow)
             for name, recipe in (("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current"))

@@ -116,11 +116,11 @@ def test_every_backend_agrees_with_the_reference(backend, name, dtype, device):
     x = torch.randn(19, 160, device=device).to(dtype)
     dy = torch.randn(19, 80 if ACTIVATIONS[name].gated else 160, device=device).to(dtype)
     for backward in (False, True):
-        refusal = TABLE.named(backend).unsupported_reason(
+        reason = TABLE.named(backend).unsupported_reason(
             ActivationRequest(name, backward, x.shape, x.stride(), dtype, x.device)
         )
-        if refusal is not None:
-            pytest.skip(refusal)
+        if reason is not None:
+            pytest.skip(reason)
     results = []
     for choice in ("reference", backend):
         with use_backend(activation=choice):

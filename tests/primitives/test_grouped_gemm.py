@@ -61,8 +61,8 @@ def run_with(backend: str, function):
     try:
         with use_backend(grouped_gemm=backend):
             return function()
-    except Unsupported as refusal:
-        pytest.skip(str(refusal))
+    except Unsupported as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.sampled(pairs=True)

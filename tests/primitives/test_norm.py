@@ -160,9 +160,9 @@ def test_parameter_gradients_keep_the_weights_dtype(device):
 def test_every_backend_agrees_with_the_reference(name, dtype, device):
     x, weight, bias, dy = _inputs(37, 320, dtype, device, False)
     request = NormRequest("layernorm_forward", x.shape, x.stride(), dtype, dtype, x.device, False)
-    refusal = norm.TABLE.named(name).unsupported_reason(request)
-    if refusal is not None:
-        pytest.skip(refusal)
+    reason = norm.TABLE.named(name).unsupported_reason(request)
+    if reason is not None:
+        pytest.skip(reason)
     results = []
     for backend in ("reference", name):
         with use_backend(norm=backend):

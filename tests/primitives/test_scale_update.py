@@ -39,8 +39,8 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 1024])
 def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_idle, margin, length):
     request = ScaleUpdateRequest(device, length, 8)
-    if refusal := scale_update.TABLE.named(backend).unsupported_reason(request):
-        pytest.skip(refusal)
+    if reason := scale_update.TABLE.named(backend).unsupported_reason(request):
+        pytest.skip(reason)
     results = []
     for name in ("reference", backend):
         histories, scales = states([length] * 5, device)
@@ -56,8 +56,8 @@ def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_id
 
 @pytest.mark.parametrize("backend", scale_update.TABLE.names())
 def test_wide_states_are_stepped_in_blocks_of_columns(device, backend):
-    if refusal := scale_update.TABLE.named(backend).unsupported_reason(ScaleUpdateRequest(device, 1024, 192)):
-        pytest.skip(refusal)
+    if reason := scale_update.TABLE.named(backend).unsupported_reason(ScaleUpdateRequest(device, 1024, 192)):
+        pytest.skip(reason)
     results = []
     for name in ("reference", backend):
         histories, scales = states([1024] * 3, device, widest=192)

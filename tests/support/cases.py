@@ -41,7 +41,7 @@ def cover(
     Args:
         items: Cases of one test.
         count: Largest number of cases.
-        pairs: Hold each two values of two parameters that a case has.
+        pairs: Hold each pair of values of two parameters that occurs in a case.
     """
     values = {item: set(itertools.combinations(_values_of(item), 2 if pairs else 1)) for item in items}
     missing = set().union(*values.values())

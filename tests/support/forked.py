@@ -47,7 +47,8 @@ class Program:
         arguments: Command line of Python.
         folder: Working directory.
         environment: All environment variables; TRITON_INTERPRET chooses a server of torch.
-        framework: "torch" or "jax". Programs of JAX run on the CPU.
+        framework: "torch" or "jax". Programs of JAX run on the CPU. Variables that JAX reads when it is imported have
+            no effect, and neither does removing torch: the server has imported JAX and the package already.
     """
 
     def __init__(
