@@ -113,8 +113,11 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
                 np.testing.assert_array_equal(np.asarray(metas[f"{name}_amax_history"]), history[:, place])
 
 
+LAYERS = 3
+
+
 class Stack(nn.Module):
-    """Two dense layers: written out or scanned, with or without recomputation."""
+    """Dense layers: written out or scanned, with or without recomputation."""
 
     scanned: bool
     remat: bool
@@ -130,13 +133,13 @@ class Stack(nn.Module):
         if self.scanned:
             layers = nn.scan(
                 block,
-                length=3,
+                length=LAYERS,
                 variable_axes={"params": 0, "fp8_metas": 0},
                 split_rngs={"params": True},
                 metadata_params={nn.PARTITION_NAME: None},
             )
             return layers(name="layers")(x, None)[0]
-        for i in range(3):
+        for i in range(LAYERS):
             x, _ = block(name=f"layer{i}")(x, None)
         return x
 
@@ -164,7 +167,7 @@ def _train(scanned: bool, remat: bool, params, state, x) -> tuple[list[float], d
 
 
 def _stacked(layers: dict) -> dict:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(2)))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(LAYERS)))
 
 
 def check_same_state(*forms: tuple[bool, bool]) -> None:
