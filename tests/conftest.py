@@ -44,9 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests call it more than ten thousand times. torch.compile flushes the caches of the processor to measure the latency
     of the guards of each graph for its log: 80 milliseconds, a twelfth of the compilation of a layer.
     """
-    if (
-        getattr(config.option, "dist", "no") == "no"
-    ):  # a process that collects, unlike the controller of pytest-xdist
+    if config.getoption("dist", "no") == "no":  # otherwise the workers of pytest-xdist collect
         gc.disable()
     torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
     for module in (torch.cuda, torch.xpu, torch.mtia):

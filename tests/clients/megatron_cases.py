@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clients import forked_examples, megatron_dynamic
-from tests.support.programs import ROOT
+from tests.support import pages
 
 VOCABULARY, LENGTH, BATCH = 96, 32, 2
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
@@ -355,8 +355,7 @@ def example_of_the_page() -> str:
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
-    page = (ROOT / "docs" / "megatron.md").read_text()
-    (example,) = re.findall(r"```python-clients\n(.*?)```", page, re.DOTALL)
+    (example,) = pages.examples("megatron.md", "python-clients")
     with tempfile.TemporaryDirectory() as folder:
         return forked_examples.errors_of(folder, [("docs/megatron.md", example, None)])
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.clients import processes
-from tests.support.programs import ROOT
+from tests.support import pages
 
 CASES = str(Path(__file__).parent / "fsdp_gpu_cases.py")
 RECIPES = ["delayed", "current", "block"]
@@ -70,6 +69,5 @@ def test_this_engine_s_optimizer_takes_decoupled_gradients(ranks):
 
 
 def test_the_example_of_the_page_runs(tmp_path):
-    page = (ROOT / "docs" / "megatron.md").read_text()
-    (example,) = re.findall(r"```python-clients-gpu\n(.*?)```", page, re.DOTALL)
+    (example,) = pages.examples("megatron.md", "python-clients-gpu")
     processes.output(["-c", example], tmp_path)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 
 import pytest
 import torch
 
 from tests.clients.processes import errors_of_examples, skip_unless_installed
 from tests.clients.small_cases import CASES
-from tests.support.programs import ROOT
+from tests.support.pages import examples
 
 PAGES = {
     "accelerate": ("accelerate", "transformers"),
@@ -28,10 +27,8 @@ NEEDED = {
     "thunder": ("thunder", "looseversion", "optree"),
     "physicsnemo": ("physicsnemo", "warp", "pyvers"),
 }
-EXAMPLES = re.findall(
-    r"```python-clients\n(.*?)```", (ROOT / "docs" / "other_clients.md").read_text(), re.DOTALL
-)
-EXAMPLE_OF = dict(zip(NEEDED, EXAMPLES, strict=True))  # the page has the clients in this order
+# The page has the clients in this order.
+EXAMPLE_OF = dict(zip(NEEDED, examples("other_clients.md", "python-clients"), strict=True))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 Example = tuple[str, str, str | None]  # title, source and default device
@@ -39,8 +36,7 @@ Example = tuple[str, str, str | None]  # title, source and default device
 
 def examples_of_page(page: str) -> list[Example]:
     """Return the examples of a page, which continue each other."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    return [(f"docs/{page}.md", "\n".join(re.findall(r"```python-clients\n(.*?)```", text, re.DOTALL)), None)]
+    return [(f"docs/{page}.md", "\n".join(examples(f"{page}.md", "python-clients")), None)]
 
 
 def examples_of_client(client: str, device: str) -> list[Example]:
@@ -52,7 +48,7 @@ def examples_of_client(client: str, device: str) -> list[Example]:
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     """Return the errors of the examples of all selected tests, which one program runs."""
-    examples: dict[str, list[Example]] = {}
+    programs: dict[str, list[Example]] = {}
     for item in request.session.items:
         if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             page, client, device = map(item.callspec.params.get, ("page", "client", "device"))
@@ -60,10 +56,10 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
             if not all(map(importlib.util.find_spec, needed)):
                 continue
             if page is not None:
-                examples[page] = examples_of_page(page)
+                programs[page] = examples_of_page(page)
             elif device == "cpu" or torch.cuda.is_available():
-                examples[f"{client}-{device}"] = examples_of_client(client, device)
-    return errors_of_examples(examples)
+                programs[f"{client}-{device}"] = examples_of_client(client, device)
+    return errors_of_examples(programs)
 
 
 @pytest.mark.clients

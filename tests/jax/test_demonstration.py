@@ -184,7 +184,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
     for expected in ("in jax on cpu", "validation loss", "ratio", "tokens/s", "sample of the float32 model"):
         assert expected in output
     assert [record.step for record in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
-    # Beside torch, the folder selects the framework.
+    # With torch installed, the folder selects the framework.
     again = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
     assert again.exit_code == 0, again.output
     command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
@@ -197,7 +197,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
     assert "is not a checkpoint of te train: its 'config' is a NoneType" in damaged.output
 
 
-def test_the_option_selects_jax_beside_torch(text: str, tmp_path: Path):
+def test_the_option_selects_jax_where_torch_is_installed(text: str, tmp_path: Path):
     command = ["train", "--framework", "jax", "--recipe", "none", "--out", str(tmp_path)]
     result = te(*command, *OPTIONS, "--steps", "1", "--data", text)
     assert result.exit_code == 0, result.output

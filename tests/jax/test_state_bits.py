@@ -113,7 +113,7 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
                 np.testing.assert_array_equal(np.asarray(metas[f"{name}_amax_history"]), history[:, place])
 
 
-LAYERS = 3
+LAYERS = 4
 
 
 class Stack(nn.Module):

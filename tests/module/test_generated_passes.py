@@ -110,7 +110,7 @@ def test_a_compiled_pass_has_the_bits_of_its_steps(name, kind, microbatches, unw
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
     assert generated(written) and not generated(plain), reasons(written)
-    # torch adds up the gradients of norm(x); compiled passes launch none of its kernels.
+    # torch adds up the gradients of norm(x); compiled passes do not launch its kernels.
     added = {"torch computes with a tensor of the pass (__add__)"}
     assert reasons(written) == (added if name == "norm_returned" else set())
 

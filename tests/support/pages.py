@@ -8,9 +8,9 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def examples(page: str) -> list[str]:
-    """The blocks between ```python and ```."""
-    parts = (DOCS / page).read_text().split("```python\n")[1:]
+def examples(page: str, language: str = "python") -> list[str]:
+    """Return the code blocks of a page in a language, such as "python-clients" for examples that need a client."""
+    parts = (DOCS / page).read_text().split(f"```{language}\n")[1:]
     return [part.split("```")[0] for part in parts]
 
 

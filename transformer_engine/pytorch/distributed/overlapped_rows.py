@@ -7,7 +7,7 @@ Every rank has two buffers that the other ranks can read and write. Consecutive 
 | 1 | copy this rank's rows to its buffer | multiply the rows of each other rank, into that rank's buffer |
 | 2 | barrier | multiply this rank's rows |
 | 3 | on a second stream, copy the rows of other ranks | barrier |
-| 4 | beside the copies, multiply this rank's rows and then each other rank's | add the rows in this rank's buffer |
+| 4 | during the copies, multiply this rank's rows and then each other rank's | add the rows in this rank's buffer |
 
 Gathers use copy engines, and products store their results directly in the memory of peers, whereas the kernels of a
 process group occupy multiprocessors. `wait` runs the barrier of a reduce-scatter, so that a rank that is ahead does
