@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.attention.triton_cases import PLAIN, Case, build, literal, pairs, philox_kept
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -274,7 +275,7 @@ def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device)
 
 def request_of(**changes):
     request, _ = build(Case("rejections"), torch.device("cpu"), 1)
-    return dataclasses.replace(request, **{"device_type": "cuda", "capability": (9, 0), **changes})
+    return dataclasses.replace(request, **{"device_type": "cuda", "hardware": nvidia(9, 0), **changes})
 
 
 def test_rejections_name_the_value_and_the_limit():
@@ -285,7 +286,7 @@ def test_rejections_name_the_value_and_the_limit():
     )
     for changes, words in (
         ({"device_type": "cpu"}, "on cpu"),
-        ({"capability": (7, 5)}, "7.5 < 8.0"),
+        ({"hardware": nvidia(7, 5)}, "7.5 has no triton kernels"),
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim_qk": 264}, "264 > 256 with"),
         ({"head_dim_qk": 640, "needs_gradient": False}, "640 > 576 without"),

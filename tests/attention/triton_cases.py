@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine.common.hardware import NO_GPU
 from transformer_engine.pytorch.primitives.attention import layout, mask, reference
 from transformer_engine.pytorch.primitives.attention.call import (
     AttentionCall,
@@ -17,6 +18,7 @@ from transformer_engine.pytorch.primitives.attention.call import (
 )
 from transformer_engine.pytorch.primitives.attention.packed import lengths_of_mask
 from transformer_engine.pytorch.primitives.attention.visible import visible as visible_of
+from transformer_engine.pytorch.runtime.device import current_hardware
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
         padded_between=case.gaps,
         max_logit=case.max_logit,
         needs_gradient=case.gradient,
-        capability=torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0),
+        hardware=current_hardware() if device.type == "cuda" else NO_GPU,
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_gradient=bias is not None,
         slopes_shape=None if slopes is None else tuple(slopes.shape),

@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import E4M3, E5M2
-from ...platform import compute_capability, processors
+from ...platform import hardware, processors
 from ..kernels import Kernel, call
 from ..launching import run, unsupported_on
 from ..partitioning import ShardingRule
@@ -28,8 +28,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.scaled:
         if request.dtype not in _ELEMENTS:
             return f"codes in {request.dtype}; it takes FP8"
-        if compute_capability() < 89:
-            return f"compute capability {compute_capability() / 10} < 8.9 has no FP8 tensor cores"
+        if (reason := hardware().lacks("fp8 products")) is not None:
+            return reason
         if not request.contracts_rows and not request.features_first:
             return "codes of kernels [G, K, N]; tensor cores take FP8 with the contracted axis last"
     elif request.dtype not in _HALVES:

@@ -48,8 +48,8 @@ def _unsupported_plain(request: GemmRequest) -> str | None:
         return f"the operands' dtypes differ ({request.a_element} and {request.b_element})"
     if request.a_element not in _WIDE:
         return f"it multiplies float32, bfloat16 and float16, the operands are {request.a_element}"
-    if request.capability < (8, 0):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.0"
+    if (reason := request.hardware.lacks("bf16 products")) is not None:
+        return reason
     if request.a_layout.stride == 0 or request.b_layout.stride == 0:
         return "neither axis of an operand is contiguous"
     if request.dtype not in (request.a_element, torch.float32):
@@ -71,8 +71,9 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
         return "cuBLASLt does not multiply two E5M2 operands"
     if formats[0] == formats[1] == BLOCK_2D:
         return "cuBLASLt does not multiply two operands of 128x128 blocks"
-    if request.capability < (8, 9) or (formats[0] != FLOAT8 and request.capability[0] != 9):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} has no such FP8 products"
+    products = "fp8 products" if formats[0] == FLOAT8 else "fp8 block products"
+    if (reason := request.hardware.lacks(products)) is not None:
+        return reason
     if request.dtype not in _WIDE:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
     a_format, b_format = formats

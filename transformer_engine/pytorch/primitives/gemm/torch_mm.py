@@ -81,9 +81,7 @@ def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
         return (
             f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale per tensor"  # pyright: ignore
         )
-    if request.capability < (8, 9):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.9 has no FP8 tensor cores"
-    return None
+    return request.hardware.lacks("fp8 products")
 
 
 def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -114,10 +112,8 @@ def _unsupported_block_scales(request: GemmRequest) -> str | None:
         return "cuBLASLt does not multiply two operands of 128x128 blocks"
     if torch.float8_e5m2 in (request.a_element, request.b_element):
         return "torch.nn.functional.scaled_mm does not support E5M2 operands in a product of blocks"
-    if request.capability[0] != 9:
-        return (
-            f"compute capability {request.capability[0]}.{request.capability[1]}; cuBLASLt has it on 9.0 only"
-        )
+    if (reason := request.hardware.lacks("fp8 block products")) is not None:
+        return reason
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
     return None
