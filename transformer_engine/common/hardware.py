@@ -68,6 +68,7 @@ class Hardware:
         shared_memory: Bytes of shared memory that one program may use.
         threads: Threads of a multiprocessor.
         tensor_memory: Columns of tensor memory of 128 x 32 bits; 0 without tensor memory.
+        scaled_dot: First version of Triton whose tl.dot_scaled becomes the native instruction.
         backward_head: Largest head size of cuDNN's attention gradient.
         likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
     """
@@ -80,6 +81,7 @@ class Hardware:
     threads: int = 1024
     tensor_memory: int = 0
     backward_head: int = 0
+    scaled_dot: tuple[int, int] = (3, 6)
     likeness: str = ""
 
     def has(self, capability: Capability) -> bool:
@@ -155,9 +157,11 @@ def _nvidia(
     threads: int,
     tensor_memory: int = 0,
     backward_head: int = 256,
+    scaled_dot: tuple[int, int] = (3, 6),
 ) -> Hardware:
     names = tuple(sorted(capabilities))
-    return Hardware("nvidia", architecture, gpus, names, shared_memory, threads, tensor_memory, backward_head)
+    sizes = shared_memory, threads, tensor_memory, backward_head
+    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot)
 
 
 ROWS: tuple[Hardware, ...] = (
@@ -184,7 +188,7 @@ ROWS: tuple[Hardware, ...] = (
         _SMALL,
         1536,
     ),
-    _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536),
+    _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, scaled_dot=(3, 8)),
     # gfx942 has other FP8 codes (fnuz) than every recipe, and no kernel of this package was run on either.
     Hardware("amd", "gfx942", ("MI300X", "MI300A", "MI325X"), tuple(_ANY), 64 << 10, 2048),
     Hardware("amd", "gfx950", ("MI350X", "MI355X"), tuple(_ANY), 160 << 10, 2048),

@@ -10,6 +10,9 @@ import functools
 import importlib
 import importlib.util
 import sys
+from importlib import metadata
+
+from packaging.version import Version
 
 # Raised by the import of a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
@@ -47,6 +50,23 @@ def failed_import(module: str, error: BaseException) -> str:
     """Return the error message of a failed import of a module."""
     said = " ".join(str(error).split())
     return f"importing {module} failed: {type(error).__name__}: {said}; repair the package or uninstall it"
+
+
+def release(distribution: str) -> tuple[int, int]:
+    """Return (major, minor) of an installed distribution; (0, 0) without metadata, as of a development build."""
+    return _release(distribution)
+
+
+release._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.cache
+def _release(distribution: str) -> tuple[int, int]:
+    try:
+        major, minor = (*Version(metadata.version(distribution)).release, 0)[:2]
+    except metadata.PackageNotFoundError:
+        return 0, 0
+    return major, minor
 
 
 def install_command(extra: str) -> str:
