@@ -57,3 +57,14 @@ def run_backward_on_calling_thread() -> None:
     if (distributed or torch.cuda.device_count() == 1) and not _thread.switched:
         _thread.switched = True
         torch.autograd.set_multithreading_enabled(False)
+
+
+def in_first_run() -> bool:
+    """Return whether an autograd function is computing its forward pass, as the first run of a reentrant checkpoint.
+
+    torch disables gradients and forward-mode gradients there, for the checkpoints of every library; `torch.no_grad()`
+    leaves the second mode enabled, and inference mode admits no backward pass.
+    """
+    return not (
+        torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+    )
