@@ -224,6 +224,7 @@ class LayerNormLinear(ProductsModule):
         config, is_first_microbatch = self._config, options[0]
         spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
         if is_first_microbatch is not None:
+            self.begin_microbatch(is_first_microbatch)
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = changed(spec, linear=linear, beside=linear.beside)
         dtype = spec.linear.dtype

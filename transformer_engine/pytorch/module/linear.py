@@ -202,6 +202,7 @@ class Linear(ProductsModule):
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
+            self.begin_microbatch(is_first_microbatch)
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is None:
             y = product(inp, weight, None, spec)
