@@ -17,6 +17,7 @@ from ..distributed_weight import ShardGroup, is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 from ..runtime.capture import is_capturing
+from ..runtime.device_tables import keep_if_captured
 
 _OUTSIDE = -1  # autograd's number outside of backward passes
 
@@ -347,7 +348,7 @@ def dummy_gradient(
     """Return a shared tensor per shape, dtype and device, whose values are never read (zeros if requested)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
-    dummy = _dummy_wgrads[shape, dtype, device]
+    dummy = keep_if_captured(_dummy_wgrads[shape, dtype, device], device)
     if zero:
         dummy.zero_()
     return dummy.detach()

@@ -65,6 +65,12 @@ def in_first_run() -> bool:
     torch disables gradients and forward-mode gradients there, for the checkpoints of every library; `torch.no_grad()`
     leaves the second mode enabled, and inference mode admits no backward pass.
     """
-    return not (
-        torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-    )
+    return not torch.is_grad_enabled() and gradients_expected(training=False)
+
+
+def gradients_expected(training: bool) -> bool:
+    """Return whether a call without recorded gradients may have a second run with them, whose results must be equal.
+
+    True for modules in training mode and for the first run of a reentrant checkpoint, outside of inference mode.
+    """
+    return (training or not torch._C._is_fwd_grad_enabled()) and not torch.is_inference_mode_enabled()

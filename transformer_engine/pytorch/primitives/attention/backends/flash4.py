@@ -62,7 +62,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         and call.head_dim_qk > 128
     ):
         return f"heads of size ({call.head_dim_qk}, {call.head_dim_v}) > 128 on compute capability 10.x"
-    if call.deterministic and call.needs_gradient and 64 < call.head_dim_qk <= 96:
+    if call.demands_determinism and 64 < call.head_dim_qk <= 96:
         return f"a deterministic gradient with heads of size {call.head_dim_qk} in 65..96"
     if call.needs_gradient and call.head_dim_qk != call.head_dim_v and call.groups != call.heads:
         return f"a gradient of grouped heads of two sizes, {call.head_dim_qk} and {call.head_dim_v}"
