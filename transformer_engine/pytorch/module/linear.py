@@ -46,9 +46,9 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     (quantizers,) = quantizable(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
-        call.gradients and call.input.requires_grad,
-        call.gradients and weight.requires_grad,
-        call.gradients and adds_bias and bias is not None and bias.requires_grad,
+        call.records and call.input.requires_grad,
+        call.records and weight.requires_grad,
+        call.records and adds_bias and bias is not None and bias.requires_grad,
     )
     update = scale_update(call, any(needs))
     spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)

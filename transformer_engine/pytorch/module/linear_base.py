@@ -27,7 +27,7 @@ from ..functions.weight_gradient import begin_first_microbatch
 from ..quantization import QuantizerRole, delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
-from ..runtime.autograd import in_first_run
+from ..runtime.autograd import gradients_expected, in_first_run
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from ..runtime.tracing import export_mode
@@ -258,7 +258,7 @@ class ProductsModule(TransformerEngineBaseModule):
             return self._traced_spec(inp, tensors, options)
         thread = eager_thread_state()
         state, numerics, config = thread.state, self.numerics, self._config
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() or (None if gradients_expected(self.training) else False)
         before = numerics.state_without_gradients
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
@@ -311,7 +311,8 @@ class ProductsModule(TransformerEngineBaseModule):
             self._config,
             active,
             options,
-            torch.is_grad_enabled(),
+            torch.is_grad_enabled()
+            or (None if not compiling and gradients_expected(self.training) else False),
             autocast_dtype(inp.device.type),
             0 if compiling else env.generation(),
             self.wgrad_store,
