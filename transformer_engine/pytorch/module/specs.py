@@ -248,8 +248,7 @@ def quantizable(
     return active.products if _pays(call, rows, shapes) else active.unquantized_products
 
 
-# Configurations of the layers that have warned: one warning per layer, until its settings change. Without this set,
-# sizes that vary from call to call would repeat the warning.
+# Configurations of the layers that have warned, so that sizes that vary do not repeat the warning.
 _warned_configs: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
