@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -151,6 +151,14 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         indices = _unwritten.setdefault(parameter, {})
         indices[len(indices)] = _OUTSIDE
+
+
+def restart_sums(parameters: Iterable[Any]) -> None:
+    """Clear the main_grad that the next gradient of a parameter would overwrite, for gradients that only add."""
+    if len(_unwritten):
+        for parameter in parameters:
+            if _unwritten.pop(parameter, None) is not None:
+                main_grad_of(parameter).zero_()
 
 
 class Inspector(Protocol):
