@@ -169,8 +169,9 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None quantizes the
-                weight for this call only.
+            is_first_microbatch: True quantizes the weight into its cache, whose memory stays the same from step to
+                step, False reads the cache, None quantizes the weight for this call only. With
+                fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 
