@@ -149,7 +149,7 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         _unwritten.pop(parameter, None)
     for parameter in parameters:
-        indices = _unwritten.setdefault(parameter, {})
+        indices: dict[int, int] = _unwritten.setdefault(parameter, {})  # pyright: ignore[reportAssignmentType]
         indices[len(indices)] = _OUTSIDE
 
 
