@@ -254,10 +254,7 @@ def _stacked_weight_gradients(
         return stack if call.spec.stacked_weight else list(stack.unbind(0))
     gradients = [group.weight_gradient for group in call.groups]
     results = [main_grad_of(gradient.parameter) for gradient in gradients]
-    overwritten = [
-        gradient.overwrite or getattr(gradient.parameter, "overwrite_main_grad", False)
-        for gradient in gradients
-    ]
+    overwritten = [gradient.begins_accumulation() for gradient in gradients]
     overwrite = all(overwritten)
     if not overwrite:
         for result, starts_anew in zip(results, overwritten, strict=True):

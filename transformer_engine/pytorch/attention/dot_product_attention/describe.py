@@ -71,7 +71,7 @@ def describe_call(
     """Return the AttentionCall of the arguments of an attention, and its sequences.
 
     Args:
-        gradient: A gradient of an input is needed.
+        gradient: A gradient of an input is needed, or may be needed in a second run of the call.
         deterministic: torch.use_deterministic_algorithms is on.
 
     The other arguments are those of `describe_sequences`; so are the errors.
