@@ -195,6 +195,7 @@ DECODING = (
     dataclasses.replace(
         STEP, name="a window", window=(17, 0), size_q=2, lengths_q=(2, 1), softmax="off-by-one"
     ),
+    dataclasses.replace(STEP, name="a window of 2^31 - 1", window=(2**31 - 1, 0), size_q=2, lengths_q=(2, 1)),
     dataclasses.replace(STEP, name="alibi", bias="alibi", size_q=2, lengths_q=(2, 2), head=(48, 24)),
     dataclasses.replace(STEP, name="no lengths", mask="no_mask", form="sbhd", groups=2, dtype=torch.float16),
 )
