@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.attention.triton_cases import PLAIN, Case, build, literal, pairs, philox_kept
+from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -181,6 +182,20 @@ def test_two_runs_give_the_same_bits(device):
         grad_output = torch.ones_like(attended.output)
         runs.append((attended.output, *triton.backward(request, inputs, attended, grad_output)[:4]))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@runs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_nan_and_infinities_reach_logits_and_denominators_as_in_the_reference(name, value, device):
+    case = Case("special", mask="padding", mask_tensors=True, softmax="learnable", max_logit=True)
+    call, inputs = build(case, device, 1)
+    getattr(inputs, name)[0, 7, 0, 1] = value
+    ours, theirs = triton.forward(call, inputs), reference.forward(call, inputs)
+    close = {"rtol": 1e-3, "atol": 1e-3, "equal_nan": True}
+    torch.testing.assert_close(ours.max_logit, theirs.max_logit, **close)
+    torch.testing.assert_close(ours.lse, theirs.lse, **close)
+    assert torch.equal(ours.output.isnan(), theirs.output.isnan())
 
 
 STEP = Case("a step", mask="padding_causal_bottom_right", size_q=1, lengths_q=(1, 1), heads=4, gradient=False)
