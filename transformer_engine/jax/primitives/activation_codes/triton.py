@@ -22,6 +22,7 @@ from ....common.kernels.program import Program
 from ...platform import processors
 from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
+from ....common.kernels.launch import LARGEST_EXTENT
 from ..launching import perform, run
 from ..partitioning import Extent, ShardingRule, extent
 from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype
@@ -30,7 +31,6 @@ from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
 from .separate import ActivationCodesRequest, CodedActivation
 
-_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _BLOCK = 128
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
@@ -42,8 +42,8 @@ def unsupported_reason(request: ActivationCodesRequest) -> str | None:
         return reason
     spec, backward = request.cast.spec, request.activation.operation == "backward"
     columns = request.width * len(request.activation.names)
-    if columns >= _LIMIT:
-        return f"{columns} columns reach {_LIMIT}"
+    if columns >= LARGEST_EXTENT:
+        return f"{columns} columns reach {LARGEST_EXTENT}"
     if not backward or not spec.format.block:
         return None
     if len(request.activation.names) == 2 and request.width % _BLOCK:
