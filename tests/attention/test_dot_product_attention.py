@@ -118,7 +118,9 @@ def test_sliding_windows_equal_the_loop(mask, window, backend, device):
     assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
 
 
-@pytest.mark.parametrize("window", [(sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)], ids=str)
+@pytest.mark.parametrize(
+    "window", [(sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)], ids=str
+)
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal_bottom_right"])
 def test_windows_near_the_limits_of_integers_equal_the_loop(mask, window, backend, device):
     if mask == "no_mask" and min(window) < 0:

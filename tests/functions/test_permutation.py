@@ -195,7 +195,6 @@ class TestByIndex:
         with pytest.warns(UserWarning, match="routing_map is torch.int64; by index it is int32"):
             moe_permute(torch.ones(T, H, device=device), experts, map_type="index")
 
-
     @pytest.mark.parametrize("given", [-1, 7, 9, 12])
     def test_routes_to_expert_minus_one_are_dropped(self, given, device):
         experts = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2], [-1, 3]], dtype=torch.int32)

@@ -95,7 +95,17 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 FEW = ("causal", "lengths-causal-sink", "packed-window-sink", "bias")
 # Cases that cuDNN supports, too.
-LIBRARY = ("whole", "causal", "window", "widest-window", "lengths", "packed", "packed-causal", "packed-offsets", "bias")
+LIBRARY = (
+    "whole",
+    "causal",
+    "window",
+    "widest-window",
+    "lengths",
+    "packed",
+    "packed-causal",
+    "packed-offsets",
+    "bias",
+)
 
 
 class Attention:

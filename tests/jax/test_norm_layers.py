@@ -178,7 +178,9 @@ def test_activations_and_their_gradients(name, gated):
 def test_the_clamped_activation_has_derivative_one_at_its_bounds():
     names = ("clamped_silu", "clamped_linear")
     at, below, beyond = (
-        jax.grad(lambda x: activation(x, names).sum())(jnp.asarray([[[gate], [linear]]], jnp.float32))[0, :, 0]
+        jax.grad(lambda x: activation(x, names).sum())(jnp.asarray([[[gate], [linear]]], jnp.float32))[
+            0, :, 0
+        ]
         for gate, linear in ((7.0, -7.0), (6.99999, -6.99999), (7.00001, -7.00001))
     )
     np.testing.assert_allclose(at, below, rtol=1e-4)

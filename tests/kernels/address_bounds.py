@@ -138,9 +138,11 @@ class _Reader:
         found = _combined(operation, parts)
         wraps = next((part.wraps for part in parts if part.wraps), "")
         narrow = bool(re.search(r"(?:[ x])i32>?$", body))
-        if narrow and operation in _ARITHMETIC and not (-(1 << 31) <= found.low and found.high < 1 << 31):
+        if narrow and operation in _ARITHMETIC and not (found.low >= -(1 << 31) and found.high < 1 << 31):
             known = all(part != UNKNOWN for part in parts)
-            wraps = wraps or (f"{line} {[part[:2] for part in parts]}" if known or operation == "arith.muli" else "")
+            wraps = wraps or (
+                f"{line} {[part[:2] for part in parts]}" if known or operation == "arith.muli" else ""
+            )
         return found._replace(wraps=wraps)
 
 

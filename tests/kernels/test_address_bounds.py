@@ -26,7 +26,9 @@ def overflows(shape: tuple[int, int]) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["wide", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tall", "large"))])
+@pytest.mark.parametrize(
+    "name", ["wide", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tall", "large"))]
+)
 def test_no_launch_overflows_an_offset_up_to_its_limit(name):
     assert overflows(SHAPES[name]) == {}
 

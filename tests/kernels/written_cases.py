@@ -164,7 +164,11 @@ def others() -> Iterator[Case]:
         shape = (1, 2, 64, keys)
         yield f"softmax {keys}", softmax.forward(shape, (0, 0, keys, 1), "bfloat16", 0.1, 0), (HALF, BYTES)
         yield f"softmax backward {keys}", softmax.backward(shape, "bfloat16", 0.1, None), (HALF, HALF)
-    yield "dropout", dropout.forward(math.prod(SHAPE), SHAPE[1], "bfloat16", 6554, 1.1), (HALF, HALF, HALF, ADDRESS)
+    yield (
+        "dropout",
+        dropout.forward(math.prod(SHAPE), SHAPE[1], "bfloat16", 6554, 1.1),
+        (HALF, HALF, HALF, ADDRESS),
+    )
     added = dropout.forward(math.prod(SHAPE), SHAPE[1], "bfloat16", 0, 1.0, drops=False)
     yield "bias and residual", added, (HALF, HALF, HALF, None)
     yield "dropout backward", dropout.backward(math.prod(SHAPE), "bfloat16", 1.1), (HALF, BYTES)

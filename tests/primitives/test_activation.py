@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from tests.support.tolerances import CURVED, DTYPES
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives.activation import (
-    reference,
     ACTIVATIONS,
     TABLE,
     ActivationParams,
     ActivationRequest,
     activation_backward,
     activation_forward,
+    reference,
 )
 
 NAMES = pytest.mark.parametrize("name", list(ACTIVATIONS))

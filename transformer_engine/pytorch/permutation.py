@@ -58,7 +58,7 @@ def moe_permute(
             expert, then by token and column.
         num_out_tokens: Rows of the result. With "mask" at least the number of routes, further rows are zero; -1
             counts the routes, which synchronizes with the device. With "index" at most T k, later rows are dropped;
-            -1 or 0 drops none. Rows without a route are zero. Without tokens the result has no rows, whatever the value.
+            -1 or 0 drops none. Rows without a route are zero. Without tokens the result has no rows.
         max_token_num: Accepted and ignored: no memory is kept between calls.
         map_type: "mask" or "index".
 

@@ -18,11 +18,11 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
+from ....common.kernels.launch import LARGEST_EXTENT
 from ....common.kernels.program import Program
 from ...platform import processors
 from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
-from ....common.kernels.launch import LARGEST_EXTENT
 from ..launching import perform, run
 from ..partitioning import Extent, ShardingRule, extent
 from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype

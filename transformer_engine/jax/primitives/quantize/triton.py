@@ -14,8 +14,8 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
-from ...platform import compute_capability
 from ....common.kernels.launch import LARGEST_EXTENT
+from ...platform import compute_capability
 from ..launching import unsupported_on
 from .elements import value_for_inf
 from .formats import FORMATS

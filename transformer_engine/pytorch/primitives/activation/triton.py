@@ -35,7 +35,11 @@ def bind(request: ActivationRequest) -> Callable[..., Any]:
 
 def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
     """Return whether the kernel writes the codes; blocks of a gate's gradient must end where the other half begins."""
-    if not cast.inside or len(request.shape) != 2 or max(request.shape[1], request.strides[0]) >= LARGEST_EXTENT:
+    if (
+        not cast.inside
+        or len(request.shape) != 2
+        or max(request.shape[1], request.strides[0]) >= LARGEST_EXTENT
+    ):
         return False
     if not request.backward:
         return True
