@@ -1,7 +1,7 @@
 """32-bit sums and products of a launch that can exceed 2^31 - 1 and reach an address, by interval arithmetic.
 
-The intervals come from the launch itself: its grid, its scalars and the bounds of its loops. Loaded numbers are positions
-of rows, pages or tokens, or numbers of tiles, for which the caller gives an upper bound.
+The intervals come from the launch itself: its grid, its scalars and the bounds of its loops. Loaded numbers are
+positions of rows, pages or tokens, or numbers of tiles, for which the caller gives an upper bound.
 """
 
 from __future__ import annotations
