@@ -18,12 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from transformer_engine.common.formats import E4M3
-from transformer_engine.common.kernels import block_cast, cast, mxfp8, nvfp4
+from transformer_engine.common.hardware import nvidia
+from transformer_engine.common.kernels import block_cast, cast, conversion, mxfp8, nvfp4
 from transformer_engine.common.kernels.launch import Launch, compile_options
 
 SHAPE = (512, 1024)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": 3.3895313892515355e38}
 VALUES, SCALAR, BYTES, CODES = "*bf16", "*fp32", "*u8", "*fp8e4nv"
+_DTYPES: dict[str | None, str] = {CODES: "float8_e4m3fn", "*fp8e5": "float8_e5m2"}
 
 
 def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
@@ -62,7 +64,11 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
 def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
     """(PTX, bytes of shared memory) of a launch's kernel."""
     names = launch.kernel.arg_names
-    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    dtypes = [_DTYPES.get(kind) for kind in pointers.values()]
+    arguments, as_bytes = conversion.resolve(names, launch.constants, nvidia(*divmod(capability, 10)), dtypes)
+    if as_bytes:
+        pointers = {name: BYTES if kind in _DTYPES else kind for name, kind in pointers.items()}
+    constants = dict(zip(names[len(names) - len(arguments) :], arguments, strict=True))
     constants |= {name: None for name, kind in pointers.items() if kind is None}
     kinds = dict.fromkeys(names, "i32") | {name: kind for name, kind in pointers.items() if kind is not None}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}

@@ -29,6 +29,7 @@ Capability = Literal[
     "hopper instructions",  # wgmma, for kernels in Gluon
     "tensor memory",  # tcgen05: products of at least 128 rows; accumulators and scales in tensor memory
     # Casts.
+    "cast kernels",  # kernels that round to FP8 and FP4 codes, by an instruction or by integer arithmetic
     "fp8 casts",  # float32 to FP8 in one instruction, which rounds once
     "triton fp8 casts",  # the same, as Triton's own conversion
     "fp4 casts",
@@ -112,7 +113,7 @@ class Hardware:
 
 
 _ANY = frozenset({"triton kernels", "bf16 products"})
-_AMPERE = _ANY | {"bf16 recipe", "cudnn attention", "torch flash attention"}
+_AMPERE = _ANY | {"cast kernels", "bf16 recipe", "cudnn attention", "torch flash attention"}
 _ADA = _AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}
 _AFTER_ADA = _ADA | {
     "triton fp8 casts",

@@ -11,6 +11,7 @@ from torch import Tensor
 from ....common.dispatch import Backend, undisturbed
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime import launching
+from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
@@ -79,7 +80,7 @@ def _with_codes(
             spec.element,
             spec.rowwise,
             spec.columnwise,
-            follows=request.device.type == "cuda",
+            follows=request.device.type == "cuda" and current_hardware().has("dependent launch"),
             power_of_two=spec.power_of_two,
             epsilon=spec.epsilon,
         )
