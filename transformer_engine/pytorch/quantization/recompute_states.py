@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from .autocast import here
+from .autocast import AutocastState, here, reinstate, snapshot
 
 # Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
 CallStates = Sequence[tuple[tuple[Tensor, ...], ...]]
@@ -112,10 +112,35 @@ class running(AbstractContextManager):
     def __enter__(self) -> None:
         holder = here()
         self._before = (holder.recomputes, holder.recomputing)
-        holder.recomputes, holder.recomputing = self._marked, self._again
+        # A first run within a second run belongs to the second run: it updates no scales.
+        holder.recomputes, holder.recomputing = self._marked, self._again or self._before[1]
         _thread.runs.append(RecomputedRun(self._states, self._again))
 
     def __exit__(self, *exception: object) -> None:
         _thread.runs.pop()
         holder = here()
         holder.recomputes, holder.recomputing = self._before
+
+
+class SecondRun(AbstractContextManager):
+    """Context of second runs: the autocast state of this object's creation, and the scales of the first run.
+
+    Attributes:
+        states: Scales that modules used in the first run.
+    """
+
+    def __init__(self) -> None:
+        self.states = ReplayStates()
+        self._autocast = snapshot()
+        self._entered: list[tuple[running, tuple[AutocastState, bool]]] = []
+
+    def __enter__(self) -> None:
+        run = running(self.states, True)
+        self._entered.append((run, snapshot()))
+        reinstate(self._autocast)
+        run.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        run, before = self._entered.pop()
+        run.__exit__(*exception)
+        reinstate(before)
