@@ -10,10 +10,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
+from ..runtime.tracing import hidden_from_selective_checkpoints
+from ..tensor.quantizer import Quantizer
 from .autocast import AutocastState, here, reinstate, snapshot
 
 # Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
@@ -144,3 +147,35 @@ class SecondRun(AbstractContextManager):
         run, before = self._entered.pop()
         run.__exit__(*exception)
         reinstate(before)
+
+
+def repeated_quantizers(
+    kind: str, module: str, products: Sequence[Sequence[Quantizer]]
+) -> Sequence[Sequence[Quantizer]]:
+    """Forward quantizers of a call in a recomputed function, by product: second runs replay the states of first runs.
+
+    Args:
+        kind: Class name of the module, for messages.
+        module: Tracing key of the module.
+        products: Quantizers of the call, by product.
+
+    Raises:
+        RuntimeError: The second run calls the module more often than the first one.
+    """
+    tracing = torch.compiler.is_compiling()
+    with nullcontext() if tracing else hidden_from_selective_checkpoints():
+        for run in runs():
+            if not run.again:
+                run.states.keep(module, [tuple([q.replay_state() for q in product]) for product in products])
+                continue
+            states = run.next(module)
+            if states is None:
+                raise RuntimeError(
+                    f"{kind} is called in the second run of a checkpointed function, but was not called "
+                    "under this recipe so often in its first; let the function do the same both times"
+                )
+            products = [
+                [quantizer.replaying(state) for quantizer, state in zip(product, saved, strict=True)]
+                for product, saved in zip(products, states, strict=True)
+            ]
+    return products
