@@ -48,7 +48,9 @@ class Calls:
 
     def __init__(self, model: torch.nn.Module):
         self.number = 0
-        first = next(module for module in model.modules() if isinstance(module, te.Linear | te.LayerNormLinear))
+        first = next(
+            module for module in model.modules() if isinstance(module, te.Linear | te.LayerNormLinear)
+        )
         first.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:

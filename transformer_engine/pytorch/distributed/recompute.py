@@ -27,7 +27,7 @@ from ...common.checks import function_or_none, one_of
 from ...common.formats import ceil_div
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
-from ..quantization.autocast import here
+from ..quantization.autocast import AutocastState, here
 from ..quantization.recompute_states import SecondRun, marked_by_hand, running
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
@@ -77,6 +77,40 @@ def get_activation_recompute_contexts() -> Contexts:
     second_run = SecondRun()
     again = _JoinedContexts(_RestoredRandomStates(None), second_run)
     return running(second_run.states, False), again
+
+
+def state_without_gradients(
+    kind: str, before: AutocastState | None, state: AutocastState
+) -> AutocastState | None:
+    """Autocast state of a module's last call without gradients, which may be the first run of a checkpoint.
+
+    Reentrant checkpoints of other libraries than torch run a function without gradients first, and again in the
+    backward pass, under the autocast that is active at that time.
+
+    Args:
+        kind: Class name of the module, for messages.
+        before: Result for the module's previous call.
+        state: Autocast state of this call.
+
+    Raises:
+        RuntimeError: The call repeats a first run under another recipe: the gradients would be of another function.
+    """
+    in_backward_pass = torch._C._current_graph_task_id() != -1
+    if not torch.is_grad_enabled() and not in_backward_pass:
+        return state
+    if before is None or before is state or not in_backward_pass or here().recomputing:
+        return before
+    if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
+        return before
+    checkpoint = type(torch._C._current_autograd_node()).__name__
+    if "Checkpoint" not in checkpoint:
+        return before
+    first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
+    raise RuntimeError(
+        f"{checkpoint} runs {kind} again under {second}, its first run was under {first}: the gradients would be of "
+        "another function; use torch.utils.checkpoint or transformer_engine.pytorch.checkpoint, which repeat the "
+        "autocast, or, with a recipe without history, enter autocast inside of the function"
+    )
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
@@ -145,6 +179,9 @@ def checkpoint(
         return function(*args, **kwargs)
     if not use_reentrant:
         one_of("determinism_check", determinism_check, ("default", "none"))
+        if torch.compiler.is_compiling() and context_fn is noop_context_fn and get_rng_state_tracker is None:
+            # The compiler traces no other settings; its graphs restore random states.
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         return torch_checkpoint(
             function,
             *args,
@@ -324,7 +361,9 @@ class _Checkpoint(torch.autograd.Function):
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(kept, ctx.wanted, strict=True)
         )
         torch_autocast = _JoinedContexts(*(torch.autocast(*state) for state in region.torch_autocast))
-        restored = _JoinedContexts(region.random_states, region.second_run, torch_autocast, region.contexts[1])
+        restored = _JoinedContexts(
+            region.random_states, region.second_run, torch_autocast, region.contexts[1]
+        )
         with torch.enable_grad(), restored:
             outputs = region.run(tensors)
         roots = [

@@ -33,13 +33,11 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     """
     if not is_fp8_activation_recompute_enabled():
         # A checkpoint of another library repeats the autocast, but scales may have been updated since its first run.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-        without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-        if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
+        if "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
             warnings.warn(
-                f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
-                "they have moved since its first run, the gradients are of another function; use "
-                "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
+                f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where they have "
+                "moved since its first run, the gradients are of another function; use torch.utils.checkpoint or "
+                "transformer_engine.pytorch.checkpoint, which repeat them, or a recipe without history",
                 stacklevel=3,
             )
         return active
@@ -49,7 +47,9 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
         return active
     products = tuple(
         [
-            ProductQuantizers(*quantizers, product.grad_output, product.grad_input, inspector=product.inspector)
+            ProductQuantizers(
+                *quantizers, product.grad_output, product.grad_input, inspector=product.inspector
+            )
             for quantizers, product in zip(repeated, active.products, strict=True)
         ]
     )
