@@ -46,8 +46,8 @@ def in_eager_mode(function: F) -> F:
 
 
 @contextmanager
-def hidden_from_selective_checkpoints() -> Iterator[None]:
-    """Context of operators that selective checkpointing does not count.
+def hidden_from_selective_checkpoints() -> Iterator[bool]:
+    """Context of operators that selective checkpointing does not count; its value is whether any is active.
 
     It matches the operators of both runs of a function by their order. A state that only one of the runs copies or
     updates must not shift that order.
@@ -56,7 +56,7 @@ def hidden_from_selective_checkpoints() -> Iterator[None]:
     while isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
         hidden.append(_pop_mode())
     try:
-        yield
+        yield bool(hidden)
     finally:
         for mode in reversed(hidden):
             _push_mode(mode)
