@@ -17,6 +17,7 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.recipe import DelayedScaling, Recipe, revision_of
+from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import in_backward_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
@@ -29,7 +30,7 @@ from .links import Links
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
 from .step_operation import contributes_backward, contributes_forward
-from .tracing import NOT_TRACED, Followed, following
+from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
 
 _MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
 
@@ -78,6 +79,7 @@ class OperationFuser:
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._registered_now()
         self._followed = NOT_TRACED
+        self._state_without_gradients: AutocastState | None = None
 
     def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
         """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
@@ -138,6 +140,9 @@ class OperationFuser:
         if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = eager_thread_state()
             state = thread.state
+            before = self._state_without_gradients
+            if before is not state and (before is not None or not torch.is_grad_enabled()):
+                self._state_without_gradients = state_without_gradients("te.ops", before, state)
             recipe = state.recipe if state.enabled or state.calibrating else None
             if not self._followed.is_current(recipe, state.group, self._basic_ops):
                 ops = self._basic_ops
@@ -187,7 +192,7 @@ class OperationFuser:
             state,
         )
         if first < self._num_basic_ops:
-            x, *tensors = _distinct_while_tracing((x, *flat, *extra_inputs))
+            x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
             results = FusedChain.apply(x, call, *tensors)
         else:
             results = call.forward(x, extra_inputs)[0]
@@ -345,21 +350,6 @@ class OperationFuser:
             fused.append((op, list(range(at, at + count))))
             at += count
         return fused
-
-
-def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
-    """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
-
-    The numbers of rows of two grouped layers, and shared parameters, are the same tensors. A graph that has read id()
-    of an input is compiled again for each other input.
-    """
-    if not torch.compiler.is_compiling():
-        return list(tensors)
-    made: list[Any] = []
-    for number, tensor in enumerate(tensors):
-        repeated = any(tensor is other for other in tensors[:number])
-        made.append(tensor.view_as(tensor) if repeated else tensor)
-    return made
 
 
 def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:
