@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
+from ..runtime.autograd import Function
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
@@ -386,7 +387,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         return aten.dispatch(func, args, kwargs or {})
 
 
-class _Dequantize(torch.autograd.Function):
+class _Dequantize(Function):
+    OPERATION = "dequantize"
+
     @staticmethod
     def forward(ctx, tensor, dtype):
         ctx.dtype = tensor.dtype
