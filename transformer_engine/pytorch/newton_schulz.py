@@ -24,8 +24,8 @@ __all__ = ["CusolverMpCtx", "get_coefficient_iterator", "get_coefficients", "new
 
 Coefficients = tuple[float, float, float]
 
-# Coefficients of the original's sets, by name. Iterations beyond the end of a set repeat the set, or its last member for
-# the sets that converge to a fixed polynomial.
+# Coefficients of the original's sets, by name. Iterations beyond the end of a set repeat the set, or its last member
+# for the sets that converge to a fixed polynomial.
 _SETS: dict[str, tuple[Coefficients, ...]] = {
     # Muon, https://kellerjordan.github.io/posts/muon/: the largest slope at 0 with results in about [0.7, 1.2].
     "simple": ((3.4445, -4.7750, 2.0315),),

@@ -260,8 +260,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         if quantized:
             super().__setitem__(index, value)
             return
-        values = self.dequantize()
-        values[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        # In float32: values in the nominal dtype would be rounded before they are quantized again.
+        values = self.dequantize(dtype=torch.float32)
+        values[index] = value.dequantize(dtype=torch.float32) if isinstance(value, QuantizedTensor) else value
         self.copy_(values)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
