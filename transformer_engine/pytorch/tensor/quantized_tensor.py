@@ -262,7 +262,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             return
         # In float32: values in the nominal dtype would be rounded before they are quantized again.
         values = self.dequantize(dtype=torch.float32)
-        values[index] = value.dequantize(dtype=torch.float32) if isinstance(value, QuantizedTensor) else value
+        # `float` is exact; assignments by lists of indices need equal dtypes.
+        values[index] = value.float() if isinstance(value, Tensor) else value
         self.copy_(values)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
