@@ -13,6 +13,7 @@ from ..distributed_weight import is_distributed_weight
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, run_backward, run_forward
@@ -285,7 +286,9 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
-class FusedChain(torch.autograd.Function):
+class FusedChain(Function):
+    KEEPS_AUTOCAST = True  # operations of users; `run` turns it off for the package's own steps
+
     @staticmethod
     def forward(ctx, x, call, *tensors):
         count = sum(call.parameters)

@@ -21,6 +21,7 @@ from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import in_backward_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
+from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, describe, rules_apply
@@ -195,6 +196,7 @@ class OperationFuser:
             x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
             results = FusedChain.apply(x, call, *tensors)
         else:
+            check_transforms(FusedChain.OPERATION, x, flat, extra_inputs)
             results = call.forward(x, extra_inputs)[0]
         made: Any = results
         return made if len(made) > 1 else made[0]
