@@ -25,7 +25,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, describe, rules_apply
 from .chain_plans import forward_plan
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
-from .links import Links
+from .links import Links, check_tensor
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
 from .step_operation import contributes_backward, contributes_forward
@@ -115,6 +115,7 @@ class OperationFuser:
             The main output, or a tuple of the main output and the extra outputs.
 
         Raises:
+            TypeError: An input is not a tensor.
             ValueError: The number of extra inputs or of keyword arguments does not fit.
         """
         if len(extra_inputs) != self.num_extra_inputs:
@@ -122,10 +123,9 @@ class OperationFuser:
                 f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
                 "operations; give one tensor for each extra input, in the order of the operations"
             )
-        for tensor in extra_inputs:
-            if not isinstance(tensor, Tensor):
-                extra_inputs = self._links.accepted(extra_inputs)
-                break
+        check_tensor("the main input", input)
+        if extra_inputs:
+            extra_inputs = self._links.accepted(input, extra_inputs)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
@@ -256,7 +256,8 @@ class OperationFuser:
         ):
             for op, indices in self._forward_ops:
                 op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-            environment, extra = ChainEnvironment(), self._links.given(extra_inputs)
+            environment = ChainEnvironment(records=torch.is_grad_enabled())
+            extra = self._links.given(extra_inputs)
             contexts = contexts_of(self._num_basic_ops, first, x)
             options: list[dict[str, Any]] = [{}] * self._num_basic_ops
             members, read = describe(self._basic_ops, contexts, x, extra, options, environment)  # pyright: ignore

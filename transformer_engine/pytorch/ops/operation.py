@@ -312,9 +312,10 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
 class FusedOperation(FusibleOperation):
     """An operation that replaces several consecutive basic operations.
 
-    It holds neither parameters nor state. Derived classes implement `fuser_forward` or `fuser_backward`, or
-    both. A class that replaces only one of the passes keeps in the contexts exactly what the other pass of the basic
-    operations expects.
+    It holds neither parameters nor state. Derived classes implement `fuser_forward` or `fuser_backward`, or both. A
+    class that replaces only the backward pass reads what the forward pass of the basic operations saves. A class that
+    replaces only the forward pass calls `fuser_forward` of the basic operations with their contexts; for operations of
+    this package without saved state, the chain runs that forward pass again, and their gradients belong to its result.
 
     Args:
         basic_ops: The basic operations, in order.
