@@ -20,6 +20,7 @@ from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .step_operation import StepOperation, contributes_backward, contributes_forward
 from .tracing import update_of
+from .user_results import backward_results, forward_results
 
 # Operations in order, each with the indices of its basic operations.
 Fused = list[tuple[FusibleOperation, list[int]]]
@@ -134,7 +135,6 @@ class ChainRun:
             else:
                 op, given_x = segment[0][0], x
                 x, made = self._run_opaque(op, indices, x, received, options)
-                made = [tuple(extra) for extra in made]
                 self._save_missing_state(op, indices, given_x, received, options)
             for i, extra in zip(indices, made, strict=True):
                 outputs[i] = tuple(extra)
@@ -157,7 +157,7 @@ class ChainRun:
         following_op = self.basic_ops[behind] if behind < len(self.basic_ops) else None
         tensors = [x, *op.parameters(), *[tensor for extra in received for tensor in extra]]
         _keep_storage(tensors)
-        output, extra = op.fuser_forward(
+        returned = op.fuser_forward(
             [self.contexts[i] for i in indices],
             x,
             basic_op_extra_inputs=[tuple(tensors) for tensors in received],
@@ -165,7 +165,7 @@ class ChainRun:
             next_op_input_quantizer=None if following_op is None else following_op.get_input_quantizer(),
             basic_op_kwargs=options,
         )
-        made = [tuple(tensors) for tensors in extra]
+        output, made = forward_results(op, [self.basic_ops[i] for i in indices], returned)
         _keep_storage([output, *[tensor for tensors in made for tensor in tensors]])
         return output, made
 
@@ -238,9 +238,10 @@ class ChainRun:
             if self._stepwise(indices):
                 dy, made, extra = run_backward(ctxs, dy, grads)
             else:
-                dy, made, extra = segment[0][0].fuser_backward(  # pyright: ignore[reportAssignmentType]
-                    ctxs, dy, basic_op_grad_extra_outputs=grads
-                )
+                op = segment[0][0]
+                returned = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=grads)
+                members = [self.basic_ops[i] for i in indices]
+                dy, made, extra = backward_results(op, members, returned, indices[0] > self.first)
             for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
                 parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_returned, of_inputs))
                 if len(parameters[i]) != self.parameters[i]:
@@ -322,7 +323,7 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
     if torch.compiler.is_compiling():
         return
     for tensor in tensors:
-        if tensor is not None:
+        if isinstance(tensor, (Tensor, QuantizedTensorStorage)):
             tensor._do_not_clear = True
 
 

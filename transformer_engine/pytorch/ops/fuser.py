@@ -28,8 +28,9 @@ from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shard
 from .links import Links, check_tensor
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
-from .step_operation import contributes_backward, contributes_forward
-from .tracing import NOT_TRACED, Followed, following
+from .step_operation import check_parameters, contributes_backward, contributes_forward
+from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
+from .user_results import fused_operations
 
 _MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
 
@@ -169,6 +170,7 @@ class OperationFuser:
     ) -> Any:
         """Run a chain that is not prepared: operations of users, channels, recomputation, tracing."""
         options = [{}] * self._num_basic_ops if basic_op_kwargs is None else basic_op_kwargs
+        check_parameters(self._basic_ops)
         state = current()
         following(self._basic_ops, state)
         parameters = self._basic_op_params
@@ -187,7 +189,7 @@ class OperationFuser:
             state,
         )
         if first < self._num_basic_ops:
-            x, *tensors = _distinct_while_tracing((x, *flat, *extra_inputs))
+            x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
             results = FusedChain.apply(x, call, *tensors)
         else:
             results = call.forward(x, extra_inputs)[0]
@@ -247,6 +249,7 @@ class OperationFuser:
 
         All operations contribute steps; fused operations of users may not.
         """
+        check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
@@ -325,7 +328,7 @@ class OperationFuser:
     ) -> list[FusibleOperation]:
         ops = list(ops)
         for function in functions:
-            ops = list(function(ops, recipe=recipe))
+            ops = fused_operations(function, function(ops, recipe=recipe))
         basic = [member for op in ops for member in op.basic_operations()]
         same = len(basic) == self._num_basic_ops and all(
             member is own for member, own in zip(basic, self._basic_ops, strict=True)
@@ -346,21 +349,6 @@ class OperationFuser:
             fused.append((op, list(range(at, at + count))))
             at += count
         return fused
-
-
-def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
-    """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
-
-    The numbers of rows of two grouped layers, and shared parameters, are the same tensors. A graph that has read id()
-    of an input is compiled again for each other input.
-    """
-    if not torch.compiler.is_compiling():
-        return list(tensors)
-    made: list[Any] = []
-    for number, tensor in enumerate(tensors):
-        repeated = any(tensor is other for other in tensors[:number])
-        made.append(tensor.view_as(tensor) if repeated else tensor)
-    return made
 
 
 def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ..tensor.storage.quantized_tensor_storage import summed_values
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, summed_values
 from .operation import BasicOperation
 
 
@@ -83,7 +83,9 @@ class Links:
                 self.sources[Slot(op, index)] = source
         # Places of the caller's extra inputs that an operation adds into.
         self._written = [
-            place for place, slot in enumerate(self.public_inputs) if getattr(ops[slot.op], "_in_place", False)
+            place
+            for place, slot in enumerate(self.public_inputs)
+            if getattr(ops[slot.op], "_in_place", False)
         ]
 
     def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -158,6 +160,11 @@ class Links:
                 raise RuntimeError(
                     f"{type(operation).__name__} returned None for extra output {index}, which the caller or a later "
                     "operation reads; return a tensor"
+                )
+            if tensor is not None and not isinstance(tensor, (Tensor, QuantizedTensorStorage)):
+                raise TypeError(
+                    f"{type(operation).__name__} returned {with_article(type(tensor))} for extra output {index}; return "
+                    "a tensor"
                 )
 
     def gradients_of_outputs(

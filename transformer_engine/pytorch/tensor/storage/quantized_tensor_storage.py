@@ -39,7 +39,9 @@ def summed_values(a: Any, b: Any) -> Tensor:
     if not (isinstance(a, QuantizedTensorStorage) or isinstance(b, QuantizedTensorStorage)):
         return a + b
     wide = [
-        tensor.dequantize(dtype=torch.float32) if isinstance(tensor, QuantizedTensorStorage) else tensor.float()
+        tensor.dequantize(dtype=torch.float32)
+        if isinstance(tensor, QuantizedTensorStorage)
+        else tensor.float()
         for tensor in (a, b)
     ]
     return (wide[0] + wide[1]).to(a.dtype)
