@@ -1,4 +1,4 @@
-"""Operations keep the shapes of strided gradients, the memory that others read, and the codes of quantized gradients."""
+"""Strided gradients, memory that operations share with others, and quantized gradients in te.ops."""
 
 from __future__ import annotations
 
@@ -266,5 +266,5 @@ def test_a_users_forward_fusion_has_the_gradients_of_its_operations(trained_inpu
 
 def test_a_users_forward_fusion_of_a_dropout_names_the_missing_state(_fused_by_a_user):
     chain = ops.Sequential(ops.Linear(16, 16, bias=False), ops.Dropout(0.5))
-    with pytest.raises(RuntimeError, match="LinearSiLU saved no state .* Dropout cannot run again"):
+    with pytest.raises(RuntimeError, match=r"LinearSiLU saved no state .* Dropout cannot run again"):
         chain(torch.randn(4, 16, requires_grad=True))

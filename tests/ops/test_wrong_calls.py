@@ -111,7 +111,7 @@ def test_wrong_return_values_of_fusions_are_named(value):
 def test_a_qfactory_that_returns_no_quantizer_is_named(value, make):
     with (
         te.autocast(recipe=CustomRecipe(qfactory=lambda role: value)),
-        pytest.raises(TypeError, match="qfactory of CustomRecipe returned .* return a quantizer object"),
+        pytest.raises(TypeError, match=r"qfactory of CustomRecipe returned .* return a quantizer object"),
     ):
         make(32, 32)(sample())
 
@@ -157,8 +157,8 @@ def test_missing_parameters_are_named(make, name):
 
 
 @pytest.mark.parametrize("make", [te.TransformerLayer, te.MultiheadAttention])
-def test_quantized_parameters_of_separate_projections_name_the_option(make, emulated):
-    sizes = (32, 64, 2) if make is te.TransformerLayer else (32, 2)
+def test_quantized_parameters_of_separate_projections_name_the_option(make: Any, emulated):
+    sizes: Any = (32, 64, 2) if make is te.TransformerLayer else (32, 2)
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         with pytest.raises(ValueError, match="fuse_qkv_params=True"):
             make(*sizes)

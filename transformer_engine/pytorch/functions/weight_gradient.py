@@ -289,8 +289,8 @@ def check_main_grad(parameter: Any, main_grad: Any) -> None:
         )
     if main_grad.shape != parameter.shape:
         raise ValueError(
-            f"weight.main_grad is {list(main_grad.shape)} and the weight {list(parameter.shape)}; set it to a tensor of "
-            "the weight's shape"
+            f"weight.main_grad is {list(main_grad.shape)} and the weight {list(parameter.shape)}; set it to a tensor "
+            "of the weight's shape"
         )
 
 

@@ -196,9 +196,9 @@ class ChainRun:
             if drops or not isinstance(member, StepOperation):
                 raise RuntimeError(
                     f"{type(op).__name__} saved no state for the backward pass of "
-                    f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to save "
-                    "it; call fuser_forward of the basic operations with their contexts, or implement fuser_backward "
-                    "and register the fusion with register_forward_backward_fusion"
+                    f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
+                    "save it; call fuser_forward of the basic operations with their contexts, or implement "
+                    "fuser_backward and register the fusion with register_forward_backward_fusion"
                 )
         scratch = [
             OperationContext(None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad)
@@ -324,7 +324,7 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
         return
     for tensor in tensors:
         if isinstance(tensor, (Tensor, QuantizedTensorStorage)):
-            tensor._do_not_clear = True
+            tensor._do_not_clear = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # A graph that torch 2.11 compiles does not add the gradients of two results that share memory, so they are cloned.

@@ -14,7 +14,7 @@ from .operation import BasicOperation
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (not torch.compiler.is_compiling() and torch._C._is_alias_of(a, b))
+    return a is b or (not torch.compiler.is_compiling() and torch._C._is_alias_of(a, b))  # pyright: ignore
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -163,8 +163,8 @@ class Links:
                 )
             if tensor is not None and not isinstance(tensor, (Tensor, QuantizedTensorStorage)):
                 raise TypeError(
-                    f"{type(operation).__name__} returned {with_article(type(tensor))} for extra output {index}; return "
-                    "a tensor"
+                    f"{type(operation).__name__} returned {with_article(type(tensor))} for extra output {index}; "
+                    "return a tensor"
                 )
 
     def gradients_of_outputs(

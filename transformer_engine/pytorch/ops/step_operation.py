@@ -139,7 +139,8 @@ def check_parameters(ops: Iterable[BasicOperation]) -> None:
         for name in op.required_parameters() if isinstance(op, StepOperation) else ():
             if getattr(op, name) is None:
                 raise RuntimeError(
-                    f"{type(op).__name__}.{name} is None; assign a torch.nn.Parameter, or construct the layer without it"
+                    f"{type(op).__name__}.{name} is None; assign a torch.nn.Parameter, or construct the layer "
+                    "without it"
                 )
 
 

@@ -94,8 +94,8 @@ def _groups(op: Any, method: str, value: Any, count: int, expected: str) -> list
     groups = list(value)
     if len(groups) != count:
         raise TypeError(
-            f"{type(op).__name__}.{method} returned {len(groups)} groups of extra tensors or gradients for {count} basic "
-            f"operations; return {expected}"
+            f"{type(op).__name__}.{method} returned {len(groups)} groups of extra tensors or gradients for {count} "
+            f"basic operations; return {expected}"
         )
     for group in groups:
         if not isinstance(group, Iterable) or isinstance(group, Tensor):
