@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Figures]:
     ValueError for another file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} is not a readable JSON file: {error}; give a file that te bench --json wrote"

@@ -190,7 +190,7 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
 def _of_config(path: Path) -> ModelShape:
     """Return the shape that a Hugging Face configuration describes."""
     try:
-        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: Mapping[str, Any] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}; give a config.json of Hugging Face") from None
     if not isinstance(config, Mapping):

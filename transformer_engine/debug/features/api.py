@@ -153,9 +153,8 @@ class TransformerEngineAPI(BaseNamespaceAPI):
 
     def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
         """Raise AssertionError for a call without the names that select its features."""
-        if api_name in _BY_GEMM:
-            if kwargs.get("gemm") not in GEMMS:
-                raise AssertionError(f"{api_name}: gemm={kwargs.get('gemm')!r}; choose from {GEMMS}")
+        if api_name in _BY_GEMM and kwargs.get("gemm") not in GEMMS:
+            raise AssertionError(f"{api_name}: gemm={kwargs.get('gemm')!r}; choose from {GEMMS}")
         if api_name in _BY_TENSOR:
             tensor = kwargs.get("tensor_name")
             if tensor not in TENSORS:
