@@ -116,5 +116,7 @@ def test_a_device_without_an_installation_is_named(make, name):
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, ImportError):
-        with pytest.raises(ValueError, match=f"device='{name}': this installation of torch has no such device"):
+        with pytest.raises(
+            ValueError, match=f"device='{name}': this installation of torch has no such device"
+        ):
             make(32, 32, device=name)

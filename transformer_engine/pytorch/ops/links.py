@@ -9,12 +9,25 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, summed_values
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .operation import BasicOperation
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (not torch.compiler.is_compiling() and torch._C._is_alias_of(a, b))  # pyright: ignore
+
+
+def summed_values(a: Any, b: Any) -> Tensor:
+    """a + b in a's dtype. A sum with a quantized tensor is computed in float32 and rounded once."""
+    if not (isinstance(a, QuantizedTensorStorage) or isinstance(b, QuantizedTensorStorage)):
+        return a + b
+    wide = [
+        tensor.dequantize(dtype=torch.float32)
+        if isinstance(tensor, QuantizedTensorStorage)
+        else tensor.float()
+        for tensor in (a, b)
+    ]
+    return (wide[0] + wide[1]).to(a.dtype)
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -20,7 +20,8 @@ from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, plain_values, summed_values
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, plain_values
+from .links import summed_values
 
 Shape = tuple[int, ...]
 

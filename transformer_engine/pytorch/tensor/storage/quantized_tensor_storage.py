@@ -34,19 +34,6 @@ def plain_values(x: Any) -> Any:
     return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
 
 
-def summed_values(a: Any, b: Any) -> Tensor:
-    """a + b in a's dtype. A sum with a quantized tensor is computed in float32 and rounded once."""
-    if not (isinstance(a, QuantizedTensorStorage) or isinstance(b, QuantizedTensorStorage)):
-        return a + b
-    wide = [
-        tensor.dequantize(dtype=torch.float32)
-        if isinstance(tensor, QuantizedTensorStorage)
-        else tensor.float()
-        for tensor in (a, b)
-    ]
-    return (wide[0] + wide[1]).to(a.dtype)
-
-
 def plain_matrix(tensor: Tensor) -> Tensor:
     """Return values [..., K] as a plain tensor [rows, K]."""
     tensor = plain_values(tensor)
