@@ -488,7 +488,9 @@ def replace_text(path: Path, text: str) -> None:
     import tempfile  # a command that writes no cache starts without it
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8"
+    ) as file:
         file.write(text)
     os.replace(file.name, path)
 

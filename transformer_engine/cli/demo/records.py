@@ -34,7 +34,7 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
     if not path.is_file():
         return []
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}; {WITHOUT_METRICS}") from None
     records = []

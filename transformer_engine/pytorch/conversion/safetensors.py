@@ -226,7 +226,7 @@ def write_shards(
         "metadata": {"total_size": sum(described.bytes for described in plan.values())},
         "weight_map": places,
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def _path(buffers: PeerBuffers, device: torch.device) -> Path:
 def _stored(path: Path) -> list[int] | None:
     """Return the sizes in a file, or None if the file is missing or invalid."""
     try:
-        sizes = json.loads(path.read_text())
+        sizes = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     valid = isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int for size in sizes)

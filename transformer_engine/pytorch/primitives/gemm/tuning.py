@@ -117,7 +117,7 @@ class Choices:
         if not self.path.exists():
             return {}
         try:
-            content = json.loads(self.path.read_text())
+            content = json.loads(self.path.read_text(encoding="utf-8"))
             return {str(key): bytes.fromhex(code) for key, code in content.items()}
         except (ValueError, AttributeError, TypeError) as error:
             warnings.warn(
