@@ -21,6 +21,7 @@ from .checks import (
     check_sizes,
     check_values,
 )
+from .code_bits import bits_to_codes, codes_to_bits
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import (
     ALL_HERE,
@@ -204,14 +205,15 @@ def _forward(
     x_codes, x_amax = _encode(quantizers.x, x, group_sizes, over)
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
     y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
-    saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
+    saved = codes_to_bits((x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)))
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
     return y, (saved, jax.tree.map(like, of), group_sizes, quantizers, (x_amax, kernel_amax))
 
 
 def _backward(over: RowAxes, residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    (x_codes, kernel_codes), (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
+    saved, (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
+    x_codes, kernel_codes = bits_to_codes(saved)
     of = dy, x_like, kernel_like
     if not quantizers.is_noop:
         dy = constant(dy)

@@ -15,6 +15,7 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .code_bits import bits_to_codes, codes_to_bits
 from .primitives.operand import Operand
 from .products import (
     biased,
@@ -85,8 +86,7 @@ def _forward(
     columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)
     saved = (
         (first.saved, second.saved),
-        columns,
-        (rows_1, rows_2),
+        codes_to_bits((columns, (rows_1, rows_2))),
         (likes, bias_like, given_like),
         sets,
         (first.amax, amax_1, second.amax, amax_2),
@@ -104,7 +104,8 @@ def _product(
 
 
 def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (saved, hidden), columns, rows, (likes, bias_like, given_like), sets, amaxes = residuals
+    (saved, hidden), codes, (likes, bias_like, given_like), sets, amaxes = residuals
+    columns, rows = bits_to_codes(codes)
     of = (cotangents, likes, bias_like, given_like)
     dy, passed = constant(cotangents)
     batch, dtype = dy.ndim - 1, dy.dtype

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import integer, switch
 from ..checks import check_floating, check_instance, check_sizes, check_values
+from ..code_bits import name_leaves
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
@@ -216,9 +216,7 @@ class GroupedQuantizer:
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
         """Return the quantized directions of x, with one scale per group."""
         dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
-        name = self.quantizer.checkpoint_name
-        if name is not None:
-            codes, scale, amax = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (codes, scale, amax))
+        codes, scale, amax = name_leaves((codes, scale, amax), self.quantizer.checkpoint_name)
         made = [
             GroupedScaledTensor1x(
                 one,

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import member
 from ..checks import check_array, check_floating, check_instance
+from ..code_bits import name_leaves
 from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
@@ -191,8 +191,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     def checkpoint(self, quantizer: object) -> ScaledTensor1x:
         """Return the tensor with its leaves named for recomputation policies if the quantizer has a name."""
-        name = getattr(quantizer, "checkpoint_name", None)
-        return self if name is None else jax.tree.map(lambda leaf: checkpoint_name(leaf, name), self)
+        return name_leaves(self, getattr(quantizer, "checkpoint_name", None))
 
 
 @functools.partial(
