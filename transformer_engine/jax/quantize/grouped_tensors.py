@@ -101,10 +101,10 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     def dequantize(self) -> Array:
         """Return the values in dq_dtype: [M, K], or the stack."""
         if self.group_sizes is None:
-            values: Any = jax.vmap(lambda *leaves: self._one(*leaves).dequantize())
+            values: Any = jax.vmap(lambda *leaves: self._one(*leaves).values(self.dq_dtype))
             return values(self.data, self.scale_inv, self.amax)
         if not self.scaling_mode.is_tensor_scaling():
-            return self._one(self.data, self.scale_inv, self.amax).dequantize()
+            return self._one(self.data, self.scale_inv, self.amax).values(self.dq_dtype)
         codes = self.codes
         scales = of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
         return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
