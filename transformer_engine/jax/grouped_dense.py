@@ -22,6 +22,7 @@ from .checks import (
     check_values,
 )
 from .code_bits import bits_to_codes, codes_to_bits
+from .explicit_axes import distinct, explicit_entries, with_automatic_axes
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import (
     ALL_HERE,
@@ -107,7 +108,10 @@ def product(
         kernel = kernel.astype(x.dtype)
     values = x, kernel, group_sizes.astype(jnp.int32)
     values, quantizer_set = align_mesh_axes(values, quantizer_set)
-    return _grouped_dense(*values, quantizer_set, over)  # pyright: ignore[reportReturnType]
+    return with_automatic_axes(
+        lambda *arrays: _grouped_dense(*arrays, over), *values, quantizer_set,
+        out=lambda: distinct((explicit_entries(values[0])[0], explicit_entries(values[1])[2])),
+    )  # fmt: skip
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:

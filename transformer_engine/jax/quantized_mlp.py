@@ -16,6 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .code_bits import bits_to_codes, codes_to_bits
+from .explicit_axes import distinct, explicit_entries, with_automatic_axes
 from .primitives.operand import Operand
 from .products import (
     biased,
@@ -57,8 +58,14 @@ def quantized_mlp(
 ) -> Array:
     """Return y [*batch, h] of inputs, first x [*batch, h]; kernels [h, n, f] and [f, h]; bias [n, f] or None."""
     values, sets = align_mesh_axes((given, tuple(kernels), bias), tuple(quantizer_sets))
-    made: Any = _mlp(spec, *values, sets)
-    y, passed = made
+    x, last = values[0][0], values[1][1]
+    y, passed = with_automatic_axes(
+        functools.partial(_mlp, spec), *values, sets,
+        out=lambda: (
+            distinct((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
+            tuple(distinct(explicit_entries(one)) for one in spec.source.passed(values[0])),
+        ),
+    )  # fmt: skip
     store_returned_input(passed)
     return y
 
