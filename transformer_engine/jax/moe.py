@@ -19,6 +19,7 @@ from .grouped_dense import checked_kernel, plus_bias, product
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
 from .quantize.grouped import ALL_HERE, GroupedQuantizer, RowAxes, group_of_rows
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .quantize.settings import key_of
 from .quantize.sharing import over_devices
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
 from .sharding import (
@@ -262,7 +263,7 @@ def _on_several_devices(
             lambda leaf: (
                 leaf
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(leaf), place[0]))
+                else jax.random.key_data(jax.random.fold_in(key_of(leaf), place[0]))
             ),
             sets,
         )
