@@ -35,6 +35,8 @@ def unsupported_reason(request: Request) -> str | None:
             return reason
     if (capability := compute_capability()) < _CAPABILITY:
         return f"compute capability {capability / 10} < 9.0: Triton rounds a cast to FP8 twice there, or has none"
+    if request.maxima_per_tile:
+        return "one maximum per tile, which the kernels do not read"
     rows, depth = request.shape
     if not rows * depth:
         return "a matrix without elements"
