@@ -22,6 +22,7 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .quantization.checked_loading import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .runtime.replaceable import is_bare
@@ -74,7 +75,7 @@ def _written(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 @configured(TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
-class TransformerLayer(nn.Module):
+class TransformerLayer(CheckedLoading):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
         h = x + drop(self_attention(norm(x)))

@@ -17,6 +17,7 @@ from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, eager_thread_state
+from ..quantization.checked_loading import CheckedLoading
 from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
 from .dot_product_attention import DotProductAttention
@@ -49,7 +50,7 @@ _OF_CORE = (
 
 
 @configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(CheckedLoading):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
     The other arguments are those of `DotProductAttention`, `LayerNormLinear` and `LayerNormMLP`.

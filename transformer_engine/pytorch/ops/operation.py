@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..quantization.checked_loading import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
 from .recipe_slots import RecipeSlots
@@ -49,7 +50,7 @@ class OperationContext:
         self.to_save = tensors
 
 
-class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
+class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     """An operation that can be part of a fused chain.
 
     Args:
