@@ -392,7 +392,10 @@ EXPENSIVE = {
     "deep_list": (_counted(50_000, b"(d(K\x01", b"(", b"l" * 50_000 + b"s."), "deeper than 100"),
     "many_opcodes": (_counted(200_000, b"}K\x01", b"N0", b"0."), "more than 100000 opcodes"),
     "huge_memo": (b"\x80\x04}r\xff\xff\xff\x7f.", "numbers its objects up to 2147483647"),
-    "huge_integer": (b"\x80\x04}\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"K\x02s.", "80 bits"),
+    "huge_integer": (
+        b"\x80\x04}\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"K\x02s.",
+        "80 bits",
+    ),
     "sets_of_tuples": (b"\x80\x04\x8f(K\x01\x85\x90.", "item of a set"),
 }
 
@@ -437,7 +440,10 @@ def test_a_recipe_cannot_allocate_longer_histories_than_the_checkpoint_has():
 def test_a_compressed_archive_is_rejected():
     buffer, compressed = io.BytesIO(), io.BytesIO()
     torch.save({"scale_fwd": torch.zeros(1 << 20)}, buffer)
-    with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as smaller:
+    with (
+        zipfile.ZipFile(buffer) as archive,
+        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as smaller,
+    ):
         for entry in archive.infolist():
             smaller.writestr(entry.filename, archive.read(entry))
     with pytest.raises(ExtraStateError, match="no uncompressed entry"):

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention.dot_product_attention.arguments import RULES
 from .attention.dot_product_attention.settings import AttentionArguments, pack_arguments

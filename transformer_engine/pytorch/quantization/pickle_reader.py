@@ -123,7 +123,9 @@ class Unpickler(pickle.Unpickler):
         kind, key, count = pid[1], pid[2], pid[4]
         target = kind.target if isinstance(kind, type) and issubclass(kind, Record) else None
         if target not in STORAGE_CLASSES or type(key) is not str or type(count) is not int:
-            raise ExtraStateError("extra state has a storage without a known dtype, key and number of elements")
+            raise ExtraStateError(
+                "extra state has a storage without a known dtype, key and number of elements"
+            )
         return self.storages.setdefault(key, StoredTensor(_STORAGES[target[1]], count))
 
 
@@ -140,7 +142,9 @@ def check_pickle(file: io.BytesIO) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
         name = opcode.name
         if count >= MAXIMUM_OPCODES:
-            raise ExtraStateError(f"extra state has more than {MAXIMUM_OPCODES} opcodes; it is not a module's state")
+            raise ExtraStateError(
+                f"extra state has more than {MAXIMUM_OPCODES} opcodes; it is not a module's state"
+            )
         if isinstance(argument, int) and argument.bit_length() > _INTEGER_BITS:
             raise ExtraStateError(f"extra state has an integer of more than {_INTEGER_BITS} bits")
         if name in _MEMO_WRITES:
@@ -227,7 +231,9 @@ def read_legacy_file(data: bytes, is_allowed: Callable[[str, str], bool]) -> tup
         (count,) = struct.unpack("<q", file.read(8))
         storage = unpickler.storages.get(key)
         if storage is None or count != storage.count:
-            raise ExtraStateError(f"a torch.save file has a storage {key[:40]!r} of {count} elements, which it lacks")
+            raise ExtraStateError(
+                f"a torch.save file has a storage {key[:40]!r} of {count} elements, which it lacks"
+            )
         storage.data = file.read(max(0, count) * storage.dtype.itemsize)
     return result, unpickler
 
