@@ -22,6 +22,7 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .module.shared_settings import hand_down_settings
 from .quantization.checked_loading import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
@@ -172,6 +173,7 @@ class TransformerLayer(CheckedLoading):
                 **{name: given[name] for name in _OF_NORM},
             )
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
+        hand_down_settings(self, given["tp_size"])
 
     @staticmethod
     def _overlap_flags(given: dict[str, Any]) -> dict[str, bool]:

@@ -15,6 +15,7 @@ from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
+from ..module.shared_settings import hand_down_settings
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.checked_loading import CheckedLoading
@@ -171,6 +172,7 @@ class MultiheadAttention(CheckedLoading):
             name=child_name(name, "proj"),
             **projection,
         )
+        hand_down_settings(self, tp_size)
 
     def _create_projections(
         self,
