@@ -121,7 +121,7 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "safetensors", None)
     optional._failure.cache_clear()
     try:
-        with pytest.raises(ImportError, match="safetensors.*pip install 'safetensors>=0.4.3,<1'"):
+        with pytest.raises(ImportError, match=r"safetensors.*pip install 'safetensors>=0\.4\.3,<1'"):
             conversion.convert(folder, tmp_path / "ours")
     finally:
         optional._failure.cache_clear()

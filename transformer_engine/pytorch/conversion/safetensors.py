@@ -1,7 +1,7 @@
 """Folders of .safetensors files: read by the library `safetensors`, written one tensor at a time.
 
-The library's writer needs all tensors of a file in memory, 5 GB by default. `write` needs one: the format is eight bytes
-of length, a JSON table {name: dtype, shape, offsets}, and the data.
+The library's writer needs all tensors of a file in memory, 5 GB by default. `write` needs one tensor. A file is eight
+bytes of length, a JSON table {name: dtype, shape, offsets}, and the data.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def write(path: Path, plan: Mapping[str, Described], tensors: Iterable[tuple[str
             planned, described = next(expected, ("no tensor", Described(tensor.dtype, ())))
             if name != planned or Described(tensor.dtype, tuple(tensor.shape)) != described:
                 raise ValueError(
-                    f"{name}, {tensor.dtype} {list(tensor.shape)}, is written where {planned}, {described.dtype} {list(described.shape)}, is planned"
+                    f"{name}, {tensor.dtype} {list(tensor.shape)}, is written where {planned}, "
+                    f"{described.dtype} {list(described.shape)}, is planned"
                 )
             values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             values.numpy().tofile(file)
