@@ -127,7 +127,7 @@ PROBLEMS = {
     ),
     "another frontend of cuDNN": (
         with_another(H200, nvidia_cudnn_frontend="1.26.0"),
-        ("libraries", "nvidia-cudnn-frontend 1.26.0 is not 1.23", 'pip install ".[cuda]"'),
+        ("libraries", "nvidia-cudnn-frontend 1.26.0 needs cuDNN 9.20, found 9.19.0", 'pip install ".[cuda]"'),
     ),
     "bindings that do not load": (
         replace(H200, failures={"nvmath": "importing nvmath failed: OSError: libcublasLt"}),
