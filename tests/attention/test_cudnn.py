@@ -73,7 +73,11 @@ def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
         if name != without:
             setattr(part, name, f"{name} of {version}")
     module._pybind_module = part
-    module.pygraph, module.create_handle, module.set_stream = object, object, object  # of Python, from 1.27 and 1.28 on
+    module.pygraph, module.create_handle, module.set_stream = (
+        object,
+        object,
+        object,
+    )  # of Python, from 1.27 and 1.28 on
     return module
 
 
@@ -108,7 +112,9 @@ def test_unsupported_versions_of_the_frontend_are_named(frontend, cudnn_version,
     assert sentence in (reason(frontend, cudnn_version) or "")
 
 
-@pytest.mark.parametrize("frontend", ["1.23.0", "1.24.1", "1.26.0", "1.27.0", "1.28.0", "1.29.0", "1.32.0", "1.40.0"])
+@pytest.mark.parametrize(
+    "frontend", ["1.23.0", "1.24.1", "1.26.0", "1.27.0", "1.28.0", "1.29.0", "1.32.0", "1.40.0"]
+)
 def test_versions_of_the_frontend_from_123_on_are_supported(frontend, reason):
     assert reason(frontend, (9, 20, 0)) is None
     version = tuple(int(part) for part in frontend.split(".")[:2])
@@ -118,9 +124,13 @@ def test_versions_of_the_frontend_from_123_on_are_supported(frontend, reason):
     assert found.set_stream == f"{'set_stream' if version < (1, 28) else '_raw_set_stream'} of {version}"
 
 
-@pytest.mark.parametrize("name", ["_execute_with_raw_ptrs", "create_handle", "_prepare_variant_pack_template"])
+@pytest.mark.parametrize(
+    "name", ["_execute_with_raw_ptrs", "create_handle", "_prepare_variant_pack_template"]
+)
 def test_a_name_that_a_later_frontend_lacks_is_the_reason(name, reason):
-    assert f"nvidia-cudnn-frontend 1.41.0 has no {name}; pip install" in (reason("1.41.0", (9, 20, 0), name) or "")
+    assert f"nvidia-cudnn-frontend 1.41.0 has no {name}; pip install" in (
+        reason("1.41.0", (9, 20, 0), name) or ""
+    )
 
 
 def test_an_old_cudnn_is_a_rejection(monkeypatch):

@@ -73,7 +73,7 @@ JAX = having(jax="0.11.2", flax="0.12.12")
 PROBLEMS = {
     "an old Python": (
         replace(H200, python=(3, 9)),
-        ("python", "Python 3.9; 3.10 to 3.13 is supported", "Python 3.13"),
+        ("python", "Python 3.9; 3.10 to 3.14 is supported", "Python 3.14"),
     ),
     "no metadata": (
         replace(CPU, distributions={}),

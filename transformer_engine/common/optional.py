@@ -51,7 +51,11 @@ def failed_import(module: str, error: BaseException) -> str:
 
 MINIMUM_CUDNN = (9, 13, 1)
 _MINIMUM_FRONTEND = (1, 23)  # earlier ones cannot run a graph on a list of addresses
-_FRONTENDS_FOR_920 = ((1, 24), (1, 25), (1, 26))  # they emit an attribute that cuDNN before 9.20 does not support
+_FRONTENDS_FOR_920 = (
+    (1, 24),
+    (1, 25),
+    (1, 26),
+)  # they emit an attribute that cuDNN before 9.20 does not support
 
 
 def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
