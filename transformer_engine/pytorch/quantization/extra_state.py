@@ -1,7 +1,7 @@
 """bytes in a uint8 tensor = encode_extra_state(fp8_meta): a module's recipe, scales and histories.
 
 The bytes are a pickle, because that is the format of existing checkpoints, but a checkpoint is never trusted:
-`pickle_reader.py` substitutes an inert record for every class that the pickle names, in time proportional to the length.
+`pickle_reader.py` substitutes an inert record for every class that the pickle names, in linear time.
 This file rejects names that are not on a short list, and builds recipes and tensors from the records afterwards. No
 callable that the pickle names ever runs.
 """

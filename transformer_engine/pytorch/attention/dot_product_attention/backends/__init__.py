@@ -23,8 +23,8 @@ class _Backends(ModuleType):
         if name in _EXTENSIONS:
             warn_once(
                 f"{__name__}.{name}",
-                f"replacing {__name__}.{name} has no effect on attention layers, which call the backends that te.explain "
-                "reports; call the replacement directly",
+                f"replacing {__name__}.{name} has no effect on attention layers, which call the backends that "
+                "te.explain reports; call the replacement directly",
                 stacklevel=3,
             )
 

@@ -73,8 +73,8 @@ class Bindings(NamedTuple):
     """The library's compiled functions, which versions export under different names.
 
     From 1.27 on, `cudnn.pygraph` is a Python class that starts more slowly and describes a graph that it compiles
-    later; `cudnn.create_handle` returns an object from 1.28 on. The compiled graph and handles, which are integers, stay
-    in the module `cudnn._pybind_module`.
+    later; `cudnn.create_handle` returns an object from 1.28 on. The compiled graph and handles, which are integers,
+    stay in the module `cudnn._pybind_module`.
     """
 
     graph: Callable[..., Any]
@@ -336,7 +336,7 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
     finally:
         # The library warms up a plan on an internal stream, and keeps that stream if the warm-up fails.
         bindings_of(library()).set_stream(*handles.of_device[device])
-    cudnn_store.discard(path, reason)
+    cudnn_store.STORE.discard(path, reason)
     return None
 
 
@@ -345,7 +345,7 @@ def _store(path: Path, plan: CudnnPlan) -> None:
     try:
         serialized = bytes(plan.graph.serialize())
     except _library_errors() as error:
-        cudnn_store.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
+        cudnn_store.STORE.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
         return
     cudnn_store.write(path, cudnn_store.StoredPlan(plan.workspace, serialized))
 
