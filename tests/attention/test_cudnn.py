@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.attention.attention_oracle import cumulative
 from transformer_engine.common import optional
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.functions.attention.fp8 import FORWARD
 from transformer_engine.pytorch.primitives.attention import mask as masks
 from transformer_engine.pytorch.primitives.attention import reference
@@ -39,7 +40,7 @@ def request(mask: str = "causal", window=None, bottom_right=None, **options: Any
         "mask": masks.resolve(mask, window, bottom_right),
         "scale": 0.125,
         "switches": Switches(),
-        "capability": (9, 0),
+        "hardware": nvidia(9, 0),
     }
     return AttentionCall(**{**given, **options})
 
@@ -147,14 +148,20 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
     "switched off": ({"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
     "fp8 asked for": ({"switches": Switches(fused_kind="2")}, "asks for FP8"),
-    "old GPU": ({"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
+    "old GPU": (
+        {"hardware": nvidia(7, 5)},
+        "compute capability 7.5 has no cudnn attention; NVIDIA GPUs of compute capability 8.0 and higher have",
+    ),
     "float32": ({"dtype": torch.float32}, "torch.float32; it takes"),
     "fp8": ({"fp8": "delayed"}, "FP8 attention"),
     "score_mod": ({"score_mod": lambda *_: None}, "score_mod"),
     "empty": ({"seqlen_q": 0}, "an empty tensor"),
     "head size": ({"head_dim_qk": 60}, "head_dim_qk=60 is not a multiple of 8"),
     "large backward": ({"head_dim_qk": 264, "head_dim_v": 264}, "head size 264 > 256 in the backward"),
-    "large on sm80": ({"head_dim_qk": 192, "head_dim_v": 192, "capability": (8, 0)}, "head size 192 > 128"),
+    "large on sm80": (
+        {"head_dim_qk": 192, "head_dim_v": 192, "hardware": nvidia(8, 0)},
+        "head size 192 > 128",
+    ),
     "unequal": ({"head_dim_qk": 256, "head_dim_v": 128}, "it takes equal ones and 192/128"),
     "arbitrary": ({"mask": "arbitrary"}, "arbitrary"),
     "mask tensors": ({"mask": "padding", "padding_tensors": True}, "give cu_seqlens_q and cu_seqlens_kv"),
@@ -244,8 +251,11 @@ FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "switched off": ({"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
     "16 bit asked for": ({"switches": Switches(fused_kind="1")}, "asks for 16 bit"),
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
-    "ampere": ({"capability": (8, 0)}, "compute capability 8.0 < 9.0"),
-    "blackwell": ({"capability": (10, 0)}, "untested above"),
+    "ampere": ({"hardware": nvidia(8, 0)}, "compute capability 8.0 has no cudnn fp8 attention"),
+    "blackwell": (
+        {"hardware": nvidia(10, 0)},
+        "compute capability 10.0 has no cudnn fp8 attention; NVIDIA GPUs of compute capability 9.0 have",
+    ),
     "empty": ({"batch": 0}, "an empty tensor"),
     "bias": (BIASED, "core_attention_bias_type='post_scale_bias'"),
     "bottom right": ({"mask": "causal_bottom_right", "seqlen_q": 128}, "a diagonal that ends bottom right"),

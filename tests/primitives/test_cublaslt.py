@@ -14,6 +14,7 @@ import torch
 from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REJECTED, installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.memory import Memory
 from transformer_engine.pytorch import autotune
 from transformer_engine.pytorch.primitives.gemm import (
@@ -44,7 +45,7 @@ def library(monkeypatch):
 
 def request_of(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
     """The request as it would be for the same tensors on an H200."""
-    return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", capability=(9, 0), index=0)
+    return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", hardware=nvidia(9, 0), index=0)
 
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
@@ -197,7 +198,7 @@ def test_pointers_of_little_alignment_give_the_same_result(library, spec, accumu
 REJECTIONS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
-    "< 8.0": {"capability": (7, 5)},
+    "7.5 has no bf16 products": {"hardware": nvidia(7, 5)},
     "neither axis": {"a_layout": MatrixLayout(True, 0)},
     "dtypes differ": {"b_element": torch.float16},
     "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},
@@ -215,8 +216,12 @@ FP8_REJECTIONS = {
     "do not mix": {"b_format": formats.BLOCK_1D},
     "mxfp8 x float8": {"a_format": formats.MXFP8},
     "two operands of 128x128": {"a_format": formats.BLOCK_2D, "b_format": formats.BLOCK_2D},
-    "no such FP8 products": {"capability": (8, 0)},
-    "10.0 has no such": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D, "capability": (10, 0)},
+    "8.0 has no fp8 products": {"hardware": nvidia(8, 0)},
+    "10.0 has no fp8 block products": {
+        "a_format": formats.BLOCK_1D,
+        "b_format": formats.BLOCK_1D,
+        "hardware": nvidia(10, 0),
+    },
     "K=64 is not a multiple of 128": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D},
     "N=32 is not a multiple of 128": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_2D, "k": 128},
     "M=47": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D, "k": 128, "m": 47},

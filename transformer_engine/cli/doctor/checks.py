@@ -146,9 +146,9 @@ def _gpu(e: Installation) -> Results:
     if "torch.cuda" in e.failures:
         yield "problem", e.failures["torch.cuda"], "check the driver: nvidia-smi must list the GPU"
     elif e.gpu.name is not None:
-        words = f"{e.gpu.name}, compute capability {_dotted(e.gpu.capability)}, driver {e.driver}"
+        words = f"{e.gpu.name}, {e.gpu.hardware.title}, driver {e.driver}"
         yield "good", f"{words}, CUDA {_dotted(e.gpu.build)}", ""
-        if e.gpu.capability < (8, 9):
+        if not e.gpu.hardware.has("fp8 products"):
             yield "note", "this GPU has no FP8 matrix products", "set TE_EMULATE=1 to emulate the recipes"
     elif e.driver is None:
         yield "good", "no NVIDIA driver; all operations run on the CPU", ""

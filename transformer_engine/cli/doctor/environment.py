@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from ..._version import __version__
 from ...common import env, optional
+from ...common.hardware import NO_GPU, Hardware
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Gpu:
 
     build: tuple[int, int] = (0, 0)
     name: str | None = None
-    capability: tuple[int, int] = (0, 0)
+    hardware: Hardware = NO_GPU
     cudnn: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -174,9 +175,7 @@ def _gpu() -> Gpu:
     from ...pytorch.runtime import device
 
     name = torch.cuda.get_device_name() if device.has_cuda() else None
-    return Gpu(
-        device.cuda_version(), name, device.get_device_compute_capability(), device.get_cudnn_version()
-    )
+    return Gpu(device.cuda_version(), name, device.current_hardware(), device.get_cudnn_version())
 
 
 def _jax_devices() -> tuple[str, ...]:

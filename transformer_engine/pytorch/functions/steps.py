@@ -144,7 +144,8 @@ def _product(
         return (gemm(left, right, Epilogue(out.dtype, bias, out, True, exact)),)
     epilogue = Epilogue(spec.dtype, bias=bias, exact=exact)
     if s.activation == "gelu":
-        return gemm_gelu(left, right, epilogue, s.keeps)
+        y, x = gemm_gelu(left, right, epilogue, s.keeps or spec.may_run_again)
+        return y, x if s.keeps else None
     if s.activation is not None:
         assert activated is not None
         return (gemm_gelu_gradient(left, right, activated, epilogue),)

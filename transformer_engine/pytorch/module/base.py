@@ -43,6 +43,7 @@ from .userbuffers import (  # noqa: F401
     initialize_ub,
     is_ub_initialized,
 )
+from .weight_cache import WeightCache
 
 # Flags of delayed scaling for split accumulation, under the original's names.
 _2X_ACC_FPROP = False
@@ -161,8 +162,8 @@ class TransformerEngineBaseModule(ForwardInterface):
         return self.numerics.workspaces
 
     @_fp8_workspaces.setter
-    def _fp8_workspaces(self, workspaces: dict[str, QuantizedTensorStorage]) -> None:
-        self.numerics.workspaces = workspaces
+    def _fp8_workspaces(self, workspaces: dict[str, Any]) -> None:
+        self.numerics.workspaces = WeightCache(workspaces)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .....common import env, optional
 from ....runtime.device import get_cudnn_version, is_current_device
+from ....runtime.device_tables import keep_if_captured
 from . import cudnn_store
 
 # The unique ids of a graph's tensors are numbers of a fixed table of roles, which therefore has an end.
@@ -256,6 +257,7 @@ class CudnnPlan:
             with torch.cuda.device(index):
                 self.run(pointers, device, offsets)
             return
+        keep_if_captured(self, device)  # the library may unload the kernels of a plan that no cache holds
         # Allocated by torch for each call: ordered by the stream, and part of a captured CUDA graph's pool.
         space = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         addresses = [pointers[role] for role in self.roles]
@@ -350,7 +352,7 @@ def _store(path: Path, plan: CudnnPlan) -> None:
     cudnn_store.write(path, cudnn_store.StoredPlan(plan.workspace, serialized))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # without eviction, because captured graphs read the few tensors of one or two numbers
 def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
     return torch.tensor(steps, dtype=torch.int64, device=device)[:, None]
 
