@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
+from ..quantization.checked_loading import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
 from .recipe_slots import RecipeSlots
@@ -50,7 +51,7 @@ class OperationContext:
         self.to_save = tensors
 
 
-class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
+class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     """An operation that can be part of a fused chain.
 
     Args:
