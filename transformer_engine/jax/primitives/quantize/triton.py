@@ -34,6 +34,8 @@ def unsupported_reason(request: Request) -> str | None:
             return reason
     if (reason := hardware().lacks("cast kernels")) is not None:
         return reason
+    if request.maxima_per_tile:
+        return "one maximum per tile, which the kernels do not read"
     rows, depth = request.shape
     if not rows * depth:
         return "a matrix without elements"
