@@ -92,12 +92,12 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
 
 
-def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
+def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, Pointers]]:
     """Kernels that make FP8 codes in blocks; a launch of each plan."""
     target: Pointers = {"codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
     both = block_fused.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
     constants = (7.0, 1.7, 1.0)
-    machine = partial(block_fused.Machine, 132, 232448)
+    machine = partial(block_fused.Machine, 132, shared_memory)
     launch = block_fused.forward("gelu", False, SHAPE, 8192, constants, both, machine(2))
     yield "gelu_blocks", launch, {"x": VALUES, **target, **CONSTANTS}
     squares = both._replace(square=True)

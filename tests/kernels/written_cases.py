@@ -63,6 +63,7 @@ HALF, FLOAT, CODES, BYTES, INDEX, ADDRESS = "*bf16", "*fp32", "*fp8e4nv", "*u8",
 SHAPE = (512, 1024)
 EVERY_COMBINATION = "--all" in sys.argv
 CONSTANTS = (7.0, 1.7, 1.0)
+MACHINE = block_cast.Machine(3, 1 << 17, 2)
 BLOCKS = block_cast.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 
@@ -73,9 +74,13 @@ def casts() -> Iterator[Case]:
     yield "cast, measured before", cast.cast(SHAPE, E4M3, True, False, follows=True), (HALF, None, FLOAT)
     yield "cast both", cast.cast(SHAPE, E4M3, True, True, records=True), (HALF, FLOAT, FLOAT)
     yield "cast columns", cast.cast(SHAPE, E4M3, False, True), (HALF, None, FLOAT)
-    yield "rows", block_cast.row_blocks(SHAPE, E4M3, True, False, processors=3, **SCALES), (HALF,)
-    yield "rows and columns", block_cast.row_blocks(SHAPE, E4M3, True, True, processors=3, **SCALES), (HALF,)
-    yield "columns", block_cast.row_blocks(SHAPE, E4M3, False, True, processors=3, **SCALES), (HALF,)
+    yield "rows", block_cast.row_blocks(SHAPE, E4M3, True, False, machine=MACHINE, **SCALES), (HALF,)
+    yield (
+        "rows and columns",
+        block_cast.row_blocks(SHAPE, E4M3, True, True, machine=MACHINE, **SCALES),
+        (HALF,),
+    )
+    yield "columns", block_cast.row_blocks(SHAPE, E4M3, False, True, machine=MACHINE, **SCALES), (HALF,)
     yield "squares", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), (HALF,)
     yield "squares of rows", block_cast.square_blocks(SHAPE, E4M3, True, False, **SCALES), (HALF,)
     yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), (HALF,)

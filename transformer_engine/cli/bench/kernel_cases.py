@@ -115,7 +115,7 @@ def _launch(
             E4M3,
             True,
             True,
-            processors=limits.processors,
+            machine=block_cast.Machine(limits.processors, limits.shared_memory, 2),
             **SCALES,  # pyright: ignore
         )
         return launch, (x,)

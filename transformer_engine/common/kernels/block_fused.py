@@ -17,12 +17,11 @@ from ..formats import ceil_div
 from . import tile
 from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
-from .block_cast import Blocks, tile_blocks, tile_square
+from .block_cast import Blocks, Machine, tile_blocks, tile_square
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
 
 _WIDTH = 128
-_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
 WIDTH = tl.constexpr(_WIDTH)
 
 
@@ -163,14 +162,6 @@ def backward_kernel(
                 store_column_sums(workspace + width, sums, tile_m, columns, first_n, column, width)
 
 
-class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, and bytes read per element of a tile."""
-
-    processors: int
-    shared_memory: int
-    bytes_read: int
-
-
 class FusedPlan(NamedTuple):
     """Launch settings of a kernel.
 
@@ -256,8 +247,7 @@ def _tiling(
     tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
     programs = min(plan.resident * machine.processors, tiles) if plan.resident else tiles
     # All stages but the current one are in the shared memory, which also holds the codes to be transposed.
-    room = (machine.shared_memory - _EXCHANGE_BYTES) // (block_m * _WIDTH * machine.bytes_read)
-    stages = max(1, min(plan.stages, room + 1)) if even else 1
+    stages = machine.stages(block_m * _WIDTH, plan.stages) if even else 1
     return (block_m, plan.band, stages, rows % 2 == 0, even), (programs, 1, 1)
 
 

@@ -179,7 +179,9 @@ class Tiles(Kernel):
         if spec.format == BLOCK_2D:
             launch = block_cast.square_blocks(*options, **scaling)
         else:
-            launch = block_cast.row_blocks(*options, **scaling, processors=processors().count)
+            gpu = processors()
+            machine = block_cast.Machine(gpu.count, gpu.shared_memory, x.dtype.itemsize)
+            launch = block_cast.row_blocks(*options, **scaling, machine=machine)
         return tuple(array for array in run(launch, arrays) if array is not None)
 
 

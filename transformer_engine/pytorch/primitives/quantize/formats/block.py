@@ -42,7 +42,7 @@ def _row_blocks(
         spec.element,
         spec.rowwise,
         spec.columnwise,
-        processors=launching.processors(device.index).count,
+        machine=block_cast.Machine(*launching.processors(device.index), dtype.itemsize),
         **_scales(spec, dtype),
     )
 
