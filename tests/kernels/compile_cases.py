@@ -22,6 +22,7 @@ from transformer_engine.common.formats import E4M3
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.kernels import block_cast, cast, conversion, mxfp8, nvfp4
 from transformer_engine.common.kernels.launch import Launch, compile_options
+from transformer_engine.common.kernels.machine import Machine
 
 SHAPE = (512, 1024)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": 3.3895313892515355e38}
@@ -33,7 +34,7 @@ def launches(
     overlaps: bool = True, shared_memory: int = 227 << 10
 ) -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     """(name, record, type of each pointer; None: that argument is not given); overlaps: with dependent launches."""
-    machine = block_cast.Machine(132, shared_memory, 2)
+    machine = Machine(132, shared_memory, 2)
     float8 = {
         "x": VALUES,
         "multiplier": SCALAR,

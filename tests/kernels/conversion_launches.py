@@ -49,8 +49,9 @@ from transformer_engine.common.kernels import (
     norm_codes,
     statistics,
 )
-from transformer_engine.common.kernels.block_cast import Blocks, Machine
+from transformer_engine.common.kernels.block_cast import Blocks
 from transformer_engine.common.kernels.cast import OneScale, cast
+from transformer_engine.common.kernels.machine import Machine
 from transformer_engine.pytorch.primitives import grouped_quantize
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
 from transformer_engine.pytorch.primitives.grouped_quantize import GroupedQuantizeRequest
@@ -173,7 +174,8 @@ def others(element: Element) -> Iterator[tuple[str, Results]]:
     """Column sums with a cast, and FP8 attention with delayed scaling."""
     shape = (192, 130)
     follows = not ON_CPU
-    program = column_sums.sums_and_cast(shape, "float32", cast(shape, element, True, True, follows=follows))
+    after, machine = cast(shape, element, True, True, follows=follows), Machine(3, 1 << 16, 2)
+    program = column_sums.sums_and_cast(shape, "float32", after, machine)
     yield f"column sums {element.name}", launching.perform(program, (values(shape),))
     sizes, dtype = (5000, 300, 2048), launch.codes_dtype(element)
     three = [values((1, size), size)[0] for size in sizes]

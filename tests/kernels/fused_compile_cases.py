@@ -23,6 +23,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import Launch
+from transformer_engine.common.kernels.machine import Machine
 
 Pointers = dict[str, "str | None"]
 
@@ -73,7 +74,7 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         }
         yield f"rope_packed_{transposed}", launch, {**rotated, **packed}
     sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
-    yield "column_sums", column_sums.column_sums(SHAPE, 4096, measures=True), sums
+    yield "column_sums", column_sums.column_sums(SHAPE, 4096, Machine(132, 227 << 10, 2), measures=True), sums
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
 
 

@@ -55,6 +55,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
+from transformer_engine.common.kernels.machine import Machine
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
@@ -63,7 +64,7 @@ HALF, FLOAT, CODES, BYTES, INDEX, ADDRESS = "*bf16", "*fp32", "*fp8e4nv", "*u8",
 SHAPE = (512, 1024)
 EVERY_COMBINATION = "--all" in sys.argv
 CONSTANTS = (7.0, 1.7, 1.0)
-MACHINE = block_cast.Machine(3, 1 << 17, 2)
+MACHINE = Machine(3, 1 << 17, 2)
 BLOCKS = block_cast.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 
@@ -124,8 +125,8 @@ def activations() -> Iterator[Case]:
         yield f"{name} backward blocks", launch, (HALF, HALF)
     yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
     yield from _statistics()
-    yield "column sums", column_sums.column_sums(SHAPE, SHAPE[1]), (HALF,)
-    yield "column sums and maximum", column_sums.column_sums(SHAPE, SHAPE[1], measures=True), (HALF,)
+    yield "column sums", column_sums.column_sums(SHAPE, SHAPE[1], MACHINE), (HALF,)
+    yield "column sums and maximum", column_sums.column_sums(SHAPE, SHAPE[1], MACHINE, measures=True), (HALF,)
 
 
 def _statistics() -> Iterator[Case]:

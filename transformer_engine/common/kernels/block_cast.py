@@ -12,11 +12,10 @@ from ..formats import Element, ceil_div
 from . import tile
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
+from .machine import MEASURED_MEMORY, Machine
 from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
 
 _WIDTH = 128
-EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
-_MEASURED_MEMORY = 227 << 10  # shared memory of the GPU on which the plan of `row_blocks` was measured
 WIDTH = tl.constexpr(_WIDTH)
 
 
@@ -323,19 +322,6 @@ class Blocks(NamedTuple):
         return self.element.maximum, self.epsilon, self.power_of_two, self.value_for_inf
 
 
-class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, and bytes read per element of a tile."""
-
-    processors: int
-    shared_memory: int
-    bytes_read: int
-
-    def stages(self, tile: int, stages: int) -> int:
-        """Largest number of stages, at most `stages`, for tiles of this many elements; the current one is in registers."""
-        room = (self.shared_memory - EXCHANGE_BYTES) // (tile * self.bytes_read)
-        return max(1, min(stages, room + 1))
-
-
 @functools.lru_cache(maxsize=4096)
 def row_blocks(
     shape: tuple[int, int],
@@ -374,7 +360,7 @@ def row_blocks(
     # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than
     # an H200's has room for one program, whose 8 warps need no stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    resident, warps = (2, 4) if machine.shared_memory >= _MEASURED_MEMORY else (1, 8)
+    resident, warps = (2, 4) if machine.shared_memory >= MEASURED_MEMORY else (1, 8)
     programs = min(resident * machine.processors, tiles_m * tiles_k)
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1
     tiles = (4, stages, rows % 2 == 0, even)

@@ -17,9 +17,10 @@ from ..formats import ceil_div
 from . import tile
 from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
-from .block_cast import Blocks, Machine, tile_blocks, tile_square
+from .block_cast import Blocks, tile_blocks, tile_square
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
+from .machine import Machine
 
 _WIDTH = 128
 WIDTH = tl.constexpr(_WIDTH)
@@ -246,7 +247,6 @@ def _tiling(
     even = rows % block_m == 0 and width % _WIDTH == 0
     tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
     programs = min(plan.resident * machine.processors, tiles) if plan.resident else tiles
-    # All stages but the current one are in the shared memory, which also holds the codes to be transposed.
     stages = machine.stages(block_m * _WIDTH, plan.stages) if even else 1
     return (block_m, plan.band, stages, rows % 2 == 0, even), (programs, 1, 1)
 

@@ -21,6 +21,7 @@ from ..formats import Element, ceil_div
 from .block_cast import Blocks
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
+from .machine import MEASURED_MEMORY, Machine
 from .program import Program, ProgramStep
 from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
 
@@ -503,6 +504,7 @@ class NormRows(NamedTuple):
     zero_centered: bool
     centered: bool
     processors: int
+    shared_memory: int = MEASURED_MEMORY
 
 
 def forward(
@@ -526,7 +528,8 @@ def forward(
         measures: The first output is amax = max|y| instead.
         zero_is_one: Read a given multiplier of 0 as 1.
     """
-    rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
+    rows, width, x_stride, dtype, eps, zero_centered, centered, processors, shared_memory = x
+    machine = Machine(processors, shared_memory, 4 if dtype == "float32" else 2)
     fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
     statistics = (statistic if centered else None, statistic)
@@ -549,12 +552,24 @@ def forward(
     if width > 8192:  # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(
-            forward_streamed, grid, outputs, scalars, (*fixed, block, 3, NATIVE), 16, in_place=recorded
+            forward_streamed,
+            grid,
+            outputs,
+            scalars,
+            (*fixed, block, machine.stages(block, 3), NATIVE),
+            16,
+            in_place=recorded,
         )
     if centered and 4096 < width < block:  # 3.6 at 5120; one row per program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(
-            forward_streamed, grid, outputs, scalars, (*fixed, block, 4, NATIVE), 8, in_place=recorded
+            forward_streamed,
+            grid,
+            outputs,
+            scalars,
+            (*fixed, block, machine.stages(block, 4), NATIVE),
+            8,
+            in_place=recorded,
         )
     # 3.8-4.0 TB/s on an H200.
     block_rows, warps = (2 if centered else 1, 8) if block == 4096 else (max(1, 2048 // block), 4)
