@@ -4,7 +4,8 @@ A quantization is equal if it has the reference's bits. Other kernels have diges
 all conversions.
 
 Arguments: "native", "instruction" or "integers", then "cuda" (a GPU with all three), or "cpu" for Triton's interpreter,
-which has no PTX; then "--all" for more than quantizations.
+which has no PTX; then "--all" for more than quantizations, and "1/4" for the second of
+four parts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.kernels.quantize_cases import CONTENTS, SPECS, matrix
 from transformer_engine.common.formats import (
     BLOCK_1D,
     BLOCK_2D,
+    E2M1,
     E4M3,
     E5M2,
     FLOAT8,
@@ -59,7 +61,7 @@ from transformer_engine.pytorch.primitives.quantize import FORMATS, QuantizeRequ
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 from transformer_engine.pytorch.runtime import launching
 
-WAY, DEVICE, *EVERY = sys.argv[1:]
+WAY, DEVICE, *OPTIONS = sys.argv[1:]
 ROWS = {"instruction": nvidia(8, 9), "integers": nvidia(8, 0)}
 ON_CPU = DEVICE == "cpu"
 ONE = (7.0, 1.7, 1.0)
@@ -81,24 +83,22 @@ def number(value: float) -> Tensor:
     return torch.tensor([value], device=DEVICE)
 
 
-def quantizations() -> Iterator[tuple[str, Results, Results]]:
+def quantizations(name: str, spec: QuantizeSpec) -> Iterator[tuple[str, Results, Results]]:
     """(name, results of the kernels, results of the reference)."""
     halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
-    shapes = (
-        ((256, 256), (144, 66)) if ON_CPU else ((256, 256), (144, 66), (1, 4096), (2048, 4096), (129, 34))
-    )
+    square, narrow = (256, 256), (144, 66)
     kinds = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
-    contents = ("special",) if ON_CPU else CONTENTS
-    for name, spec in SPECS.items():
-        inputs = [(f"{shape}", shape, content) for shape in shapes for content in contents]
-        if ON_CPU:
-            inputs = [inputs[len(name) % len(inputs)]]
-        for title, shape, content in inputs:
-            if spec.format != NVFP4 or not any(extent % 2 for extent in shape):
-                x = matrix(*shape, content, next(kinds)).to(DEVICE)
-                yield f"{name} {title} {content}", *both(spec, x)
-        if name in ("float8", "float8-both") or not ON_CPU:
-            yield f"{name} every bfloat16", *both(spec, halves.to(DEVICE), number(1.0))
+    inputs = [(square, content, next(kinds)) for content in CONTENTS]
+    inputs += [(shape, "special", torch.bfloat16) for shape in (narrow, (1, 4096), (2048, 4096), (129, 34))]
+    if ON_CPU:
+        inputs = [((square, narrow)[len(name) % 2], "special", torch.bfloat16)]
+    if spec.four_over_six:
+        inputs = inputs[:1]
+    for shape, content, dtype in inputs:
+        if spec.format != NVFP4 or not any(extent % 2 for extent in shape):
+            yield f"{name} {shape} {content} {dtype}", *both(spec, matrix(*shape, content, dtype).to(DEVICE))
+    if name in ("float8", "float8-both") or not (ON_CPU or spec.four_over_six):
+        yield f"{name} every bfloat16", *both(spec, halves.to(DEVICE), number(1.0))
 
 
 def both(spec: QuantizeSpec, x: Tensor, scale: Tensor | None = None) -> tuple[Results, Results]:
@@ -279,17 +279,25 @@ def main() -> None:
         triton.knobs.compilation.listener = count_instructions
     if WAY in ROWS:
         launch._hardware_of = lambda tensors: ROWS[WAY]
+    everything = "--all" in OPTIONS
+    part, parts = map(int, OPTIONS[-1].split("/")) if "/" in "".join(OPTIONS) else (0, 1)
+    specs = SPECS
+    if not ON_CPU:
+        specs = SPECS | {"nvfp4-4over6": QuantizeSpec(NVFP4, E2M1, columnwise=True, four_over_six="MAE")}
     facts: dict[str, tuple[str, bool]] = {}
-    for name, made, expected in quantizations():
-        equal = all(interpreter.same_bits(m, e) for m, e in zip(made, expected, strict=True))
-        facts[name] = digest(made), equal
-    produced = [groups(), measured()] if EVERY else []
-    for element in (E4M3, E5M2) if EVERY else ():
-        shapes = ((128, 128),) if ON_CPU else ((128, 128), (256, 384), (130, 66), (2048, 2560))
-        produced += [*[activations(shape, element) for shape in shapes], norms(element), others(element)]
-    for name, made in itertools.chain(*produced):
+    produced: list[Iterator[tuple[str, Results]]] = []
+    if everything:
+        produced = [groups(), measured()]
+        for element in (E4M3, E5M2):
+            shapes = ((128, 128), (130, 66), (2048, 2560))[: 1 if ON_CPU or element == E5M2 else 3]
+            produced += [*[activations(shape, element) for shape in shapes], norms(element), others(element)]
+    for name, spec in itertools.islice(specs.items(), part, None, parts):
+        for case, made, expected in quantizations(name, spec):
+            equal = all(interpreter.same_bits(m, e) for m, e in zip(made, expected, strict=True))
+            facts[case] = digest(made), equal
+    for name, made in itertools.chain(*produced[part::parts]):
         facts[name] = digest(made), True
-    print(json.dumps({"cases": facts, "counts": COUNTS}))
+    print(json.dumps({"cases": facts, "counts": COUNTS, "triton": triton.__version__}))
 
 
 if __name__ == "__main__":
