@@ -30,7 +30,7 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import row_sums
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
@@ -56,7 +56,7 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _apply(x, call, len(weights), *weights, *(biases or ()))
-    return infer(call, _inputs(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
+    return infer("GroupedLinear", call, _inputs(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
 
 
 def _inputs(
@@ -67,7 +67,7 @@ def _inputs(
     return x, weights[0] if spec.stacked_weight else list(weights), bias
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]

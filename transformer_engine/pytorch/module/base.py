@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.recompute import in_fp8_activation_recompute_phase
+from ..distributed.recompute import state_without_gradients
 from ..distributed_weight import finalize_delayed_grads
-from ..functions.scale_update import ScaleUpdate, in_backward_pass, update_at_end_of_pass
+from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
@@ -252,29 +252,10 @@ class TransformerEngineBaseModule(ForwardInterface):
         return active.products
 
     def check_repetition(self, state: AutocastState) -> None:
-        """Reject a second run by another library's checkpoint outside of the autocast of the first run.
-
-        Reentrant checkpoints, such as torch.utils.checkpoint with use_reentrant=True, run the function without
-        gradients first, and again in the backward pass, under the autocast that is active at that time.
-
-        Raises:
-            RuntimeError: The two runs have different recipes, so the gradients would belong to another function.
-        """
-        before = self.numerics.state_without_gradients
-        if not torch.is_grad_enabled() and not in_backward_pass():
-            self.numerics.state_without_gradients = state
-        elif before is not None and before is not state and in_backward_pass():
-            if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
-                return
-            checkpoint = type(torch._C._current_autograd_node()).__name__
-            if "Checkpoint" not in checkpoint or in_fp8_activation_recompute_phase():
-                return
-            first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
-            raise RuntimeError(
-                f"{checkpoint} runs {type(self).__name__} again under {second}, its first run was under {first}: the "
-                "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
-                "autocast, or, with a recipe without history, enter autocast inside of the function"
-            )
+        """Raise RuntimeError if another library's checkpoint repeats a call under another autocast state."""
+        numerics = self.numerics
+        before = numerics.state_without_gradients
+        numerics.state_without_gradients = state_without_gradients(type(self).__name__, before, state)
 
     def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
         """Return the scale update of delayed scaling after this call's backward pass; None without a backward pass.

@@ -25,7 +25,7 @@ from ..quantization.extra_state import (
     validated_state,
 )
 from ..quantization.family import family_of
-from ..quantization.recompute_states import runs
+from ..quantization.recompute_states import repeated_quantizers
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
@@ -167,18 +167,8 @@ class RecipeSlots:
         quantizers = self._quantizers["forward"]
         if not (is_fp8_activation_recompute_enabled() and self.has_scaling_state()):
             return quantizers
-        for run in runs():
-            if not run.again:
-                run.states.keep(self._replay_key, [tuple([q.replay_state() for q in quantizers])])
-                continue
-            states = run.next(self._replay_key)
-            if states is None:
-                raise RuntimeError(
-                    f"{type(self).__name__} is called in the second run of a checkpointed function, but was not called "
-                    "under this recipe so often in its first; let the function do the same both times"
-                )
-            quantizers = [q.replaying(state) for q, state in zip(quantizers, states[0], strict=True)]
-        return quantizers
+        (repeated,) = repeated_quantizers(type(self).__name__, self._replay_key, (quantizers,))
+        return list(repeated)
 
     def has_scaling_state(self) -> bool:
         """Return whether an active quantizer has scales that change between calls."""

@@ -34,6 +34,8 @@ def unsupported_reason(request: Request) -> str | None:
             return reason
     if (reason := hardware().lacks("triton fp8 casts")) is not None:
         return f"{reason}: Triton rounds a cast to FP8 twice there, or has none"
+    if request.maxima_per_tile:
+        return "one maximum per tile, which the kernels do not read"
     rows, depth = request.shape
     if not rows * depth:
         return "a matrix without elements"
