@@ -12,6 +12,7 @@ import pytest
 import transformer_engine_jax as extension
 from tests.jax.compiled import array, normal
 from transformer_engine.common import recipe
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax import attention, ep, quantize, softmax, version_utils
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax.layernorm import layernorm
@@ -218,7 +219,7 @@ def test_base_classes_cover_all_tensors():
 
 @pytest.mark.parametrize(("capability", "supported"), [(90, False), (100, True), (120, True)])
 def test_one_direction_suffices_where_products_read_all_layouts(monkeypatch, capability, supported):
-    monkeypatch.setattr(config, "compute_capability", lambda gpu_id=0: capability)
+    monkeypatch.setattr(config, "hardware", lambda gpu_id=0: nvidia(*divmod(capability, 10)))
     assert quantize.is_fp8_gemm_with_all_layouts_supported() is supported
     made = QuantizerFactory.create_set(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,
