@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax
 import jax
 import numpy as np
@@ -108,16 +110,17 @@ def test_linear_layers_of_nnx_accept_the_product(settings, tolerance):
 
 def test_the_product_accepts_the_arguments_of_lax_dot_general():
     x, kernel = normal(jax.random.key(0), (16, 32)), normal(jax.random.key(1), (32, 8))
-    product, numbers = te_flax.make_dot_general_cls(None)(), (((1,), (0,)), ((), ()))
-    expected = x @ kernel
+    module: Any = te_flax.make_dot_general_cls(None)()
+    numbers = (((1,), (0,)), ((), ()))
+    expected, found = x @ kernel, None
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         for options in (
             {"dims": numbers}, {"dimension_numbers": numbers, "out_sharding": None, "precision": None},
             {"dimension_numbers": numbers, "out_sharding": jax.sharding.PartitionSpec("dp")},
         ):  # fmt: skip
-            found = product.apply({}, x, kernel, **options)
+            found = module.apply({}, x, kernel, **options)
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         assert jax.typeof(found).sharding.spec == jax.sharding.PartitionSpec("dp", None)
     with pytest.raises(TypeError, match="give one of them"):
-        product.apply({}, x, kernel)
+        module.apply({}, x, kernel)

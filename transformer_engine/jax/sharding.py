@@ -390,7 +390,7 @@ def with_sharding_constraint_by_logical_axes(
                     _warn_of_name(name)
         if mesh is None:
             return x
-        spec = linen.logical_to_mesh_axes(tuple(logical_axis_names))
+        spec: Any = linen.logical_to_mesh_axes(tuple(logical_axis_names))
         if isinstance(x, Tracer) and all(kind is AxisType.Auto for kind in mesh.axis_types):
             # As flax.linen.with_logical_constraint does in a program; a spec without axes replicates the array.
             return _constrained(x, NamedSharding(mesh, spec))
