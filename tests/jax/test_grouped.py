@@ -212,7 +212,8 @@ def test_codes_of_groups_come_back_within_the_format(mode):
         return *made, rows.dequantize()
 
     rows, stack, whole = there_and_back(x, kernel)
-    for directions, values in ((rows, x), (stack, kernel)):
+    end = sum(SIZES)  # rows after the last group have no columnwise blocks
+    for directions, values in (([direction[:end] for direction in rows], x[:end]), (stack, kernel)):
         for direction in directions:
             assert relative_error(direction, values) < 0.04
     # With one scale per group, a small group keeps its precision next to a large one.
