@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.memory import Memory
+from ...common.numbers import with_article
 from ..distributed_weight import ShardGroup, is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 from ..runtime.capture import is_capturing
 from ..runtime.device_tables import keep_if_captured
 
+# Dtypes of main_grad.
+_ACCUMULATED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OUTSIDE = -1  # autograd's number outside of backward passes
 
 
@@ -334,7 +337,24 @@ def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
             "fuse_wgrad_accumulation=True, but the weight has no main_grad; set weight.main_grad to a tensor "
             "of the weight's shape (float32 recommended) before the backward pass"
         )
+    check_main_grad(parameter, main_grad)
     return main_grad
+
+
+def check_main_grad(parameter: Any, main_grad: Any) -> None:
+    """Raise TypeError or ValueError unless a weight's gradient can be accumulated into a buffer."""
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(f"weight.main_grad is {with_article(type(main_grad))}; set it to a tensor")
+    if main_grad.dtype not in _ACCUMULATED:
+        raise TypeError(
+            f"weight.main_grad has dtype {main_grad.dtype}, in which gradients cannot be accumulated; use float32, "
+            "bfloat16 or float16"
+        )
+    if main_grad.shape != parameter.shape:
+        raise ValueError(
+            f"weight.main_grad is {list(main_grad.shape)} and the weight {list(parameter.shape)}; set it to a tensor "
+            "of the weight's shape"
+        )
 
 
 Placeholder = tuple[tuple[int, ...], torch.dtype, torch.device]

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..functions.scale_update import update_at_end_of_pass
@@ -14,6 +13,7 @@ from ..functions.weight_gradient import restart_sums
 from ..module.base import TransformerEngineBaseModule
 from ..ops.recipe_slots import RecipeSlots
 from ..quantization import FP8GlobalStateManager, delayed_scaling
+from ..runtime.autograd import Function
 from ..runtime.capture import Recording
 from ..runtime.double_backward import once_differentiable
 from .saved_state import delayed_states_of
@@ -156,7 +156,7 @@ class RecordedBlock:
         self.forward = self.backward = self.weight_gradients = None
 
 
-class _GraphReplay(torch.autograd.Function):
+class _GraphReplay(Function):
     @staticmethod
     def forward(ctx: Any, graph: RecordedBlock, stream: Any, event: Any, *surface: Tensor) -> Any:
         count = len(graph.block.inputs)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ....common import env
-from ...runtime.device import get_device_compute_capability
+from ....common.hardware import NO_GPU, Hardware
+from ...runtime.device import current_hardware
 from .mask import Mask
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -73,7 +74,7 @@ class AttentionCall:
         cached: Keys come from a cache of earlier steps.
         fp8: Scaling of FP8 attention ("delayed", "current" or "block"); None computes in `dtype`.
         score_mod: score_mod(score, b, h, i, j) -> score, applied to scale * q k^T + bias.
-        capability: Compute capability; (0, 0) on a CPU.
+        hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
         needs_gradient: A gradient is needed, or may be needed if a checkpoint runs the call again.
     """
@@ -111,13 +112,13 @@ class AttentionCall:
     score_mod: Callable[..., Tensor] | None = None
 
     device_type: str
-    capability: tuple[int, int] = (0, 0)
+    hardware: Hardware = NO_GPU
     deterministic: bool = False
     switches: Switches = field(default_factory=Switches)
 
     @classmethod
     def on(cls, device_type: str, deterministic: bool, **fields: Any) -> AttentionCall:
-        """Return a call on a device of this process, with its capability and the environment's switches.
+        """Return a call on a device of this process, with its hardware and the environment's switches.
 
         Args:
             device_type: "cuda" or "cpu".
@@ -126,7 +127,7 @@ class AttentionCall:
         """
         return cls(
             device_type=device_type,
-            capability=get_device_compute_capability() if device_type == "cuda" else (0, 0),
+            hardware=current_hardware() if device_type == "cuda" else NO_GPU,
             deterministic=deterministic or not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
             switches=Switches.from_environment(),
             **fields,

@@ -43,8 +43,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if call.capability < (8, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
+    if (reason := call.hardware.lacks("triton kernels")) is not None:
+        return reason
     if call.dtype == torch.float64:
         return "float64"
     for size in (call.head_dim_qk, call.head_dim_v):
