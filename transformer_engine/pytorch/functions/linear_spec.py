@@ -88,6 +88,8 @@ class LinearSpec(LayerSpec):
         gather_input: How the input is gathered where its rows are sharded; see `LinearFacts`.
         gather_gradient: How the gradient of the output is gathered where its rows are sharded.
         inspector: Reads or replaces results of the products; None by default.
+        may_run_again: No gradients are recorded, but a second run of the call may record them: kernels are those of a
+            call with gradients where others round differently.
     """
 
     dtype: torch.dtype
@@ -111,6 +113,7 @@ class LinearSpec(LayerSpec):
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
     inspector: Inspector | None = None
+    may_run_again: bool = False
 
     def linears(self) -> dict[str, LinearSpec]:
         return {LINEAR: self}

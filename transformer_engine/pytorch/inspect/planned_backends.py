@@ -27,6 +27,7 @@ from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec
 from ..primitives.quantize.fused_codes import in_row_blocks
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.elements import empty_quantized
 
@@ -82,7 +83,11 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
     """Plan one call of cuBLASLt if it would be used, else the product and the operations after it."""
     product = request.product
-    asked = product.device == "cuda" and product.capability >= (8, 0) and cublaslt_library.missing() is None
+    asked = (
+        product.device == "cuda"
+        and product.hardware.has("bf16 products")
+        and cublaslt_library.missing() is None
+    )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
     if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)
@@ -167,7 +172,7 @@ class PlannedAttention(nn.Module):
         return _PlannedAttentionFunction.apply(query_layer, key_layer, value_layer)  # pyright: ignore[reportReturnType]
 
 
-class _PlannedAttentionFunction(torch.autograd.Function):
+class _PlannedAttentionFunction(Function):
     """Saves q, k, v, out and the logarithm of the softmax's denominator, float32 [h] a token."""
 
     @staticmethod

@@ -21,6 +21,7 @@ from ..quantization import (
     load_extra_state,
 )
 from ..quantization.autocast import AutocastState
+from ..quantization.checked_loading import check_states
 from ..quantization.model_init import current_model_init
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
@@ -42,6 +43,7 @@ from .userbuffers import (  # noqa: F401
     initialize_ub,
     is_ub_initialized,
 )
+from .weight_cache import WeightCache
 
 # Flags of delayed scaling for split accumulation, under the original's names.
 _2X_ACC_FPROP = False
@@ -160,8 +162,8 @@ class TransformerEngineBaseModule(ForwardInterface):
         return self.numerics.workspaces
 
     @_fp8_workspaces.setter
-    def _fp8_workspaces(self, workspaces: dict[str, QuantizedTensorStorage]) -> None:
-        self.numerics.workspaces = workspaces
+    def _fp8_workspaces(self, workspaces: dict[str, Any]) -> None:
+        self.numerics.workspaces = WeightCache(workspaces)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
@@ -311,29 +313,40 @@ class TransformerEngineBaseModule(ForwardInterface):
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
         return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 
+    def read_extra_state(self, state: Any) -> dict[str, Any] | None:
+        """Decode a state and check that it fits the module; nothing is changed. Returns None for an empty state."""
+        content = decode_extra_state(state)
+        if content is not None:
+            # Quantizers in each direction, by the suffix of the states' keys.
+            products = self._products_of(content)
+            check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
+        return content
+
+    def _products_of(self, content: dict[str, Any]) -> int:
+        """Number of products that a state determines: some classes fix it, in others it follows from the scales."""
+        stored = content["extra_fp8_variables"].get("num_gemms")
+        if self.products_grow and isinstance(stored, int) and "scale_fwd" in content:
+            return max(self.num_products, stored)
+        return self.num_products
+
     def set_extra_state(self, state) -> None:
         """Restore the state of `get_extra_state`, in place where tensors exist. It is read through an allow-list.
 
         A state of another kind of recipe than that of the quantized parameters is dropped with a warning.
         """
-        content = decode_extra_state(state)
+        content = self.read_extra_state(state)
         if content is None:
             return
-        # Some classes fix the number of products; in others it follows from the state.
-        products, kept = self.num_products, content.get("extra_fp8_variables", {}).get("num_gemms")
-        if self.products_grow and isinstance(kept, int):
-            products = max(products, kept)
-        # Quantizers in each direction, by the suffix of the states' keys.
-        check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
         if loading.quantized_otherwise(self, content["recipe"]):
             loading.drop_state(self, content["recipe"])
             return
-        self._grow_to(products)
+        self._grow_to(self._products_of(content))
         self.numerics.renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_states(self, state_dict, prefix)
         loading.prepare(self, state_dict, prefix)
         # Quantized parameters are copied with their quantizer's scale, so the scale must be loaded first.
         if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:

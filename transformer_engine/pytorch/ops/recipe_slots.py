@@ -22,6 +22,7 @@ from ..quantization.extra_state import (
     decode_extra_state,
     encode_extra_state,
     load_extra_state,
+    validated_state,
 )
 from ..quantization.family import family_of
 from ..quantization.recompute_states import repeated_quantizers
@@ -207,18 +208,29 @@ class RecipeSlots:
             return ResizableState.of(torch.empty(0, dtype=torch.uint8, device="cpu"))
         return ResizableState.of(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
 
-    def set_extra_state(self, state: Tensor | io.BytesIO | None) -> None:
-        """Restore the state that `get_extra_state` returned, read through an allow-list.
+    def read_extra_state(self, state: Tensor | io.BytesIO | None) -> dict[str, dict[str, Any]] | None:
+        """Decode a state and check that it fits the operation; nothing is changed. Returns a state per mode.
 
         Raises:
             ExtraStateError: The state is damaged, names something that may not be loaded, or does not fit.
         """
         content = decode_extra_state(state)
         if content is None:
-            return
-        saved = {mode: content[mode] for mode in MODES if content.get(mode)}
+            return None
+        saved = {mode: validated_state(content[mode]) for mode in MODES if content.get(mode)}
         for mode, part in saved.items():
             check_extra_state(part, {_SUFFIX[mode]: self.num_quantizers(mode)})
+        return saved
+
+    def set_extra_state(self, state: Tensor | io.BytesIO | None) -> None:
+        """Restore the state that `get_extra_state` returned, read through an allow-list.
+
+        Raises:
+            ExtraStateError: The state is damaged, names something that may not be loaded, or does not fit.
+        """
+        saved = self.read_extra_state(state)
+        if saved is None:
+            return
         for mode, part in saved.items():
             self._make(mode, part["recipe"], None)
             meta = self._fp8_metas[mode]

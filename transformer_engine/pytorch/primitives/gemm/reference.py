@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
+from ...runtime.autograd import matrix_product
 from ..operand import Operand
 from ..quantize import dequantize
 from .request import EPILOGUES, Epilogue, GemmRequest
@@ -24,10 +25,10 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     Where an operand has a second-level scale per row, the second level of both is applied to the sum.
     """
     if _has_row_scales(a, b):
-        product = torch.mm(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
+        product = matrix_product(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
         product = _with_second_level(product, a, b)
     else:
-        product = torch.mm(_values(a), _values(b).t())
+        product = matrix_product(_values(a), _values(b).t())
     for operand in (a, b):
         if operand.format == FLOAT8:
             assert operand.scale is not None
@@ -89,10 +90,8 @@ def _unsupported_by_widen(request: GemmRequest) -> str | None:
         return f"it is for GPUs; on {request.device} bfloat16 products are not faster than float32"
     if request.empty:
         return "there is nothing to multiply"
-    if request.capability < (8, 0):
-        return (
-            f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
-        )
+    if (reason := request.hardware.lacks("bf16 products")) is not None:
+        return reason
     for fmt in (request.a_format, request.b_format):
         if fmt is None:
             return "an operand is not quantized"
