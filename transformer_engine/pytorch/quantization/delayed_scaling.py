@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.traceback
 from torch import Tensor
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.utils.checkpoint import CheckpointPolicy
