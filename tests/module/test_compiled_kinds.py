@@ -11,11 +11,10 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("emulated")]
 
-# Of each layer always one recipe, and of each kind of scaling always one layer.
+# Of each layer always one recipe; test_compiled_layers.py always runs layers with attention.
 ALWAYS = {
     ("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "block"), ("GroupedLinear", "current"),
     ("LayerNorm", "none"), ("RMSNorm", "none"), ("DotProductAttention", "none"), ("te.ops", "mxfp8"),
-    ("MultiheadAttention", "nvfp4"), ("TransformerLayer", "delayed"),
 }  # fmt: skip
 CASES = [
     pytest.param(layer, recipe, marks=() if (layer, recipe) in ALWAYS else pytest.mark.slow)
