@@ -147,7 +147,9 @@ def test_torch_autocast_equals_inputs_cast_by_hand(name, recipe, device):
     """Also in a backward pass under autocast. Gradients of float32 parameters have at least the bits of bfloat16."""
     by_torch = results(name, recipe, device, autocast=True)
     by_hand = results(name, recipe, device, dtype=torch.bfloat16)
-    if name == "DotProductAttention":  # without parameters: its inputs have the dtype that their producer chose
+    if (
+        name == "DotProductAttention"
+    ):  # without parameters: its inputs have the dtype that their producer chose
         by_torch = results(name, recipe, device, dtype=torch.bfloat16, autocast=True)
     assert by_torch[0].dtype == torch.bfloat16
     assert same([part.to(hand.dtype) for part, hand in zip(by_torch, by_hand, strict=True)], by_hand)

@@ -57,7 +57,9 @@ def encode_rows(
         amax, maxima = None, (None, None)
         if levels and not (spec.format.row_scaled and not columns):
             values_t = columns and not spec.two_dimensional
-            scaled = hadamard_transform(values.T, spec.random_sign).T if values_t and spec.hadamard else values
+            scaled = (
+                hadamard_transform(values.T, spec.random_sign).T if values_t and spec.hadamard else values
+            )
             bits = exact.magnitude_bits(scaled).max(axis=1, initial=0)
             amax = exact.largest_over(_group_maxima(bits, layout.group, group_sizes.shape[0]), over)
             of_rows = to_rows(amax, layout.group)

@@ -34,7 +34,7 @@ def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
         call,
         (q.stride(), k.stride(), v.stride()),
         q.device,
-        has._get_deterministic_algorithms(),
+        torch.get_deterministic_debug_mode(),
         has._get_flash_sdp_enabled(),
         has._get_cudnn_sdp_enabled(),
         has._get_mem_efficient_sdp_enabled(),
