@@ -102,8 +102,12 @@ def test_an_item_assignment_leaves_other_values(device):
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize(("start", "stop", "offset", "rows"), [(0, 63, 1, 63), (8, 40, 0, 32), (8, 40, 4, 40)])
-def test_as_strided_of_a_narrowed_tensor_reaches_the_rows_behind_it(hybrid, start, stop, offset, rows, device):
+@pytest.mark.parametrize(
+    ("start", "stop", "offset", "rows"), [(0, 63, 1, 63), (8, 40, 0, 32), (8, 40, 4, 40)]
+)
+def test_as_strided_of_a_narrowed_tensor_reaches_the_rows_behind_it(
+    hybrid, start, stop, offset, rows, device
+):
     def one():
         return Float8CurrentScalingQuantizer(E4M3, device)
 

@@ -127,6 +127,39 @@ class Function(torch.autograd.Function):
         return super().apply(*args)
 
 
+class _Product(Function):
+    """a @ b; the smaller of two leading shapes is broadcast."""
+
+    OPERATION = "a product"
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        a, b = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = recorded_product(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
+        if ctx.needs_input_grad[1]:
+            grad_b = recorded_product(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
+        return grad_a, grad_b
+
+
+def recorded_product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b, whose backward pass, if autograd records one, runs with torch.autocast off too.
+
+    torch's own node would multiply in the dtype of the autocast in which the backward pass runs.
+    """
+    records = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    transformed = _transforms_are_active() or forward_ad._current_level >= 0
+    if not records or torch.compiler.is_compiling() or transformed:
+        return a @ b
+    return _Product.apply(a, b)
+
+
 def applier(function: type[Function]) -> Callable[..., Any]:
     """Return a faster function.apply; compilers and torch's transforms get function.apply itself."""
     node: Any = super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
