@@ -32,13 +32,19 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "LayerNorm": lambda: te.LayerNorm(HIDDEN),
     "RMSNorm": lambda: te.RMSNorm(HIDDEN),
     "DotProductAttention": lambda: te.DotProductAttention(HEADS, HIDDEN // HEADS, attention_dropout=0.2),
+    "DotProductAttention sink": lambda: te.DotProductAttention(
+        HEADS, HIDDEN // HEADS, attention_dropout=0.0, softmax_type="learnable"
+    ),
+    "DotProductAttention score_mod": lambda: te.DotProductAttention(
+        HEADS, HIDDEN // HEADS, attention_dropout=0.0, score_mod=lambda s, b, h, i, j: s * 0.5 + 0.1 * (i - j)
+    ),
     "MultiheadAttention": lambda: te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.2),
     "TransformerLayer": lambda: te.TransformerLayer(HIDDEN, FFN, HEADS, **DROPOUT),
     "Sequential": lambda: te.ops.Sequential(
         te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN), te.ops.GELU(), te.ops.Linear(FFN, HIDDEN)
     ),
 }
-UNQUANTIZED = ("LayerNorm", "RMSNorm")
+UNQUANTIZED = ("LayerNorm", "RMSNorm", "DotProductAttention sink", "DotProductAttention score_mod")
 CASES = [
     pytest.param(name, recipe, id=f"{name}-{recipe}")
     for name in LAYERS
@@ -57,7 +63,7 @@ def layer_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32
 
 
 def input_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    packed = name == "DotProductAttention"
+    packed = name.startswith("DotProductAttention")
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
     generator = torch.Generator().manual_seed(1)
     return torch.randn(shape, generator=generator).bfloat16().to(device, dtype).requires_grad_()
@@ -65,7 +71,7 @@ def input_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32
 
 def forward_of(name: str, layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The layer's call as a function of its input alone."""
-    if name == "DotProductAttention":
+    if name.startswith("DotProductAttention"):
         return lambda x: layer(*[part.contiguous() for part in x.unbind(2)])
     if name == "GroupedLinear":
         return lambda x: layer(x, [TOKENS * BATCH // 2] * 2)
@@ -176,9 +182,7 @@ def test_torch_autocast_equals_inputs_cast_by_hand(name, recipe, backward, devic
         )
     options: dict[str, Any] = {"backward": backward, "dropout": not backward}
     by_hand = results(name, recipe, device, dtype=torch.bfloat16, **options)
-    # An attention has no parameters; its inputs have the dtype that their producer chose.
-    dtype = torch.bfloat16 if name == "DotProductAttention" else torch.float32
-    by_torch = results(name, recipe, device, dtype=dtype, autocast=True, **options)
+    by_torch = results(name, recipe, device, autocast=True, **options)
     assert by_torch[0].dtype == torch.bfloat16
     assert same([part.to(hand.dtype) for part, hand in zip(by_torch, by_hand, strict=True)], by_hand)
 
@@ -244,7 +248,7 @@ def test_checkpoint_around_the_recipe_context_equals_stored_results(name, recipe
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_graphed_results_equal_eager_ones(name, recipe, device):
     """Without dropout, whose random numbers a graph draws from a state of its own."""
-    if name in ("DotProductAttention", "GroupedLinear"):
+    if name.startswith("DotProductAttention") or name == "GroupedLinear":
         pytest.skip("not a callable of one tensor; tests/graphs captures them")
     chosen = RECIPES[recipe]
 

@@ -22,7 +22,7 @@ from ...primitives.attention.call import Attended, AttentionCall, AttentionInput
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Differentiable, Passes, separate_passes
-from ...runtime.autograd import Function, applier, check_transforms
+from ...runtime.autograd import Function, applier, check_transforms, without_autocast
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
 from ..split_heads import joined, parts_of, split_heads
@@ -116,6 +116,7 @@ Attending = (
 )
 
 
+@without_autocast
 def attend(
     backend: Attending,
     call: AttentionCall,
