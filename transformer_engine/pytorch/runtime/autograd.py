@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_iter
 
@@ -123,8 +124,14 @@ class Function(torch.autograd.Function):
         """Compute the function, as a node of autograd's graph; see `check_transforms`."""
         check_transforms(cls.OPERATION, args)
         if _transforms_are_active():  # but of no argument: torch's apply would raise an error
-            return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+            with enable_single_level_autograd_function():
+                return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         return super().apply(*args)
+
+
+def in_forward_mode() -> bool:
+    """Return whether a level of forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
 
 
 class _Product(Function):
@@ -154,8 +161,7 @@ def recorded_product(a: Tensor, b: Tensor) -> Tensor:
     torch's own node would multiply in the dtype of the autocast in which the backward pass runs.
     """
     records = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    transformed = _transforms_are_active() or forward_ad._current_level >= 0
-    if not records or torch.compiler.is_compiling() or transformed:
+    if not records or torch.compiler.is_compiling() or _transforms_are_active():
         return a @ b
     return _Product.apply(a, b)
 
