@@ -17,10 +17,12 @@ from torch import Tensor
 
 from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.hardware import NO_GPU
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import TABLE
+from transformer_engine.pytorch.runtime.device import current_hardware
 
 # On a CPU the tests check two backends, which have no tiles.
 LENGTHS_Q, LENGTHS_KV = (
@@ -495,7 +497,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
         scale=0.125,
         switches=Switches(),
         needs_gradient=False,
-        capability=torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0),
+        hardware=current_hardware() if device.type == "cuda" else NO_GPU,
         page_size=page if paged else 0,
         cached=True,
     )

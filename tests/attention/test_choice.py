@@ -12,6 +12,7 @@ import torch
 from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.kernels.launch import MISSING
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
@@ -106,7 +107,9 @@ def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
 def test_our_kernels_reject_what_their_grid_does_not_hold(fields, reason):
     """Without this check, CUDA reports "invalid argument"."""
     asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
-    asked = dataclasses.replace(asked, device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
+    asked = dataclasses.replace(
+        asked, device_type="cuda", hardware=nvidia(9, 0), needs_gradient=True, **fields
+    )
     assert triton.unsupported_reason(asked) == reason
 
 
@@ -268,7 +271,7 @@ def test_explaining_a_choice_binds_no_function(device_type, monkeypatch):
 
     rows = tuple(dataclasses.replace(backend, bind=bound) for backend in TABLE.backends)
     monkeypatch.setattr(TABLE, "backends", rows)
-    request = dataclasses.replace(AttentionParams().request(), device_type=device_type, capability=(9, 0))
+    request = dataclasses.replace(AttentionParams().request(), device_type=device_type, hardware=nvidia(9, 0))
     assert [verdict.chosen for verdict in explain(request)].count(True) == 1
     check(request)
 
@@ -289,7 +292,7 @@ def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch)
     monkeypatch.setattr(flash4, "VERSION", "4.0.0b36")
     monkeypatch.setattr(optional, "failure", lambda *_: None)
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(utils, "current_hardware", lambda: nvidia(9, 0))
     long = AttentionParams(max_seqlen_q=4096, max_seqlen_kv=4096)
     use_flash, version, use_fused, _, use_unfused, takes = get_attention_backend(long)
     assert (use_flash, str(version), use_fused, use_unfused) == (True, "4.0.0b36", False, False)
@@ -301,7 +304,7 @@ def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch)
 def test_fp8_kernels_are_reported_as_the_original_numbers_them(monkeypatch):
     monkeypatch.setattr(cudnn_fp8, "missing", lambda: None)
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(utils, "current_hardware", lambda: nvidia(9, 0))
     on_fp8 = AttentionParams(fp8=True, attn_mask_type="causal", head_dim_qk=128, head_dim_v=128)
     kind = NVTE_Fused_Attn_Backend.NVTE_FP8
     assert get_attention_backend(on_fp8) == (False, None, True, kind, False, [False, True, True])

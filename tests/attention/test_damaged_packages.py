@@ -43,6 +43,7 @@ MESSAGES = {
 ASKED = """
 from dataclasses import replace
 import torch
+from transformer_engine.common.hardware import nvidia
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import tables
 from transformer_engine.pytorch.primitives.attention.backends import (
@@ -53,7 +54,7 @@ from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
 cudnn_graph.get_cudnn_version = lambda: (9, 19, 0)
 request = replace(AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request(),
-    device_type="cuda", capability=(9, 0), needs_gradient=True)
+    device_type="cuda", hardware=nvidia(9, 0), needs_gradient=True)
 ask = {
     "flash_attn": lambda: flash2.unsupported_reason(request),
     "flash_attn.cute.interface": lambda: flash4.unsupported_reason(request),

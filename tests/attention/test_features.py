@@ -11,6 +11,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import undisturbed
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
 from transformer_engine.pytorch.functions.attention import fp8
 from transformer_engine.pytorch.primitives import attention
@@ -89,7 +90,7 @@ def test_explaining_plans_nothing(monkeypatch):
     monkeypatch.setattr(cudnn, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "_planning_failure", lambda r: planned.append(r) or "not today")
-    asked = replace(request(), device_type="cuda", capability=(9, 0), seqlen_q=4096, seqlen_kv=4096)
+    asked = replace(request(), device_type="cuda", hardware=nvidia(9, 0), seqlen_q=4096, seqlen_kv=4096)
     verdicts = {verdict.backend: verdict for verdict in TABLE.explain(asked)}
     assert verdicts["cudnn"].reason is None and not planned
     assert TABLE.bind(asked).name != "cudnn" and planned == [asked]

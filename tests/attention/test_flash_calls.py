@@ -12,6 +12,7 @@ import torch
 from tests.attention import flash_library
 from tests.attention.attention_oracle import cumulative
 from transformer_engine.common import optional
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import flash2, flash3, flash4
 from transformer_engine.pytorch.primitives.attention.call import (
@@ -152,7 +153,7 @@ def test_installed_flash_packages_compute_the_request(name, backend):
 
 def on_hopper(**changes):
     request = problem(groups=4)[0]
-    fields = {"device_type": "cuda", "dtype": torch.bfloat16, "capability": (9, 0), "seqlen_q": 7}
+    fields = {"device_type": "cuda", "dtype": torch.bfloat16, "hardware": nvidia(9, 0), "seqlen_q": 7}
     sizes = {"head_dim_qk": 64, "head_dim_v": 64}
     return replace(request, **{**fields, **sizes, **changes})
 
@@ -167,11 +168,19 @@ def on_hopper(**changes):
         (flash4, {"switches": Switches(flash4=False)}, "NVTE_FLASH_ATTN_V4=0"),
         (flash3, {"switches": Switches(flash3=False)}, "NVTE_FLASH_ATTN_V3=0"),
         (flash2, {"switches": Switches(flash2=False)}, "NVTE_FLASH_ATTN_V2=0"),
-        (flash4, {"capability": (8, 0)}, "compute capability 8.0; it takes 9.x and 10.x"),
-        (flash3, {"capability": (10, 0)}, "compute capability 10.0; it takes 9.0"),
         (
             flash4,
-            {"capability": (10, 0), "head_dim_qk": 256, "head_dim_v": 256},
+            {"hardware": nvidia(8, 0)},
+            "compute capability 8.0 has no flash attention 4; NVIDIA GPUs of compute capability 9.0 to 10.3 have",
+        ),
+        (
+            flash3,
+            {"hardware": nvidia(10, 0)},
+            "compute capability 10.0 has no flash attention 3; NVIDIA GPUs of compute capability 9.0 have",
+        ),
+        (
+            flash4,
+            {"hardware": nvidia(10, 0), "head_dim_qk": 256, "head_dim_v": 256},
             "heads of size (256, 256) > 128",
         ),
         (flash4, {"head_dim_qk": 40}, "heads of queries and keys have size 40; it takes multiples of 32"),

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.attention.attention_oracle import cumulative, padding_mask
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import flex, torch_cudnn, torch_flash
 from transformer_engine.pytorch.primitives.attention.call import (
@@ -41,7 +42,7 @@ def request_of(mask="causal", window=None, **changes):
 
 
 def on_hopper(**changes):
-    return request_of(**{"device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, **changes})
+    return request_of(**{"device_type": "cuda", "hardware": nvidia(9, 0), "dtype": torch.bfloat16, **changes})
 
 
 def inputs_of(request, device="cpu", **changes):
@@ -130,7 +131,7 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
         (flex, {}, None),
         (flex, {"switches": Switches(flash=False, fused=False)}, "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"),
         (flex, {"device_type": "cpu"}, "the tensors are on cpu"),
-        (flex, {"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
+        (flex, {"hardware": nvidia(7, 5)}, "compute capability 7.5 has no t"),
         (flex, {"fp8": "current"}, "FP8 attention"),
         (flex, {"dtype": torch.float64}, "float64"),
         (flex, {"batch": 0}, "an empty tensor"),
@@ -142,7 +143,7 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
         (flex, {"deterministic": True}, "deterministic gradients"),
         (torch_flash, {"switches": Switches(flash=False)}, "NVTE_FLASH_ATTN=0"),
         (torch_flash, {"switches": Switches(flash2=False)}, "NVTE_FLASH_ATTN_V2=0"),
-        (torch_flash, {"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
+        (torch_flash, {"hardware": nvidia(7, 5)}, "compute capability 7.5 has no t"),
         (torch_flash, {"head_dim_v": 32}, "heads of two sizes"),
         (torch_flash, {"page_size": 16}, "a paged cache"),
         (torch_flash, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
@@ -154,7 +155,7 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
         (torch_flash, {"deterministic": True}, "torch.use_deterministic_algorithms(True)"),
         (torch_cudnn, {"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
         (torch_cudnn, {"switches": Switches(fused_kind="2")}, "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"),
-        (torch_cudnn, {"capability": (8, 0)}, "compute capability 8.0 < 9.0"),
+        (torch_cudnn, {"hardware": nvidia(8, 0)}, "compute capability 8.0 has no torch cudnn attention"),
         (torch_cudnn, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
         (torch_cudnn, {"mask": resolve("causal", (3, 0), None)}, "window_size"),
         (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_engine.common.hardware import NO_GPU
 from transformer_engine.pytorch.primitives.attention import layout, mask, reference
 from transformer_engine.pytorch.primitives.attention.call import (
     AttentionCall,
@@ -17,6 +19,7 @@ from transformer_engine.pytorch.primitives.attention.call import (
 )
 from transformer_engine.pytorch.primitives.attention.packed import lengths_of_mask
 from transformer_engine.pytorch.primitives.attention.visible import visible as visible_of
+from transformer_engine.pytorch.runtime.device import current_hardware
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
 
     rule = mask.resolve(case.mask, case.window, case.bottom_right)
     if case.window is not None:
-        left, right = (size if size < 0 else size * grown for size in case.window)
+        left, right = (size if size < 0 else min(size * grown, sys.maxsize) for size in case.window)
         rule = mask.resolve(case.mask, (left, right), case.bottom_right)
     packed = case.form == "thd"
     padded = rule.padding
@@ -148,7 +151,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
         padded_between=case.gaps,
         max_logit=case.max_logit,
         needs_gradient=case.gradient,
-        capability=torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0),
+        hardware=current_hardware() if device.type == "cuda" else NO_GPU,
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_gradient=bias is not None,
         slopes_shape=None if slopes is None else tuple(slopes.shape),
@@ -285,6 +288,14 @@ PLAIN = (
     Case("causal", mask="causal", size_kv=40, form="sbhd"),
     Case("causal bottom right, one buffer", mask="causal_bottom_right", size_kv=40, packed_buffer=True),
     Case("window, cross attention", window=(40, 4), size_q=56, size_kv=41),
+    Case("a window of 2^31 - 1", mask="causal_bottom_right", window=(2**31 - 1, 0), size_q=56, size_kv=41),
+    Case(
+        "two windows of 2^31 - 1",
+        window=(2**31 - 1, 2**31 - 1),
+        bias="post_scale_bias",
+        bias_shape=(1, 0, 1, 1),
+    ),
+    Case("a window of 2^63 - 1", mask="padding_causal", window=(sys.maxsize, 0), lengths_kv=(40, 23)),
     Case("padding", mask="padding", softmax="off-by-one"),
     Case("padding as tensors", mask="padding", mask_tensors=True, softmax="learnable"),
     Case(

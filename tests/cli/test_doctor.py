@@ -20,6 +20,7 @@ from transformer_engine.cli.doctor import environment as gathering
 from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy, main
 from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
 from transformer_engine.cli.doctor.environment import Distribution, Gpu, Installation, gather
+from transformer_engine.common.hardware import nvidia
 
 
 def having(**versions: str) -> dict[str, tuple[Distribution, ...]]:
@@ -40,7 +41,7 @@ H200 = Installation(
     distributions=LIBRARIES,
     extension="transformer_engine_torch/__init__.py",
     driver="580.65.06",
-    gpu=Gpu((13, 0), "NVIDIA H200", (9, 0), (9, 19, 0)),
+    gpu=Gpu((13, 0), "NVIDIA H200", nvidia(9, 0), (9, 19, 0)),
 )
 CPU = replace(
     H200,
@@ -73,7 +74,7 @@ JAX = having(jax="0.11.2", flax="0.12.12")
 PROBLEMS = {
     "an old Python": (
         replace(H200, python=(3, 9)),
-        ("python", "Python 3.9; 3.10 to 3.13 is supported", "Python 3.13"),
+        ("python", "Python 3.9; 3.10 to 3.14 is supported", "Python 3.14"),
     ),
     "no metadata": (
         replace(CPU, distributions={}),
@@ -127,7 +128,7 @@ PROBLEMS = {
     ),
     "another frontend of cuDNN": (
         with_another(H200, nvidia_cudnn_frontend="1.26.0"),
-        ("libraries", "nvidia-cudnn-frontend 1.26.0 is not 1.23", 'pip install ".[cuda]"'),
+        ("libraries", "nvidia-cudnn-frontend 1.26.0 needs cuDNN 9.20, found 9.19.0", 'pip install ".[cuda]"'),
     ),
     "bindings that do not load": (
         replace(H200, failures={"nvmath": "importing nvmath failed: OSError: libcublasLt"}),
@@ -223,7 +224,11 @@ NOTES = {
         "jax",
         "JAX runs on the CPU although an NVIDIA driver is installed",
     ),
-    "an A100": (replace(H200, gpu=Gpu((13, 0), "A100", (8, 0), (9, 19, 0))), "gpu", "no FP8 matrix products"),
+    "an A100": (
+        replace(H200, gpu=Gpu((13, 0), "A100", nvidia(8, 0), (9, 19, 0))),
+        "gpu",
+        "no FP8 matrix products",
+    ),
     "an old cuDNN": (
         replace(H200, gpu=replace(H200.gpu, cudnn=(9, 10, 2))),
         "libraries",

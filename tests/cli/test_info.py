@@ -14,6 +14,7 @@ from transformer_engine.cli.info import fp8_route, jax_machine
 from transformer_engine.cli.survey import Survey, survey
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import tables, undisturbed
+from transformer_engine.common.hardware import NO_GPU, Hardware, nvidia
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +106,14 @@ def test_missing_jax_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("capability", "value", "words"),
+    ("row", "value", "words"),
     [
-        (None, None, "reference, in float32 on the CPU; --flag is not set"),
-        (80, None, "compute capability 8.0 < 8.9"),
-        (90, "false", "scaled: cuBLASLt multiplies by the scales; --flag is false"),
-        (90, None, "set XLA_FLAGS=--flag=false"),
-        (90, "true", "direct: scales are applied after cuBLASLt; --flag is true"),
+        (NO_GPU, None, "reference, in float32 on the CPU; --flag is not set"),
+        (nvidia(8, 0), None, "compute capability 8.0 has no fp8 products"),
+        (nvidia(9, 0), "false", "scaled: cuBLASLt multiplies by the scales; --flag is false"),
+        (nvidia(9, 0), None, "set XLA_FLAGS=--flag=false"),
+        (nvidia(9, 0), "true", "direct: scales are applied after cuBLASLt; --flag is true"),
     ],
 )
-def test_fp8_products_of_jax_depend_on_the_gpu_and_the_flag(
-    capability: int | None, value: str | None, words: str
-):
-    assert words in fp8_route(capability, "flag", value)
+def test_fp8_products_of_jax_depend_on_the_gpu_and_the_flag(row: Hardware, value: str | None, words: str):
+    assert words in fp8_route(row, "flag", value)

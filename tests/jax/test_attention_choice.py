@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from transformer_engine.jax.primitives.attention import (
     SHORT,
@@ -57,7 +58,7 @@ def h200(monkeypatch):
     monkeypatch.setattr(
         triton, "unsupported_on", lambda platform, name: None if platform == "cuda" else "no GPU here"
     )
-    monkeypatch.setattr(cudnn, "compute_capability", lambda: 90)
+    monkeypatch.setattr(cudnn, "hardware", lambda: nvidia(9, 0))
     for name, said in (("library_failure", None), ("failure", None), ("library_version", 91900)):
         monkeypatch.setattr(cudnn_packed, name, lambda said=said: said)
 

@@ -18,6 +18,7 @@ import transformer_engine.jax.flax as te_flax
 import transformer_engine_jax as tex_enums
 from tests.jax.compiled import array, normal, ones, zeros
 from transformer_engine.common import recipe
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax import attention
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax.attention import fused
@@ -260,7 +261,7 @@ def test_a_missing_flag_of_xla_warns_once(monkeypatch):
     float8._warn.cache_clear()
     request = float8.GemmRequest(
         None, None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn), 16, 16, 16, jnp.dtype(jnp.bfloat16),
-        "cuda", 90, False,
+        "cuda", nvidia(9, 0), False,
     )  # fmt: skip
     with pytest.warns(UserWarning, match="--xla_gpu_enable_triton_gemm=false") as seen:
         float8.bind_direct(request)

@@ -11,6 +11,7 @@ import pytest
 
 from transformer_engine.common import optional
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
@@ -21,7 +22,7 @@ needs_bridge = pytest.mark.skipif(
     UNSUPPORTED is not None, reason=f"no kernel can be lowered for CUDA here: {UNSUPPORTED}"
 )
 CODES, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
-REQUEST = GemmRequest(BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", 90, True)
+REQUEST = GemmRequest(BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", nvidia(9, 0), True)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,8 @@ def shapes(second, m, n, k):
 @needs_bridge
 @pytest.mark.parametrize("change", [
     ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
-    ({"capability": 100}, "compute capability 10.0 != 9.0"),
-    ({"capability": 89}, "compute capability 8.9 != 9.0"),
+    ({"hardware": nvidia(10, 0)}, "compute capability 10.0 has no hopper instructions"),
+    ({"hardware": nvidia(8, 9)}, "compute capability 8.9 has no hopper instructions"),
     ({"a_format": FLOAT8, "b_format": FLOAT8}, "1x128 blocks times"),
     ({"a_format": None, "b_format": None}, "1x128 blocks times"),
     ({"m": 0}, "without elements"),

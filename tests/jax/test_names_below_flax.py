@@ -12,6 +12,7 @@ import pytest
 import transformer_engine_jax as extension
 from tests.jax.compiled import array, normal
 from transformer_engine.common import recipe
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax import attention, ep, quantize, softmax, version_utils
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax.layernorm import layernorm
@@ -169,6 +170,26 @@ def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
             assert layout.is_rowwise_only is (usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS))
 
 
+@pytest.mark.parametrize("flatten_axis", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
+def test_dequantized_columns_have_the_layout_of_their_data(mode, flatten_axis):
+    x = drawn(32, 4, 64)
+    q_dtype = mode.get_compatible_q_dtypes()[0]
+    made = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(x, flatten_axis=flatten_axis)
+    columns = made.colwise_tensor
+    want = np.asarray(x)
+    if columns.data_layout == "T":
+        want = want.transpose(*range(flatten_axis, 3), *range(flatten_axis))
+    assert columns.data_layout == mode.data_layout[1]
+    assert columns.dequantize().shape == columns.data.shape == want.shape
+    error = np.linalg.norm(columns.dequantize() - want) / np.linalg.norm(want)
+    assert error < (0.2 if mode.is_nvfp4_scaling else 0.05)
+    np.testing.assert_array_equal(made.dequantize(), made.rowwise_tensor.dequantize())
+    assert columns.values().shape == x.shape
+    assert np.linalg.norm(columns.values() - x) / np.linalg.norm(want) == pytest.approx(error)
+
+
 def test_no_scaling_has_no_dtype_of_scales():
     assert ScalingMode.NO_SCALING.get_compatible_q_dtypes() == (jnp.float32, jnp.bfloat16, jnp.float16)
     with pytest.raises(ValueError, match="NO_SCALING has no scales"):
@@ -198,7 +219,7 @@ def test_base_classes_cover_all_tensors():
 
 @pytest.mark.parametrize(("capability", "supported"), [(90, False), (100, True), (120, True)])
 def test_one_direction_suffices_where_products_read_all_layouts(monkeypatch, capability, supported):
-    monkeypatch.setattr(config, "compute_capability", lambda gpu_id=0: capability)
+    monkeypatch.setattr(config, "hardware", lambda gpu_id=0: nvidia(*divmod(capability, 10)))
     assert quantize.is_fp8_gemm_with_all_layouts_supported() is supported
     made = QuantizerFactory.create_set(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING,

@@ -19,6 +19,7 @@ from tests.jax.test_sharding import run_on_host_devices
 from tests.support.tolerances import LAYERS_OVER_DEVICES
 from transformer_engine.common import formats
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.jax.attention import (
@@ -338,7 +339,17 @@ def test_products_of_codes_may_be_sharded(forms, depth, monkeypatch):
 def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sentence):
     codes = jnp.dtype(jnp.float8_e4m3fn)
     request = GemmRequest(
-        formats.MXFP8, formats.MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True
+        formats.MXFP8,
+        formats.MXFP8,
+        codes,
+        codes,
+        64,
+        32,
+        96,
+        jnp.dtype(jnp.bfloat16),
+        "cuda",
+        nvidia(9, 0),
+        True,
     )
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence

@@ -18,6 +18,7 @@ import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
 from tests.jax.test_state_bits import RECIPE, check_same_state, delayed_set
 from transformer_engine.common import recipe
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.quantize import (
     AmaxComputeAlgo,
@@ -382,7 +383,7 @@ def test_a_recipe_that_cannot_be_followed_is_rejected_when_entered(settings, err
 def test_a_recipe_that_the_gpu_lacks_is_rejected_with_the_switch_that_emulates_it(
     settings, capability, limit, monkeypatch
 ):
-    monkeypatch.setattr(recipes, "compute_capability", lambda gpu_id=0: capability)
+    monkeypatch.setattr(recipes, "hardware", lambda gpu_id=0: nvidia(*divmod(capability, 10)))
     monkeypatch.setenv("TE_EMULATE", "0")
     with pytest.raises(ValueError, match=f"{limit}; set TE_EMULATE=1"), te.autocast(True, settings):
         pytest.fail("the block was entered")

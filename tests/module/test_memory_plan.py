@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger, scratch_of, sum_over_rows
 from transformer_engine.pytorch.inspect.memory_plan import MIB, memory_plan
 from transformer_engine.pytorch.inspect.planned_backends import planning
@@ -397,7 +398,7 @@ def test_a_planned_product_is_one_call_where_the_library_is(name: str, monkeypat
     described = request.described
 
     def on_gpu(*key: Any) -> GemmRequest:
-        return dataclasses.replace(described(*key), device="cuda", capability=(9, 0))
+        return dataclasses.replace(described(*key), device="cuda", hardware=nvidia(9, 0))
 
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)

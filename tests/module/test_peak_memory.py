@@ -20,6 +20,7 @@ import transformer_engine.pytorch as te
 from tests.support.memories import forget
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.inspect.memory_ledger import Ledger
 from transformer_engine.pytorch.inspect.memory_plan import MIB, _without_memory, memory_plan
 from transformer_engine.pytorch.inspect.planned_backends import planning
@@ -57,7 +58,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     described = request.described
 
     def on_gpu(*key: Any) -> GemmRequest:
-        return dataclasses.replace(described(*key), device="cuda", capability=(9, 0))
+        return dataclasses.replace(described(*key), device="cuda", hardware=nvidia(9, 0))
 
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch import utils
 
 
@@ -34,5 +35,5 @@ def test_partial_blocks_of_rows_are_rejected(change):
     ("capability", "supported"), [((9, 0), False), ((10, 0), True), ((12, 0), False), ((13, 0), True)]
 )
 def test_blackwell_multiplies_fp8_without_transposes(monkeypatch, capability, supported):
-    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(utils, "_hardware", lambda: nvidia(*capability))
     assert utils.is_non_tn_fp8_gemm_supported() is supported

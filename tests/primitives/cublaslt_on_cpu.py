@@ -26,7 +26,9 @@ _DTYPES = {
     14: torch.bfloat16,
     28: torch.float8_e4m3fn,
     29: torch.float8_e5m2,
+    33: torch.uint8,  # two E2M1 codes
 }
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 class cuBLASLtError(Exception):
@@ -36,7 +38,7 @@ class cuBLASLtError(Exception):
 MatmulDescAttribute = enum.IntEnum(
     "MatmulDescAttribute",
     "TRANSA TRANSB EPILOGUE BIAS_POINTER BIAS_DATA_TYPE FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER "
-    "A_SCALE_MODE B_SCALE_MODE EPILOGUE_AUX_POINTER EPILOGUE_AUX_LD D_SCALE_POINTER AMAX_D_POINTER",
+    "A_SCALE_MODE B_SCALE_MODE EPILOGUE_AUX_POINTER EPILOGUE_AUX_LD D_SCALE_POINTER AMAX_D_POINTER POINTER_MODE",
 )
 MatmulPreferenceAttribute = enum.IntEnum(
     "MatmulPreferenceAttribute",
@@ -196,6 +198,11 @@ def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def _matrix(address: int, layout: dict) -> torch.Tensor:
     """The column-major matrix [rows, columns] at an address, as a view of the memory there."""
     rows, columns, leading = layout["rows"], layout["columns"], layout["leading"]
+    if layout["dtype"] == torch.uint8:
+        assert leading % 32 == rows % 2 == 0
+        flat = _memory(address, (leading * (columns - 1) + rows) // 2, torch.uint8)
+        codes = flat.as_strided((rows // 2, columns), (1, leading // 2))
+        return torch.stack((codes & 15, codes >> 4), 1).flatten(0, 1)
     flat = _memory(address, leading * (columns - 1) + rows, layout["dtype"])
     return flat.as_strided((rows, columns), (1, leading))
 
@@ -209,6 +216,9 @@ def _scaled(codes: torch.Tensor, what: dict, side: str) -> torch.Tensor:
     depth, lines = codes.shape
     if mode == 0:
         return codes.float() * _memory(address, 1, torch.float32)
+    if mode in (1, 2):  # VEC16_UE4M3, VEC32_UE8M0
+        values = _E2M1[codes.int()] if codes.dtype == torch.uint8 else codes.float()
+        return values * _swizzled(address, depth, lines, 16 if mode == 1 else 32)
     blocks = depth // 128
     if mode == 4:  # VEC128_32F: the scales of one block of K, for all lines, follow each other
         scale = _memory(address, blocks * lines, torch.float32).view(blocks, lines)
@@ -218,3 +228,15 @@ def _scaled(codes: torch.Tensor, what: dict, side: str) -> torch.Tensor:
         _memory(address, padded * (lines // 128), torch.float32).view(lines // 128, padded)[:, :blocks].t()
     )
     return codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def _swizzled(address: int, depth: int, lines: int, length: int) -> torch.Tensor:
+    """Factors [K, lines] of scales of one byte for `length` elements, by the library's formula for their places."""
+    assert address % 16 == 0
+    columns = -(-depth // length)
+    tiles = -(-columns // 4)
+    line, column = torch.arange(lines)[None, :], torch.arange(columns)[:, None]
+    places = (line // 128 * tiles + column // 4) * 512 + line % 32 * 16 + line % 128 // 32 * 4 + column % 4
+    found = _memory(address, -(-lines // 128) * tiles * 512, torch.uint8)[places]
+    factors = found.view(torch.float8_e4m3fn).float() if length == 16 else torch.exp2(found.float() - 127)
+    return factors.repeat_interleave(length, 0)[:depth]

@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, plain
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.operand import Operand
@@ -154,7 +155,7 @@ def test_torch_rejects_e5m2_operands_in_blocks(b_format):
     request = dataclasses.replace(
         GemmRequest.of(*operands, Epilogue(torch.bfloat16)),
         device="cuda",
-        capability=(9, 0),
+        hardware=nvidia(9, 0),
         a_element=torch.float8_e5m2,
         b_format=b_format,
     )

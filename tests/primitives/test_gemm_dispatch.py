@@ -122,7 +122,7 @@ def test_operands_on_two_devices_are_an_error(device):
 def test_the_operators_of_a_graph_equal_gemm(device):
     a, b = operands(device)
     bias = torch.randn(32, device=device).bfloat16()
-    tensors = (a.codes, None, None, b.codes, None, None, bias)
+    tensors = (a.codes, None, None, None, b.codes, None, None, None, bias)
     expected = gemm(a, b, Epilogue(torch.bfloat16, bias))
     assert torch.equal(product._product_now(*tensors, torch.bfloat16, True), expected)
     fake = product._product_results(*tensors, torch.bfloat16, True)

@@ -13,6 +13,7 @@ import torch
 from tests.primitives.cublaslt_on_cpu import installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import PlanFailure, observing, use_backend
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.gemm import (
     Epilogue,
     GemmRequest,
@@ -290,7 +291,7 @@ def library(monkeypatch):
 def on_h200(kind, a, b, epilogue, second, x=None, dtype=None, **change) -> FusedRequest:
     """The request as it would be for the same tensors on an H200."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, dtype)
-    product = dataclasses.replace(request.product, device="cuda", capability=(9, 0), index=0, **change)
+    product = dataclasses.replace(request.product, device="cuda", hardware=nvidia(9, 0), index=0, **change)
     return dataclasses.replace(request, product=product)
 
 

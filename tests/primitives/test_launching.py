@@ -11,6 +11,7 @@ import torch
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.common.kernels.program import Program, ProgramStep
+from transformer_engine.pytorch.runtime import device
 from transformer_engine.pytorch.runtime.launching import perform, run, run_into
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -137,3 +138,19 @@ def test_a_program_writes_into_the_callers_buffer(started, device):
         assert tensors[1] is amax and tensors[2] is codes and tensors[3] is None and tensors[4] is scale
     with pytest.raises(ValueError, match=r"no step makes the result 'others'"):
         Program(("x",), (ProgramStep(first, ("x",), ("amax",)),), ("amax",), into=("others",))
+
+
+def test_compiled_code_reads_capabilities_of_the_hardware(monkeypatch):
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(device, "_architecture", lambda index: ("nvidia", "9.0"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def scaled(x):
+        factor = 2.0 if device.current_hardware().has("fp8 products") else 3.0
+        if (reason := device.current_hardware().lacks("mxfp8 products")) is not None:
+            reason = f"{reason}: it multiplies in bfloat16"
+        return x * factor if reason is None else x * factor + 1
+
+    x = torch.ones(2)
+    compiled = torch.compile(scaled, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x * 2 + 1)

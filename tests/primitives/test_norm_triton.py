@@ -10,6 +10,7 @@ from tests.primitives.by_kernels import Kernels
 from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
 from tests.support.tolerances import DTYPES, SUMMED
 from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.primitives.norm import triton
 from transformer_engine.pytorch.primitives.norm.reference import NormRequest
@@ -224,6 +225,6 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
 @pytest.mark.parametrize("capability, taken", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_old_devices_and_float64_are_rejected(monkeypatch, capability, taken):
     monkeypatch.setattr(launching, "missing", lambda: None)
-    monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
     assert (triton.unsupported_reason(_request()) is None) == taken
     assert "float64" in (triton.unsupported_reason(_request(dtype=torch.float64)) or "")

@@ -7,6 +7,7 @@ import torch
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.quantize import (
     TABLE,
     Quantized,
@@ -266,7 +267,7 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
 )
 def test_architectures_without_a_correctly_rounded_cast_are_rejected(capability, rejected, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
-    monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
     reason = TRITON.unsupported_reason(request)
     assert (reason is not None) == rejected

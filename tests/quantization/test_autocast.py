@@ -3,6 +3,7 @@ import inspect
 import pytest
 import torch
 
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch import quantization as q
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
@@ -83,7 +84,7 @@ def test_without_a_recipe_the_default_applies():
 def test_an_unsupported_recipe_is_rejected_before_anything_changes(monkeypatch):
     monkeypatch.delenv("TE_EMULATE", raising=False)
     monkeypatch.setattr(support, "has_cuda", lambda: True)
-    monkeypatch.setattr(support, "get_device_compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(support, "current_hardware", lambda: nvidia(9, 0))
     with q.autocast(enabled=False):
         before = Manager.get_autocast_state()
         with pytest.raises(

@@ -3,6 +3,7 @@ import pickle
 import pytest
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.hardware import NO_GPU, nvidia
 from transformer_engine.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -31,7 +32,9 @@ def machine(monkeypatch):
         monkeypatch.delenv("TE_EMULATE", raising=False)
         monkeypatch.setattr(support, "has_cuda", lambda: capability is not None)
         for module in (support, families):
-            monkeypatch.setattr(module, "get_device_compute_capability", lambda: capability or (0, 0))
+            monkeypatch.setattr(
+                module, "current_hardware", lambda: nvidia(*capability) if capability else NO_GPU
+            )
         monkeypatch.setattr(support, "cuda_version", lambda: cuda)
 
     return pretend

@@ -20,6 +20,7 @@ from rich.table import Table
 from .._version import __version__
 from ..common import optional
 from ..common.dispatch import LATER
+from ..common.hardware import NO_GPU, Hardware
 from ..pytorch.runtime.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
 from .survey import Survey, survey
 
@@ -238,17 +239,17 @@ def jax_machine() -> JaxMachine:
     from ..jax.primitives.gemm.float8 import FLAG
 
     devices = ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
-    capability = platform.compute_capability() if platform.has_gpu() else None
-    return JaxMachine(versions, devices, fp8_route(capability, FLAG, platform.xla_flag(FLAG)))
+    row = platform.hardware() if platform.has_gpu() else NO_GPU
+    return JaxMachine(versions, devices, fp8_route(row, FLAG, platform.xla_flag(FLAG)))
 
 
-def fp8_route(capability: int | None, flag: str, value: str | None) -> str:
-    """Describe the computation of FP8 products with one scale per tensor; `capability`: 10 x a GPU's, None on a CPU."""
+def fp8_route(row: Hardware, flag: str, value: str | None) -> str:
+    """Describe the computation of FP8 products with one scale per tensor on a row of the table of hardware."""
     setting = f"--{flag} is {'not set' if value is None else value}"
-    if capability is None:
+    if row is NO_GPU:
         return f"reference, in float32 on the CPU; {setting}"
-    if capability < 89:
-        return f"reference: compute capability {capability / 10} < 8.9; {setting}"
+    if (reason := row.lacks("fp8 products")) is not None:
+        return f"reference: {reason}; {setting}"
     if value in ("false", "0"):
         return f"scaled: cuBLASLt multiplies by the scales; {setting}"
     return f"direct: scales are applied after cuBLASLt; {setting}, set XLA_FLAGS=--{flag}=false before jax starts"

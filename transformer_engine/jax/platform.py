@@ -17,8 +17,9 @@ from packaging.version import Version
 
 from ..common import env
 from ..common.checks import whole
+from ..common.hardware import Hardware, hardware_named, number_of, nvidia
 
-WITHOUT_GPU = 90  # compute capability whose rules apply on a CPU, which emulates all formats
+WITHOUT_GPU = nvidia(9, 0)  # its rules apply on a CPU, which emulates all formats
 
 
 @functools.cache
@@ -38,14 +39,29 @@ def compute_capability(gpu_id: int = 0) -> int:
         TypeError: gpu_id is not an integer.
         ValueError: The process has no GPU of that number.
     """
+    return number_of(hardware(gpu_id))
+
+
+def hardware(gpu_id: int = 0) -> Hardware:
+    """Return the row of a local GPU in the table of hardware; Hopper's on a CPU, which emulates all formats.
+
+    Raises:
+        TypeError: gpu_id is not an integer.
+        ValueError: The process has no GPU of that number.
+    """
     whole("gpu_id", gpu_id, 0)
     gpus = _gpus()
     if not gpus:
         return WITHOUT_GPU
     if gpu_id >= len(gpus):
         raise ValueError(f"gpu_id={gpu_id}; this process has GPUs 0 to {len(gpus) - 1}, choose one of them")
-    major, minor = str(gpus[gpu_id].compute_capability).split(".")
-    return 10 * int(major) + int(minor)
+    return _hardware(gpu_id)
+
+
+@functools.cache
+def _hardware(gpu_id: int) -> Hardware:
+    architecture = str(_gpus()[gpu_id].compute_capability)
+    return hardware_named("amd" if architecture.startswith("gfx") else "nvidia", architecture.split(":")[0])
 
 
 def is_emulating() -> bool:
@@ -102,13 +118,11 @@ class Processors:
     shared_memory: int
 
 
-_SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 _H100 = 132  # multiprocessors; used to plan programs on a machine without a GPU
 
 
 def processors() -> Processors:
     """Return the processors of the first GPU; on a CPU those of an H100, for programs lowered for CUDA there."""
-    capability, gpus = compute_capability(), _gpus()
+    gpus = _gpus()
     count = _H100 if not gpus else int(getattr(gpus[0], "core_count", None) or _H100)
-    known = [least for least in _SHARED_MEMORY if least <= capability]
-    return Processors(count, _SHARED_MEMORY[max(known)] if known else _SHARED_MEMORY[86])
+    return Processors(count, hardware().shared_memory)

@@ -21,6 +21,8 @@ from .quantization.support import availability
 from .runtime.checks import group_or_none, tensor_dtype
 from .runtime.checks import tensor as tensor_of
 from .runtime.device import canonical_device, get_cudnn_version, get_device_compute_capability
+from .runtime.device import current_hardware as _hardware
+from .runtime.device_tables import keep_if_captured
 from .runtime.profiler_ranges import get_nvtx_range_context, nvtx_range_pop, nvtx_range_push
 from .tensor.hybrid_tensor import HybridQuantizer
 from .tensor.identity_tensor import IdentityQuantizer
@@ -154,8 +156,7 @@ def _glu_blocks(tensor: Tensor, interleave_size: int, blocks: tuple[int, int, in
 
 def is_non_tn_fp8_gemm_supported() -> bool:
     """Return whether FP8 matrices whose depth is not the last dimension can be multiplied without transposed copies."""
-    capability = get_device_compute_capability()
-    return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
+    return _hardware().has("fp8 products in all layouts")
 
 
 def split_tensor_along_dim(
@@ -224,9 +225,13 @@ def clear_tensor_data(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
             tensor.data = tensor.new_empty(0)
 
 
-@functools.lru_cache(maxsize=64)
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
+    return keep_if_captured(_ones(num_elements, dtype, device), torch.device(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(num_elements, dtype=dtype, device=device)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...pytorch.runtime.device import current_hardware
 from .cases import Case
 from .measure import Effort, measure
 
@@ -42,7 +43,7 @@ def measure_roofs(device: torch.device, effort: Effort) -> Roofs:
     b = torch.randn_like(a)
     operations = 2.0 * side**3
     bf16 = operations / measure(lambda: a @ b.t(), device, effort).busiest * 1e3
-    if not cuda or torch.cuda.get_device_capability() < (8, 9):
+    if not cuda or not current_hardware().has("fp8 products"):
         return Roofs(copy, bf16, None)
     x, w = (t.to(torch.float8_e4m3fn) for t in (a, b))
     one = torch.ones((), device=device)

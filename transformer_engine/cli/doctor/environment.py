@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from ..._version import __version__
 from ...common import env, optional
+from ...common.hardware import NO_GPU, Hardware
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Gpu:
 
     build: tuple[int, int] = (0, 0)
     name: str | None = None
-    capability: tuple[int, int] = (0, 0)
+    hardware: Hardware = NO_GPU
     cudnn: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -123,7 +124,7 @@ def gather() -> Installation:
     copies = []
     for place in sorted(others):
         file = place / "_version.py"
-        written = _VERSION.search(file.read_text()) if file.is_file() else None
+        written = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
         copies.append((str(place), written.group(1) if written else "another package"))
     return Installation(
         python=sys.version_info[:2],
@@ -174,9 +175,7 @@ def _gpu() -> Gpu:
     from ...pytorch.runtime import device
 
     name = torch.cuda.get_device_name() if device.has_cuda() else None
-    return Gpu(
-        device.cuda_version(), name, device.get_device_compute_capability(), device.get_cudnn_version()
-    )
+    return Gpu(device.cuda_version(), name, device.current_hardware(), device.get_cudnn_version())
 
 
 def _jax_devices() -> tuple[str, ...]:
@@ -188,7 +187,7 @@ def _jax_devices() -> tuple[str, ...]:
 def _driver() -> str | None:
     kernel = Path("/proc/driver/nvidia/version")
     if kernel.is_file():
-        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text())
+        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text(encoding="utf-8"))
         return version.group(1) if version else "of unknown version"
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..formats import TENSOR_FORMATS, TensorFormat
+from ..hardware import Capability, Hardware, nvidia
 
 GIB = 1 << 30
 US = 1e-3  # milliseconds
@@ -26,7 +27,7 @@ class GpuRates:
 
     Attributes:
         name: Name in reports.
-        capability: Ten times the compute capability.
+        hardware: Row of the GPU in the table of hardware.
         memory: Bytes of memory.
         peak: Dense bfloat16 FLOP/ms of the data sheet, which define the FLOP utilization.
         bandwidth: Bytes/ms of a copy, read and written bytes together.
@@ -46,7 +47,7 @@ class GpuRates:
     """
 
     name: str
-    capability: int
+    hardware: Hardware
     memory: int
     peak: float
     bandwidth: float
@@ -102,7 +103,7 @@ class GpuRates:
 def _h200() -> GpuRates:
     return GpuRates(
         name="h200",
-        capability=90,
+        hardware=nvidia(9, 0),
         memory=141 * 10**9,
         peak=989e9,
         bandwidth=4.2e9,
@@ -124,7 +125,7 @@ B200 = replace(
         products=2250 / 989,
         fp8=4500 / 1979,
         bandwidth=8.0 / 4.8,
-        capability=100,
+        hardware=nvidia(10, 0),
         memory=180 * 10**9,
         peak=2250e9,
         nvlink=2.0,
@@ -250,7 +251,7 @@ class FormatCost:
 
     Attributes:
         name: Name of the recipe.
-        capability: Smallest ten-fold compute capability that runs the recipe natively.
+        needs: Capability of hardware that runs the recipe natively.
         products: Kinds of the forward product, the input gradient and the weight gradient in `GpuRates.rates`.
         code: Bytes of an element's code and its part of the scales.
         reads: Times that a cast reads its input; 2 where the scale is the maximum of this tensor.
@@ -260,7 +261,7 @@ class FormatCost:
     """
 
     name: str
-    capability: int
+    needs: Capability
     products: tuple[str, str, str]
     code: float = 2.0
     reads: int = 1
@@ -277,16 +278,25 @@ def _of_blocks(form: TensorFormat) -> FormatCost:
     reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
     kind = f"blocks_{8 // form.packing}bit"
     code = 1 / form.packing + 1 / length
-    return FormatCost(form.name, 100, (kind, kind, kind), code, reads, efficiency, length)
+    needs = "nvfp4 products" if form.packing == 2 else "mxfp8 products"
+    return FormatCost(form.name, needs, (kind, kind, kind), code, reads, efficiency, length)
 
 
 FORMATS = {
     row.name: row
     for row in (
-        FormatCost("bf16", 80, ("bf16", "bf16", "bf16"), multiple=1),
-        FormatCost("delayed", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
-        FormatCost("current", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True),
-        FormatCost("block", 90, ("block", "block", "block_1d"), 1 + 4 / 128, efficiency=(0.97, 0.83)),
+        FormatCost("bf16", "bf16 products", ("bf16", "bf16", "bf16"), multiple=1),
+        FormatCost("delayed", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
+        FormatCost(
+            "current", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True
+        ),
+        FormatCost(
+            "block",
+            "fp8 block products",
+            ("block", "block", "block_1d"),
+            1 + 4 / 128,
+            efficiency=(0.97, 0.83),
+        ),
         *[_of_blocks(form) for form in TENSOR_FORMATS if form.scale != "float32"],
     )
 }
@@ -302,16 +312,15 @@ def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
         raise unknown("recipe", recipe, FORMATS)
     found = FORMATS[recipe]
     missing = [kind for kind in found.products if kind not in gpu.rates]
-    if missing or gpu.capability < found.capability:
+    if missing or not gpu.hardware.has(found.needs):
         runs = [
             name
             for name, row in FORMATS.items()
-            if row.capability <= gpu.capability and gpu.rates.keys() >= set(row.products)
+            if gpu.hardware.has(row.needs) and gpu.rates.keys() >= set(row.products)
         ]
+        reason = gpu.hardware.lacks(found.needs) or "its products are not in the table"
         raise ValueError(
-            f"recipe={recipe!r} has no products on gpu={gpu.name!r} (compute capability {gpu.capability / 10}; "
-            f"{recipe} needs {found.capability / 10}"
-            + (", or its products are not in the table" if gpu.capability >= found.capability else "")
-            + f"); choose from {', '.join(runs)}, or another gpu"
+            f"recipe={recipe!r} has no products on gpu={gpu.name!r} ({reason}); choose from {', '.join(runs)}, or "
+            "another gpu"
         )
     return found

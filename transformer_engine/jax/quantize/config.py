@@ -20,7 +20,7 @@ from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
 from ..blocks import reusable
-from ..platform import compute_capability
+from ..platform import compute_capability, hardware
 from ..sharding import MeshResource
 from . import recipes
 from .lifted import merged_over_lifted_calls
@@ -28,7 +28,6 @@ from .scaling_modes import AmaxComputeAlgo, ScalingMode, TensorSource
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
 
-_ALL_LAYOUTS = 100  # ten times the lowest compute capability
 _recipe: ContextVar[Recipe | None] = ContextVar("transformer_engine_jax_recipe", default=None)
 
 
@@ -56,7 +55,7 @@ def is_fp8_gemm_with_all_layouts_supported() -> bool:
     Otherwise they read operands that are contracted over the last axis alone, so that quantizers store both directions
     of a tensor by default.
     """
-    return compute_capability() >= _ALL_LAYOUTS
+    return hardware().has("fp8 products in all layouts by xla")
 
 
 @reusable

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from ...common import recipe as recipes
 from ...common.checks import described
+from ...common.hardware import Capability, is_older, limits_of
 from ...common.numbers import with_article
-from ..platform import compute_capability, is_emulating
+from ..platform import hardware, is_emulating
 from .quantizers import (
     BlockScaleQuantizer,
     CurrentScaleQuantizer,
@@ -36,8 +37,7 @@ class RecipeFamily:
         recipe: Class of the recipe.
         modes: (recipe, source) -> scaling mode of the tensor.
         options: (recipe, source) -> further arguments of the tensor's quantizer.
-        least: Ten times the lowest compute capability that supports the recipe.
-        below: Ten times the compute capability from which hardware no longer supports the recipe, or None.
+        needs: Capability of the hardware that supports the recipe.
         check: Raises ValueError for settings that transformer_engine.jax does not support.
         stateful: Whether quantizers have scales and histories of maxima as state.
         random: recipe -> whether gradients are rounded stochastically.
@@ -47,8 +47,7 @@ class RecipeFamily:
     recipe: type[recipes.Recipe]
     modes: Callable[[Any, TensorSource], ScalingMode]
     options: Callable[[Any, TensorSource], dict[str, Any]]
-    least: int
-    below: int | None = None
+    needs: Capability
     check: Callable[[Any], None] = lambda recipe: None
     stateful: bool = False
     random: Callable[[Any], bool] = lambda recipe: False
@@ -147,7 +146,7 @@ FAMILIES: dict[type[recipes.Recipe], RecipeFamily] = {
                 "margin": float(recipe.margin),
                 "amax_compute_algo": AmaxComputeAlgo(recipe.amax_compute_algo),
             },
-            89,
+            "fp8 recipe",
             check=_check_delayed,
             stateful=True,
         ),
@@ -156,9 +155,11 @@ FAMILIES: dict[type[recipes.Recipe], RecipeFamily] = {
             recipes.Float8CurrentScaling,
             lambda recipe, source: ScalingMode.CURRENT_TENSOR_SCALING,
             _scale_options,
-            89,
+            "fp8 recipe",
         ),
-        RecipeFamily("block", recipes.Float8BlockScaling, _block_mode, _scale_options, 90),
+        RecipeFamily(
+            "block", recipes.Float8BlockScaling, _block_mode, _scale_options, "fp8_block_scaling recipe"
+        ),
         RecipeFamily(
             "mxfp8",
             recipes.MXFP8BlockScaling,
@@ -168,15 +169,14 @@ FAMILIES: dict[type[recipes.Recipe], RecipeFamily] = {
                 else ScalingMode.MXFP8_1D_SCALING
             ),
             lambda recipe, source: {},
-            100,
-            120,
+            "mxfp8 recipe",
         ),
         RecipeFamily(
             "nvfp4",
             recipes.NVFP4BlockScaling,
             _nvfp4_mode,
             _nvfp4_options,
-            100,
+            "nvfp4 recipe",
             check=_check_nvfp4,
             random=lambda recipe: recipe.fp4_quant_bwd_grad.stochastic_rounding,
         ),
@@ -290,16 +290,16 @@ def unsupported_reason(family: RecipeFamily, gpu_id: int = 0) -> str | None:
     """Return the reason why this machine supports a recipe neither in hardware nor by emulation, or None."""
     if is_emulating():
         return None
-    capability = compute_capability(gpu_id)
-    name = family.recipe.__name__
-    if capability < family.least:
-        return (
-            f"{name} needs compute capability {family.least / 10}, this GPU has {capability / 10}; "
-            "set TE_EMULATE=1 to compute it by emulation"
+    gpu, name = hardware(gpu_id), family.recipe.__name__
+    if gpu.has(family.needs):
+        return None
+    least, below = limits_of(family.needs)
+    if gpu.vendor != "nvidia":
+        limit = f"needs an NVIDIA GPU of compute capability {least.architecture}, this GPU is {gpu.title}"
+    elif is_older(gpu, least) or below is None:
+        limit = f"needs compute capability {least.architecture}, this GPU has {gpu.architecture}"
+    else:
+        limit = (
+            f"is unsupported from compute capability {below.architecture} on, this GPU has {gpu.architecture}"
         )
-    if family.below is not None and capability >= family.below:
-        return (
-            f"{name} is unsupported from compute capability {family.below / 10} on, this GPU has {capability / 10}; "
-            "set TE_EMULATE=1 to compute it by emulation"
-        )
-    return None
+    return f"{name} {limit}; set TE_EMULATE=1 to compute it by emulation"

@@ -33,9 +33,14 @@ def provide_extensions(load: Callable[[], Any]) -> None:
     _extensions[:] = [load]
 
 
+def extension(name: str) -> Any:
+    """Return a name of `cpp_extensions`."""
+    return getattr(_extensions[0](), name)
+
+
 def general_gemm(*args: Any, **kwargs: Any) -> Any:
     """Call `cpp_extensions.general_gemm`."""
-    return _extensions[0]().general_gemm(*args, **kwargs)
+    return extension("general_gemm")(*args, **kwargs)
 
 
 @dataclass(frozen=True)

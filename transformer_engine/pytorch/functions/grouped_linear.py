@@ -245,7 +245,10 @@ def _inspect(env: Environment, s: Inspection, y: Tensor) -> tuple[Tensor]:
 def _stacked_weight_gradients(
     call: GroupedCall, groups: Groups, dy: GroupedColumns, x: GroupedColumns, dtype: torch.dtype
 ) -> Any:
-    """dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad."""
+    """Compute dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad.
+
+    A main_grad that several groups share receives the sum of their gradients.
+    """
     exact = call.groups[0].accumulation.grad_weight
     n, k = call.spec.extents
     if not call.groups[0].weight_gradient.fused:
@@ -254,22 +257,24 @@ def _stacked_weight_gradients(
         return stack if call.spec.stacked_weight else list(stack.unbind(0))
     gradients = [group.weight_gradient for group in call.groups]
     results = [main_grad_of(gradient.parameter) for gradient in gradients]
-    overwritten = [
-        gradient.overwrite or getattr(gradient.parameter, "overwrite_main_grad", False)
-        for gradient in gradients
-    ]
+    overwritten = [gradient.begins_accumulation() for gradient in gradients]
     overwrite = all(overwritten)
     if not overwrite:
         for result, starts_anew in zip(results, overwritten, strict=True):
             if starts_anew:
                 result.zero_()
-    if irregular(results) is None:
+    # A launch writes all results at once, so that groups with one main_grad would overwrite each other.
+    separate = len({result.data_ptr() for result in results}) == len(results)
+    if separate and irregular(results) is None:
         product_of_columns(dy, x, groups, (n, k), results, accumulate=not overwrite, exact=exact)
     else:
         stack = torch.empty(groups.count, n, k, dtype=results[0].dtype, device=dy.codes.device)
         product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
+        written: set[int] = set()
         for result, gradient in zip(results, stack.unbind(0), strict=True):
-            result.copy_(gradient) if overwrite else result.add_(gradient)
+            first = overwrite and result.data_ptr() not in written
+            result.copy_(gradient) if first else result.add_(gradient)
+            written.add(result.data_ptr())
     if call.spec.stacked_weight:
         return stacked_gradient((), gradients[0])
     return [gradient._placeholder(dtype) for gradient in gradients]

@@ -83,7 +83,11 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
     """Plan one call of cuBLASLt if it would be used, else the product and the operations after it."""
     product = request.product
-    asked = product.device == "cuda" and product.capability >= (8, 0) and cublaslt_library.missing() is None
+    asked = (
+        product.device == "cuda"
+        and product.hardware.has("bf16 products")
+        and cublaslt_library.missing() is None
+    )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
     if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)

@@ -27,7 +27,7 @@ from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, grad_facts
 from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
-from .chain_run import Fused, ShardPlaces, distinct
+from .chain_run import Fused, ShardPlaces, distinct, own_quantized
 
 # Steps of forward passes whose launches, products and collectives, and those of their backward passes, a compiled pass
 # may list.
@@ -241,8 +241,11 @@ def _backward_pass(given: list[Any], chain: PreparedChain, ctx: Any) -> tuple[tu
     for i, constant in constants.items():
         values[count + i] = constant
     inputs = [values[place] for place in places]
+    gradients = values[:count] if plan.quantized else ()
     del values
     results, _ = run(plan.schedule, ctx.environment, inputs)  # pyright: ignore[reportArgumentType]
+    if plan.quantized:
+        results = own_quantized(results, gradients)
     return tuple([None if place < 0 else results[place] for place in order]), None
 
 

@@ -21,7 +21,7 @@ from ...common.recipe import (
     QParams,
 )
 from ..constants import DType
-from ..runtime.device import get_device_compute_capability
+from ..runtime.device import current_hardware
 from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.mxfp8_tensor import MXFP8Quantizer
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-FP8 = Requirement("FP8", (8, 9))
+FP8 = Requirement("FP8", "fp8 recipe")
 
 
 class Float8CurrentScalingRecipeState(StatelessRecipeState):
@@ -177,7 +177,7 @@ register(
         ),
         attention="current",
         measured_as="current",
-        fits=lambda: get_device_compute_capability() >= (12, 0),
+        fits=lambda: current_hardware().has("current scaling by default"),
     )
 )
 register(
@@ -187,7 +187,7 @@ register(
         Float8BlockScalingRecipeState,
         _block_scaling,
         kind="fp8_block_scaling",
-        needs=Requirement("FP8 block scaling", (9, 0), cuda=(12, 9)),
+        needs=Requirement("FP8 block scaling", "fp8_block_scaling recipe", cuda=(12, 9)),
         samples=(
             FormatSample(
                 "block1d",
@@ -210,7 +210,7 @@ register(
         MXFP8BlockScalingRecipeState,
         _mxfp8,
         kind="mxfp8",
-        needs=Requirement("MXFP8", (10, 0), below=(12, 0)),
+        needs=Requirement("MXFP8", "mxfp8 recipe"),
         alignment=lambda recipe: 32,
         samples=(
             FormatSample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
@@ -226,7 +226,7 @@ register(
         NVFP4BlockScalingRecipeState,
         _nvfp4,
         kind="nvfp4",
-        needs=Requirement("NVFP4", (10, 0)),
+        needs=Requirement("NVFP4", "nvfp4 recipe"),
         alignment=lambda recipe: 128,
         samples=(FormatSample("nvfp4", NVFP4, lambda device, **usage: NVFP4Quantizer(**usage)),),
     )

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.formats import TensorFormat
+from ...common.hardware import Capability
 from ...common.recipe import Recipe
 from ..tensor.quantizer import Quantizer
 
 
 class Requirement(NamedTuple):
-    """Hardware that supports a kind of format: compute capability least <= c < below, and a version of CUDA."""
+    """Hardware that supports a kind of format: a capability of the table of hardware, and a version of CUDA."""
 
     title: str
-    least: tuple[int, int]
-    below: tuple[int, int] | None = None
+    capability: Capability
     cuda: tuple[int, int] = (0, 0)
 
 

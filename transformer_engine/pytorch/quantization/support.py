@@ -13,14 +13,15 @@ from typing import Any
 
 from ...common import env
 from ...common.checks import described
+from ...common.hardware import Hardware, is_older, limits_of
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
 from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
-from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
+from ..runtime.device import cuda_version, current_hardware, has_cuda
 from ..runtime.tracing import constant_while_tracing
 from .family import Family, Requirement, all_families, family_of
 
-_BF16 = Requirement("BF16", (8, 0))
+_BF16 = Requirement("BF16", "bf16 recipe")
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,25 @@ def _hardware_reason(kind: str) -> str:
     """Return an empty text if the current device computes the format in hardware, otherwise a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
-    return _reason_for(kind, get_device_compute_capability(), cuda_version())
+    return _reason_for(kind, current_hardware(), cuda_version())
 
 
 @functools.cache
-def _reason_for(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str:
+def _reason_for(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
     """Return the reason for a device; cached, because every autocast block reads it."""
     needs = _requirement(kind)
-    if needs.below is not None and capability >= needs.below:
-        limit = f"{needs.below[0]}.{needs.below[1]}"
-        return f"{needs.title} execution is not supported on device compute capability {limit} and higher."
-    if capability < needs.least:
-        limit = f"{needs.least[0]}.{needs.least[1]}"
-        return f"Device compute capability {limit} or higher required for {needs.title} execution."
+    if not hardware.has(needs.capability):
+        least, below = limits_of(needs.capability)
+        if hardware.vendor == "nvidia" and not is_older(hardware, least):
+            assert below is not None
+            limit = below.architecture
+            return (
+                f"{needs.title} execution is not supported on device compute capability {limit} and higher."
+            )
+        if hardware.vendor == "nvidia":
+            limit = least.architecture
+            return f"Device compute capability {limit} or higher required for {needs.title} execution."
+        return f"{hardware.title} has no {needs.title} execution."
     if cuda < needs.cuda:
         return f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
     return ""

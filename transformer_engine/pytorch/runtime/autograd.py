@@ -190,3 +190,20 @@ def run_backward_on_calling_thread() -> None:
     if (distributed or torch.cuda.device_count() == 1) and not _thread.switched:
         _thread.switched = True
         torch.autograd.set_multithreading_enabled(False)
+
+
+def in_first_run() -> bool:
+    """Return whether an autograd function is computing its forward pass, as the first run of a reentrant checkpoint.
+
+    torch disables gradients and forward-mode gradients there, for the checkpoints of every library; `torch.no_grad()`
+    leaves the second mode enabled, and inference mode admits no backward pass.
+    """
+    return not torch.is_grad_enabled() and gradients_expected(training=False)
+
+
+def gradients_expected(training: bool) -> bool:
+    """Return whether a call without recorded gradients may have a second run with them, whose results must be equal.
+
+    True for modules in training mode and for the first run of a reentrant checkpoint, outside of inference mode.
+    """
+    return (training or not torch._C._is_fwd_grad_enabled()) and not torch.is_inference_mode_enabled()

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...common.hardware import TABLE, Hardware, hardware_named
 from ...common.numbers import with_article
+from .tracing import constant_while_tracing
 
 
 @functools.cache
@@ -27,6 +29,29 @@ def get_device_compute_capability() -> tuple[int, int]:
     """Return the compute capability (major, minor) of the current CUDA device; (0, 0) without one."""
     # Compilers can trace torch's query of the current device, but not the query of the number of devices.
     return _capability(torch.cuda.current_device()) if has_cuda() else (0, 0)
+
+
+@functools.cache
+def _architecture(index: int) -> tuple[str, str]:
+    """Return the vendor and the architecture of a device, the key of its row in `hardware.TABLE`."""
+    if torch.version.hip is not None:
+        # For gfx942 torch reports the compute capability 9.4, which is not a number of NVIDIA's.
+        key = "amd", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    else:
+        key = "nvidia", "{}.{}".format(*_capability(index))
+    hardware_named(*key)  # adds a row for an unlisted architecture
+    return key
+
+
+@constant_while_tracing
+def _current_architecture() -> tuple[str, str]:
+    return _architecture(torch.cuda.current_device()) if has_cuda() else ("none", "")
+
+
+def current_hardware() -> Hardware:
+    """Return the row of the current CUDA device in the table of hardware; `NO_GPU` without one."""
+    # A look-up in a module's dict, because a constant of traced code can be a text but not an object with guards.
+    return TABLE[_current_architecture()]
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -86,6 +111,18 @@ def cuda_version() -> tuple[int, int]:
     return (int(major), int(minor))
 
 
+def _check_available(device: torch.device, name: str) -> None:
+    """Raise ValueError unless this build of torch allocates tensors on a device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"{name}={str(device)!r}: this installation of torch has no such device ({reason}); give 'cpu', or "
+            "'cuda' for an NVIDIA GPU"
+        ) from None
+
+
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
     """Return the device on which a module allocates: "cuda", the default, means the CPU without a GPU.
 
@@ -111,6 +148,8 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
         raise ValueError(
             f"{name}={device!r} is not a device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
         ) from None
+    if device.type not in ("cuda", "cpu", "meta"):
+        _check_available(device, name)
     if device.type != "cuda":
         return device
     if device.index is not None:

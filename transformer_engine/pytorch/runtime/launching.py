@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.dispatch import Operator
 from ...common.kernels.launch import ALIGNMENT, Launch, Output, check_memory, missing, start, starter
 from ...common.kernels.program import Program
-from .device import get_device_compute_capability, is_current_device
+from .device import current_hardware, is_current_device
 from .symbols import Symbol
 from .zeros import numbers, zero
 
@@ -250,10 +250,7 @@ def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str |
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
             return f"a tensor is {dtype}; it takes float32, float16 and bfloat16"
-    capability = get_device_compute_capability()
-    if capability < (8, 0):
-        return f"compute capability {capability[0]}.{capability[1]} < 8.0"
-    return None
+    return current_hardware().lacks("triton kernels")
 
 
 def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -262,16 +259,10 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs a CUDA device, the values are on {device.type}"
     if (reason := missing()) is not None:
         return reason
-    if torch.version.hip is not None:
-        return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
     if dtype not in DTYPE_NAMES:
         return f"it takes bfloat16, float16 and float32, not {dtype}"
-    capability = get_device_compute_capability()
-    if capability < (9, 0):
-        return (
-            f"compute capability {capability[0]}.{capability[1]} < 9.0: "
-            "Triton rounds a cast to FP8 twice there, or has none"
-        )
+    if (reason := current_hardware().lacks("triton fp8 casts")) is not None:
+        return f"{reason}: Triton rounds a cast to FP8 twice there, or has none"
     return None
 
 

@@ -262,7 +262,9 @@ class Float8Quantizer(_PerTensorQuantizer):
         """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
         state = self._state
         if state is None:
-            return self.scale.view(1), self.amax.view(1)
+            # No view of a vector: selective checkpointing counts the operators of a second run, which reads no state.
+            scale, amax = self.scale, self.amax
+            return scale if scale.ndim == 1 else scale.view(1), amax if amax.ndim == 1 else amax.view(1)
         slot = self._slot
         if slot is not None and slot[0] is state.scale_in_place and slot[1] is state.amax_history:
             return slot[2:]

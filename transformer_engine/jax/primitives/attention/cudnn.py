@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common import env
 from ....common.dispatch import Backend
-from ...platform import compute_capability
+from ...platform import hardware
 from ..launching import switched_off
 from . import cudnn_packed
 from .alignment import align, isolate
@@ -19,9 +19,8 @@ from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionOperands, AttentionRequest, Parts, spread_unsupported_reason
 
 _VARYING = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-_PACKED_CAPABILITY = 90
 _HEAD_DIM = 128
-_WIDE_HEAD_DIM, _WIDE_CAPABILITY, _WIDE_TRAINING = 256, 90, 91900
+_WIDE_HEAD_DIM, _WIDE_TRAINING = 256, 91900
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
@@ -54,7 +53,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
     if request.value_dim != request.head_dim:
         return f"values of {request.value_dim} elements with keys of {request.head_dim}"
     # H200, cuDNN 9.19, 2 x 4096 tokens, 16 wide heads: forward 0.47 ms, with backward 2.49; our kernels 0.65 and 4.50.
-    wide = compute_capability() >= _WIDE_CAPABILITY
+    wide = hardware().backward_head == _WIDE_HEAD_DIM
     if wide and request.training:
         wide = cudnn_packed.library_version() >= _WIDE_TRAINING
     most = _WIDE_HEAD_DIM if wide else _HEAD_DIM
@@ -72,8 +71,8 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 def _packed_unsupported_reason(request: AttentionRequest) -> str | None:
     if (reason := cudnn_packed.failure() or cudnn_packed.part_failure()) is not None:
         return reason
-    if compute_capability() < _PACKED_CAPABILITY:
-        return f"packed rows at compute capability {compute_capability() / 10} < 9.0"
+    if (reason := hardware().lacks("cudnn packed attention")) is not None:
+        return f"packed rows: {reason}"
     if request.segments == 1:
         return "packed rows of one sequence, which may begin anywhere"
     if request.mask.is_bottom_right():
@@ -94,7 +93,9 @@ def run(call: AttentionOperands, packed: bool) -> Array:
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], call.query.shape[1], call.key.shape[1]))
     query, key, value, bias, lengths = align(call.query, call.key, call.value, bias, call.lengths or ())
     queries, keys = lengths or (None, None)
-    window = None if call.window is None or call.window[0] < 0 else (call.window[0], 0)
+    window = None
+    if call.window is not None and call.window[0] >= 0:
+        window = (min(call.window[0], max(call.query.shape[1], call.key.shape[1])), 0)
     out = jax.nn.dot_product_attention(
         query,
         key,

@@ -164,8 +164,8 @@ def one_group(rows: int) -> Array:
 def unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
         return reason
-    if request.capability < 89:
-        return f"compute capability {request.capability / 10} < 8.9 has no FP8 tensor cores"
+    if (reason := request.hardware.lacks("fp8 products")) is not None:
+        return reason
     formats = (request.a_format, request.b_format)
     if None in formats:
         return "an operand is not quantized"
@@ -194,8 +194,8 @@ TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, b
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
         return reason
-    if request.capability != 90:
-        return f"compute capability {request.capability / 10} != 9.0: it is written in instructions of Hopper"
+    if (reason := request.hardware.lacks("hopper instructions")) is not None:
+        return reason
     if (request.a_format, request.b_format) not in _BLOCK_FORMATS:
         return "it takes 1x128 blocks times 128x128 or 1x128 blocks"
     if 0 in (request.m, request.n, request.k):

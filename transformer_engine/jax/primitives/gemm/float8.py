@@ -58,8 +58,8 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := switched_off("GemmPrimitive")) is not None:
         return reason
-    if request.capability < 89:
-        return f"compute capability {request.capability / 10} < 8.9"
+    if (reason := request.hardware.lacks("fp8 products")) is not None:
+        return reason
     for form in (request.a_format, request.b_format):
         if form is None:
             return "an operand is not quantized"

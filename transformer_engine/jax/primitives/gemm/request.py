@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ....common.formats import TensorFormat
-from ...platform import compute_capability
+from ....common.hardware import Hardware
+from ...platform import hardware
 from ..operand import Operand
 
 
@@ -25,7 +26,7 @@ class GemmRequest:
         k: Contracted elements.
         dtype: dtype of the product.
         platform: Platform of the program, "cpu" or "cuda", whatever the machine that traces it.
-        capability: Compute capability of the GPU, times ten.
+        hardware: Row of the GPU in the table of hardware.
         exact: Whether partial sums are promoted to float32; False allows the faster accumulation of the tensor cores.
     """
 
@@ -38,7 +39,7 @@ class GemmRequest:
     k: int
     dtype: jnp.dtype
     platform: str
-    capability: int
+    hardware: Hardware
     exact: bool
 
     @classmethod
@@ -54,6 +55,6 @@ class GemmRequest:
             k=a.depth,
             dtype=dtype,
             platform=platform,
-            capability=compute_capability(),
+            hardware=hardware(),
             exact=exact,
         )

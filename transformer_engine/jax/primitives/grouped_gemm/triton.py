@@ -11,7 +11,8 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import E4M3, E5M2
-from ...platform import compute_capability, processors
+from ....common.kernels.launch import LARGEST_EXTENT
+from ...platform import hardware, processors
 from ..kernels import Kernel, call
 from ..launching import run, unsupported_on
 from ..partitioning import ShardingRule
@@ -28,8 +29,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.scaled:
         if request.dtype not in _ELEMENTS:
             return f"codes in {request.dtype}; it takes FP8"
-        if compute_capability() < 89:
-            return f"compute capability {compute_capability() / 10} < 8.9 has no FP8 tensor cores"
+        if (reason := hardware().lacks("fp8 products")) is not None:
+            return reason
         if not request.contracts_rows and not request.features_first:
             return "codes of kernels [G, K, N]; tensor cores take FP8 with the contracted axis last"
     elif request.dtype not in _HALVES:
@@ -38,6 +39,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return "a product without elements"
     if request.result not in _RESULTS:
         return f"a result in {request.result}; it writes bfloat16, float16 and float32"
+    if max(request.n, request.k) >= LARGEST_EXTENT:
+        return f"an extent of {max(request.n, request.k)} reaches {LARGEST_EXTENT}"
     odd = [extent for extent in (request.n, request.k) if extent % 16]
     return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
 

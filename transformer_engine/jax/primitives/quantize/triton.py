@@ -14,7 +14,8 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
-from ...platform import compute_capability
+from ....common.kernels.launch import LARGEST_EXTENT
+from ...platform import hardware
 from ..launching import unsupported_on
 from .elements import value_for_inf
 from .formats import FORMATS
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ....common.kernels.block_cast import Blocks
     from ....common.kernels.cast import OneScale
 
-_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
-_CAPABILITY = 90  # below, Triton rounds a cast to FP8 twice, or has none
 _NAMES = ("QuantizePrimitive", "DBiasQuantizePrimitive")
 
 
@@ -33,13 +32,15 @@ def unsupported_reason(request: Request) -> str | None:
     for name in _NAMES:
         if (reason := unsupported_on(request.platform, name)) is not None:
             return reason
-    if (capability := compute_capability()) < _CAPABILITY:
-        return f"compute capability {capability / 10} < 9.0: Triton rounds a cast to FP8 twice there, or has none"
+    if (reason := hardware().lacks("triton fp8 casts")) is not None:
+        return f"{reason}: Triton rounds a cast to FP8 twice there, or has none"
+    if request.maxima_per_tile:
+        return "one maximum per tile, which the kernels do not read"
     rows, depth = request.shape
     if not rows * depth:
         return "a matrix without elements"
-    if rows >= _LIMIT or depth >= _LIMIT:
-        return f"{rows} rows or {depth} columns reach {_LIMIT}"
+    if max(rows, depth) >= LARGEST_EXTENT:
+        return f"{rows} rows or {depth} columns reach {LARGEST_EXTENT}"
     return None
 
 

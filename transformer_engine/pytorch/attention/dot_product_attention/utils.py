@@ -16,6 +16,7 @@ import torch
 from packaging.version import Version
 
 from ....common import env
+from ....common.hardware import NO_GPU
 from ...functions.attention import fp8
 from ...functions.attention.combined import combine_and_quantize as combine_and_quantize
 from ...primitives.attention.backends import flash2, flash3, flash4
@@ -24,7 +25,7 @@ from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
-from ...runtime.device import canonical_device, get_device_compute_capability
+from ...runtime.device import canonical_device, current_hardware
 from .fp8_recipe import scaling_of
 from .score_mod import GraphScoreMod
 
@@ -158,7 +159,7 @@ class AttentionParams:
         return AttentionCall(
             **{ours: getattr(self, theirs) for theirs, ours in _SAME.items()},
             device_type=device.type,
-            capability=get_device_compute_capability() if device.type == "cuda" else (0, 0),
+            hardware=current_hardware() if device.type == "cuda" else NO_GPU,
             switches=Switches.from_environment(),
             q_format=q_format,
             kv_format=kv_format,

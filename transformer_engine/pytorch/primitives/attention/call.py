@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ....common import env
-from ...runtime.device import get_device_compute_capability
+from ....common.hardware import NO_GPU, Hardware
+from ...runtime.device import current_hardware
 from .mask import Mask
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -73,8 +74,9 @@ class AttentionCall:
         cached: Keys come from a cache of earlier steps.
         fp8: Scaling of FP8 attention ("delayed", "current" or "block"); None computes in `dtype`.
         score_mod: score_mod(score, b, h, i, j) -> score, applied to scale * q k^T + bias.
-        capability: Compute capability; (0, 0) on a CPU.
+        hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
+        needs_gradient: A gradient is needed, or may be needed if a checkpoint runs the call again.
     """
 
     dtype: torch.dtype
@@ -110,13 +112,13 @@ class AttentionCall:
     score_mod: Callable[..., Tensor] | None = None
 
     device_type: str
-    capability: tuple[int, int] = (0, 0)
+    hardware: Hardware = NO_GPU
     deterministic: bool = False
     switches: Switches = field(default_factory=Switches)
 
     @classmethod
     def on(cls, device_type: str, deterministic: bool, **fields: Any) -> AttentionCall:
-        """Return a call on a device of this process, with its capability and the environment's switches.
+        """Return a call on a device of this process, with its hardware and the environment's switches.
 
         Args:
             device_type: "cuda" or "cpu".
@@ -125,7 +127,7 @@ class AttentionCall:
         """
         return cls(
             device_type=device_type,
-            capability=get_device_compute_capability() if device_type == "cuda" else (0, 0),
+            hardware=current_hardware() if device_type == "cuda" else NO_GPU,
             deterministic=deterministic or not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
             switches=Switches.from_environment(),
             **fields,
@@ -143,6 +145,14 @@ class AttentionCall:
     def features(self) -> tuple[Feature, ...]:
         """Features that a backend must support, in the order in which they are reported as unsupported."""
         return tuple(feature for feature, needed in _NEEDED.items() if needed(self))
+
+    @property
+    def demands_determinism(self) -> bool:
+        """Whether the backend must have deterministic gradients, by the environment and not by needs_gradient.
+
+        Evaluation then has the backend of training. Steps over a cache of keys and values never have a backward pass.
+        """
+        return self.deterministic and (self.needs_gradient or not self.cached)
 
     @property
     def packed(self) -> bool:
@@ -240,7 +250,7 @@ _NEEDED: dict[Feature, Callable[[AttentionCall], bool]] = {
     Feature.TWO_SIZES: lambda call: call.head_dim_qk != call.head_dim_v,
     Feature.CACHED: lambda call: call.cached or call.q_format != call.kv_format,
     Feature.PAGED: lambda call: call.page_size > 0,
-    Feature.DETERMINISTIC: lambda call: call.deterministic and call.needs_gradient,
+    Feature.DETERMINISTIC: lambda call: call.demands_determinism,
 }
 assert _NEEDED.keys() == set(Feature), "a feature without a condition"
 

@@ -7,25 +7,29 @@ results must be multiples of 16 bytes; the backends after this one pad other sha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, PlanFailure
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4_FORMATS
 from ..operand import Operand
 from . import cublaslt_library as library
-from . import tuning
+from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
-from .cublaslt_problem import NO_BIAS, NO_SCALE, CublasProblem
+from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
 from .request import EPILOGUES, Epilogue, GemmRequest
+from .triton import products_of
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
-# cublasLtMatmulMatrixScale_t: SCALAR_32F, VEC128_32F, BLK128x128_32F
-_SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5}
+# cublasLtMatmulMatrixScale_t: SCALAR_32F, VEC128_32F, BLK128x128_32F, VEC32_UE8M0, VEC16_UE4M3
+_SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5, MXFP8.name: VEC32_UE8M0}
+_SCALE_MODES |= {form.name: VEC16_UE4M3 for form in NVFP4_FORMATS.values()}
+_SWIZZLED = 120_900  # first version of cuBLASLt whose swizzled scales need no workaround
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
@@ -48,8 +52,8 @@ def _unsupported_plain(request: GemmRequest) -> str | None:
         return f"the operands' dtypes differ ({request.a_element} and {request.b_element})"
     if request.a_element not in _WIDE:
         return f"it multiplies float32, bfloat16 and float16, the operands are {request.a_element}"
-    if request.capability < (8, 0):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.0"
+    if (reason := request.hardware.lacks("bf16 products")) is not None:
+        return reason
     if request.a_layout.stride == 0 or request.b_layout.stride == 0:
         return "neither axis of an operand is contiguous"
     if request.dtype not in (request.a_element, torch.float32):
@@ -63,16 +67,19 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
+    if products_of(*formats) in ("mxfp8 products", "nvfp4 products"):
+        return _unsupported_swizzled(request)
     if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
-        return f"{formats[0].name} x {formats[1].name}; it takes tensor scales and 1x128 and 128x128 blocks"
+        return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, MXFP8 and NVFP4"
     if (formats[0] == FLOAT8) != (formats[1] == FLOAT8):
         return f"{formats[0].name} x {formats[1].name}; a tensor scale and block scales do not mix"
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt does not multiply two E5M2 operands"
     if formats[0] == formats[1] == BLOCK_2D:
         return "cuBLASLt does not multiply two operands of 128x128 blocks"
-    if request.capability < (8, 9) or (formats[0] != FLOAT8 and request.capability[0] != 9):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} has no such FP8 products"
+    products = "fp8 products" if formats[0] == FLOAT8 else "fp8 block products"
+    if (reason := request.hardware.lacks(products)) is not None:
+        return reason
     if request.dtype not in _WIDE:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
     a_format, b_format = formats
@@ -86,6 +93,31 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
         return f"N={request.n} is not a multiple of {_BLOCK if b_format == BLOCK_2D else _ROWS}"
     if a_format != FLOAT8 and request.m % (_BLOCK if a_format == BLOCK_2D else _ROWS):
         return f"M={request.m} is not a multiple of {_BLOCK if a_format == BLOCK_2D else _ROWS}"
+    return None
+
+
+def _unsupported_swizzled(request: GemmRequest) -> str | None:
+    """Return the reason why a product of MXFP8 or NVFP4 codes is unsupported, or None."""
+    capability = products_of(request.a_format, request.b_format)
+    assert capability is not None
+    if (reason := request.hardware.lacks(capability)) is not None:
+        return reason
+    version = library.bindings().get_version()
+    if version < _SWIZZLED:
+        found = f"{version // 10_000}.{version // 100 % 100}"
+        return f"cuBLASLt {found} < 12.9; pip install --upgrade nvidia-cublas"
+    if request.a_element == request.b_element == torch.float8_e5m2:
+        return "cuBLASLt does not multiply two E5M2 operands"
+    for form in (request.a_format, request.b_format):
+        if form is not None and form.row_scaled:
+            return "a second-level scale per row; cuBLASLt takes one per tensor"
+    if request.dtype not in _WIDE:
+        return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
+    for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
+        if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
+            return f"the codes of {name} are not K-contiguous with rows of a multiple of {_ROWS} bytes"
+    if request.k % 32 or request.n % _ROWS:
+        return f"K={request.k} is not a multiple of 32, or N={request.n} not of {_ROWS}"
     return None
 
 
@@ -118,8 +150,8 @@ def problem_of(request: GemmRequest) -> CublasProblem:
         result=request.dtype,
         left_transposed=b.row_major,
         right_transposed=not a.row_major,
-        left_leading=b.stride,
-        right_leading=a.stride,
+        left_leading=b.stride * (1 if request.b_format is None else request.b_format.packing),
+        right_leading=a.stride * (1 if request.a_format is None else request.a_format.packing),
         result_leading=out.stride,
         left_scale=NO_SCALE if request.b_format is None else _SCALE_MODES[request.b_format.name],
         right_scale=NO_SCALE if request.a_format is None else _SCALE_MODES[request.a_format.name],
@@ -140,6 +172,8 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
         plan = plan_of(request)
     except NoAlgorithm as error:
         return PlanFailure(str(error))
+    if plan.problem.left_scale in (VEC32_UE8M0, VEC16_UE4M3):
+        return functools.partial(cublaslt_swizzled.run, plan)
     return tuning.tuned(plan) if request.tuned else plan.run
 
 

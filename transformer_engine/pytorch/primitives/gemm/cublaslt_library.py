@@ -24,6 +24,7 @@ DATA_TYPES = {
     torch.bfloat16: 14,
     torch.float8_e4m3fn: 28,
     torch.float8_e5m2: 29,
+    torch.uint8: 33,  # CUDA_R_4F_E2M1: two codes in a byte
 }
 # cublasComputeType_t
 COMPUTE_FLOAT32 = 68

@@ -220,15 +220,18 @@ class CublasPlan:
             library.WORKSPACE_BYTES,
         )
 
-    def run_attached(self, a: Operand, b: Operand, out: Tensor, attached: Attached) -> None:
+    def run_attached(
+        self, a: Operand, b: Operand, out: Tensor, attached: Attached, scalars: Tensor | None = None
+    ) -> None:
         """Write epilogue(a [M, K] @ b [N, K].T) to out [M, N], for problems with an activation or an FP8 result.
 
-        Scales are tensor scales; the matrices, including aux, have the problem's alignment.
+        Scales are tensor scales or swizzled; the matrices, including aux, have the problem's alignment. `scalars` are
+        alpha and beta, float32 [2], of problems with `device_scalars`.
         """
         index = self.problem.device
         if library.current_device() != index:
             with torch.cuda.device(index):
-                return self.run_attached(a, b, out, attached)
+                return self.run_attached(a, b, out, attached, scalars)
         try:
             descriptor = self._idle.pop()
         except IndexError:
@@ -241,6 +244,8 @@ class CublasPlan:
                 pointers[i] = tensor.data_ptr()
                 set_attribute(operation, attributes[i], address + 8 * i, 8)
         handle, alpha, beta = self._constants[-2]
+        if scalars is not None:
+            alpha, beta = scalars.data_ptr(), scalars.data_ptr() + scalars.element_size()
         left, right, layout, addend = self._layouts
         result, stream = out.data_ptr(), library.current_stream(index)
         # fmt: off

@@ -17,6 +17,7 @@ from . import cublaslt_library as library
 
 ALIGNMENT = 256  # bytes; the largest alignment that an algorithm requires
 SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
+VEC16_UE4M3, VEC32_UE8M0 = 1, 2  # swizzled scales of one byte, for 16 and for 32 elements
 NO_SCALE = -1
 NO_BIAS = -1
 
@@ -91,6 +92,11 @@ class CublasProblem(NamedTuple):
         )
 
     @property
+    def device_scalars(self) -> bool:
+        """Whether alpha, the product of the second-level scales of NVFP4, and beta are in device memory."""
+        return self.left_scale == VEC16_UE4M3
+
+    @property
     def epilogue(self) -> str:
         """The name in cublasLtEpilogue_t."""
         if self.bias == NO_BIAS:
@@ -115,6 +121,8 @@ def make_descriptor(lib: ModuleType, problem: CublasProblem, attributes: tuple[i
         names.TRANSA: ctypes.c_int32(p.left_transposed),
         names.TRANSB: ctypes.c_int32(p.right_transposed),
     }
+    if p.device_scalars:
+        settings[names.POINTER_MODE] = ctypes.c_int32(1)  # CUBLASLT_POINTER_MODE_DEVICE
     if p.fast:
         settings[names.FAST_ACCUM] = ctypes.c_int8(1)
     if p.epilogue != "DEFAULT":

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..operand import Operand
-from . import cublaslt, reference, torch_mm
+from . import cublaslt, reference, torch_mm, triton
 from .request import (
     Epilogue,
     GemmRequest,
@@ -34,20 +34,29 @@ def product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 # The operators of torch.compile. Eager mode and the graph run the same plan, so their results are equal bit for bit.
 
-_OPERANDS = "Tensor a, Tensor? a_scale, str? a_format, Tensor b, Tensor? b_scale, str? b_format, Tensor? bias"
+_OPERANDS = (
+    "Tensor a, Tensor? a_scale, Tensor? a_amax, str? a_format, "
+    "Tensor b, Tensor? b_scale, Tensor? b_amax, str? b_format, Tensor? bias"
+)
 
 
-def _product_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact) -> Tensor:
-    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
+def _product_now(a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, dtype, exact) -> Tensor:
+    left = Operand(a, a_scale, format_named(a_format), a_amax)
+    right = Operand(b, b_scale, format_named(b_format), b_amax)
     return product(left, right, Epilogue(dtype, bias, exact=exact))
 
 
-def _product_results(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact) -> Tensor:
+def _product_results(
+    a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, dtype, exact
+) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-def _product_into_now(out, a, a_scale, a_format, b, b_scale, b_format, bias, accumulate, exact) -> None:
-    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
+def _product_into_now(
+    out, a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, accumulate, exact
+) -> None:
+    left = Operand(a, a_scale, format_named(a_format), a_amax)
+    right = Operand(b, b_scale, format_named(b_format), b_amax)
     product(left, right, Epilogue(out.dtype, bias, out, accumulate, exact))
 
 
@@ -65,7 +74,7 @@ _product_into = operator(
 
 def _as_operator(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     names = [None if x.format is None else x.format.name for x in (a, b)]
-    operands = (a.codes, a.scale, names[0], b.codes, b.scale, names[1], epilogue.bias)
+    operands = (a.codes, a.scale, a.amax, names[0], b.codes, b.scale, b.amax, names[1], epilogue.bias)
     if epilogue.out is None:
         return _product.call(*operands, epilogue.dtype, epilogue.exact)
     _product_into.call(epilogue.out, *operands, epilogue.accumulate, epilogue.exact)
@@ -87,6 +96,8 @@ TABLE: Table[GemmRequest] = Table(
         torch_mm.MATMUL,
         torch_mm.TENSOR_SCALES,
         torch_mm.BLOCK_SCALES,
+        torch_mm.SWIZZLED_SCALES,
+        triton.BACKEND,
         reference.WIDEN,
         reference.REFERENCE,
     ),

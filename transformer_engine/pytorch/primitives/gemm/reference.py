@@ -90,10 +90,8 @@ def _unsupported_by_widen(request: GemmRequest) -> str | None:
         return f"it is for GPUs; on {request.device} bfloat16 products are not faster than float32"
     if request.empty:
         return "there is nothing to multiply"
-    if request.capability < (8, 0):
-        return (
-            f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
-        )
+    if (reason := request.hardware.lacks("bf16 products")) is not None:
+        return reason
     for fmt in (request.a_format, request.b_format):
         if fmt is None:
             return "an operand is not quantized"

@@ -12,8 +12,9 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import disturbances
 from ....common.formats import TensorFormat
+from ....common.hardware import NO_GPU, Hardware
 from ...runtime.determinism import is_demanded
-from ...runtime.device import get_device_compute_capability
+from ...runtime.device import current_hardware
 from ..operand import Operand
 from ..quantize import FORMATS
 
@@ -135,7 +136,7 @@ class GemmRequest:
     k: int
     dtype: torch.dtype
     device: str
-    capability: tuple[int, int]
+    hardware: Hardware
     index: int
     a_layout: MatrixLayout
     b_layout: MatrixLayout
@@ -259,7 +260,7 @@ def described(
         a_depth,
         dtype if out is None else out[0],
         a_device.type,
-        get_device_compute_capability() if on_gpu else (0, 0),
+        current_hardware() if on_gpu else NO_GPU,
         a_device.index if on_gpu else -1,
         MatrixLayout.of(a_shape, a_strides),
         MatrixLayout.of(b_shape, b_strides),

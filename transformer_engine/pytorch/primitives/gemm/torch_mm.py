@@ -1,6 +1,7 @@
 """Products by functions of torch: `torch.mm` of unquantized matrices, and `scaled_mm` of FP8 codes by cuBLASLt.
 
-FP8 operands have one scale per tensor or, on Hopper, 1x128 and 128x128 blocks.
+FP8 operands have one scale per tensor or, on Hopper, 1x128 and 128x128 blocks; on Blackwell MXFP8 and NVFP4 operands
+have swizzled scales.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
 from ...runtime.autograd import matrix_product
+from ...runtime.launching import rows_dense
 from ..operand import Operand
 from .block_scales import BLOCK, aligned_scale, block_scale
 from .request import EPILOGUES, Epilogue, GemmRequest
+from .swizzle import second_level, swizzled_scale
+from .triton import products_of
 
 # cuBLASLt requires 16-byte rows; zero codes added along K add nothing, and zero rows of b are sliced off again.
 _ALIGNMENT = 16
@@ -82,9 +86,7 @@ def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
         return (
             f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale per tensor"  # pyright: ignore
         )
-    if request.capability < (8, 9):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.9 has no FP8 tensor cores"
-    return None
+    return request.hardware.lacks("fp8 products")
 
 
 def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -115,10 +117,8 @@ def _unsupported_block_scales(request: GemmRequest) -> str | None:
         return "cuBLASLt does not multiply two operands of 128x128 blocks"
     if torch.float8_e5m2 in (request.a_element, request.b_element):
         return "torch.nn.functional.scaled_mm does not support E5M2 operands in a product of blocks"
-    if request.capability[0] != 9:
-        return (
-            f"compute capability {request.capability[0]}.{request.capability[1]}; cuBLASLt has it on 9.0 only"
-        )
+    if (reason := request.hardware.lacks("fp8 block products")) is not None:
+        return reason
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
     return None
@@ -146,6 +146,56 @@ def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         # Every backend returns a contiguous result.
         product = product[: a.rows, : b.rows].contiguous()
     return epilogue.store(product) if fused else epilogue.finish(product)
+
+
+def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
+    if reason := _unsupported_by_both(request):
+        return reason
+    capability = products_of(request.a_format, request.b_format)
+    if capability not in ("mxfp8 products", "nvfp4 products"):
+        return "it takes two operands of MXFP8 or of NVFP4"
+    if (reason := request.hardware.lacks(capability)) is not None:
+        return reason
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
+    for form in (request.a_format, request.b_format):
+        if form is not None and form.row_scaled:
+            return "a second-level scale per row; torch.nn.functional.scaled_mm takes one per tensor"
+    if request.k % 32 or request.n % _ALIGNMENT:
+        return f"K={request.k} is not a multiple of 32, or N={request.n} not of {_ALIGNMENT}"
+    return None
+
+
+def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    fused = _fuses_bias(b, epilogue)
+    scales, kinds, swizzles = zip(*map(_swizzled_arguments, (a, b)), strict=True)
+    elements = [torch.float4_e2m1fn_x2 if x.codes.dtype == torch.uint8 else x.codes.dtype for x in (a, b)]
+    product = F.scaled_mm(
+        rows_dense(a.codes).view(elements[0]),
+        rows_dense(b.codes).view(elements[1]).t(),
+        scale_a=scales[0],
+        scale_recipe_a=kinds[0],
+        scale_b=scales[1],
+        scale_recipe_b=kinds[1],
+        swizzle_a=swizzles[0],
+        swizzle_b=swizzles[1],
+        bias=epilogue.bias if fused else None,
+        output_dtype=_result_dtype(epilogue),
+    )
+    return epilogue.store(product) if fused else epilogue.finish(product)
+
+
+def _swizzled_arguments(operand: Operand) -> tuple[list[Tensor], list[F.ScalingType], list[F.SwizzleType]]:
+    """Return the scales, their kinds and their orders, as torch.nn.functional.scaled_mm takes them."""
+    scales, level = swizzled_scale(operand), second_level(operand)
+    if level is None:
+        kinds = [F.ScalingType.BlockWise1x32]
+        return [scales.view(torch.float8_e8m0fnu)], kinds, [F.SwizzleType.SWIZZLE_32_4_4]
+    return (
+        [scales.view(torch.float8_e4m3fn), level],
+        [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
+        [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
+    )
 
 
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
@@ -184,5 +234,12 @@ BLOCK_SCALES = Backend(
     takes=EPILOGUES,
     unsupported_reason=_unsupported_block_scales,
     bind=lambda request: _run_block_scales,
+    opaque=True,
+)
+SWIZZLED_SCALES = Backend(
+    "scaled_mm_swizzled",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_swizzled_scales,
+    bind=lambda request: _run_swizzled_scales,
     opaque=True,
 )

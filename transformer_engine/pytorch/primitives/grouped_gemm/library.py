@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ...runtime.device import current_hardware
 from ..gemm.block_scales import block_scale
 from ..operand import Operand
 from .pieces import operands_of
@@ -52,11 +53,11 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if not request.fits or request.n % 16 or request.k % 16:
         return "a group's rows, or another extent, is not a multiple of 16"
     if formats == (FLOAT8, FLOAT8):
-        return None if request.capability >= (8, 9) else "compute capability < 8.9 has no FP8 tensor cores"
+        return current_hardware().lacks("fp8 products")
     if formats not in ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)):
         return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
-    if request.capability[0] != 9:
-        return "cuBLASLt has products of 1x128 blocks on compute capability 9.0 only"
+    if (reason := current_hardware().lacks("fp8 block products")) is not None:
+        return reason
     if request.n % 128 or request.k % 128:
         return "with block scales it takes multiples of 128"
     if not hasattr(F, "scaled_mm"):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...runtime.device import get_device_compute_capability
 from .groups import Groups, Matrices
 
 # (saved tensors, possibly followed by others) -> (operand, number of its tensors)
@@ -176,10 +175,6 @@ class GroupedGemmRequest(NamedTuple):
     by_address: bool
     accumulates: bool
     clears: bool = False
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        return get_device_compute_capability() if self.device.type == "cuda" else (0, 0)
 
 
 def request_of(product: GroupedProduct) -> GroupedGemmRequest:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
-from ...runtime.device import is_current_device
+from ...runtime.device import current_hardware, is_current_device
 from ...runtime.launching import processors
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
@@ -32,17 +32,16 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
             return (
                 f"it takes two bfloat16 or float16 operands, not {request.a_element} and {request.b_element}"
             )
-        if request.capability < (8, 0):
-            return "compute capability < 8.0 has no bfloat16 tensor cores"
-    elif formats == (FLOAT8, FLOAT8):
-        if request.capability < (8, 9):
-            return "compute capability < 8.9 has no FP8 tensor cores"
-    elif formats not in ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)):
+    elif formats != (FLOAT8, FLOAT8) and formats not in ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)):
         return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
-    elif request.capability < (8, 9):
-        return "compute capability < 8.9 has no FP8 tensor cores"
+    if (
+        reason := current_hardware().lacks("bf16 products" if formats == (None, None) else "fp8 products")
+    ) is not None:
+        return reason
     if request.n % 16 or request.k % 16:
         return f"N={request.n} or K={request.k} is not a multiple of 16"
+    if max(request.n, request.k) >= launch.LARGEST_EXTENT:
+        return f"N={request.n} or K={request.k} reaches {launch.LARGEST_EXTENT}"
     if request.result not in _RESULTS:
         return f"the result is {request.result}; it writes bfloat16, float16 and float32"
     return None

@@ -99,7 +99,7 @@ class ContextParallelAttention:
 
 def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -> dict[str, object]:
     """Return the settings of an attention that the ranks of a sequence have in common."""
-    own = ("device_type", "capability", "switches", "needs_gradient", "bias_gradient")
+    own = ("device_type", "hardware", "switches", "needs_gradient", "bias_gradient")
     settings: dict[str, object] = {
         field.name: getattr(call, field.name) for field in fields(call) if field.name not in own
     }

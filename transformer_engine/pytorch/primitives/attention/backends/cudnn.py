@@ -70,8 +70,8 @@ def _unsupported_device(call: AttentionCall) -> str | None:
         return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if call.capability < (8, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
+    if (reason := call.hardware.lacks("cudnn attention")) is not None:
+        return reason
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"{call.dtype}; it takes torch.bfloat16 and torch.float16"
     return missing()
@@ -83,11 +83,9 @@ def _unsupported_shape(call: AttentionCall) -> str | None:
             return f"head_dim_{name}={size} is not a multiple of 8"
     if call.needs_gradient:
         largest = max(call.head_dim_qk, call.head_dim_v)
-        limit = 128 if call.capability < (9, 0) else 256
+        limit = call.hardware.backward_head
         if largest > limit:
-            return (
-                f"head size {largest} > {limit} in the backward pass on compute capability {call.capability}"
-            )
+            return f"head size {largest} > {limit} in the backward pass on {call.hardware.title}"
         sizes = call.head_dim_qk, call.head_dim_v
         if largest > 128 and sizes[0] != sizes[1] and sizes != (192, 128):
             return f"head sizes {sizes[0]} and {sizes[1]}: above 128 it takes equal ones and 192/128"
@@ -143,8 +141,8 @@ def _unsupported_backward(call: AttentionCall) -> str | None:
         if call.deterministic:
             return "deterministic gradients of a sink with packed sequences"
     if call.deterministic:
-        if call.capability < (9, 0) and packed:
-            return "deterministic gradients of packed sequences before compute capability 9.0"
+        if packed and (reason := call.hardware.lacks("cudnn packed attention")) is not None:
+            return f"deterministic gradients of packed sequences: {reason}"
         blocks = -(-call.seqlen_kv // _KEYS_OF_A_BLOCK)
         space = blocks * call.batch * call.heads * call.seqlen_q * call.head_dim_qk * 4
         if space > DETERMINISTIC_WORKSPACE:

@@ -56,11 +56,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    major, minor = call.capability
-    if major < 9:
-        return f"compute capability {major}.{minor} < 9.0"
-    if major >= 10:
-        return f"compute capability {major}.{minor}: written for 9.0 and untested above"
+    if (reason := call.hardware.lacks("cudnn fp8 attention")) is not None:
+        return reason
     if bottom_right(call):
         return "a bottom-right diagonal over sequences of unequal lengths"
     for size in (call.head_dim_qk, call.head_dim_v):

@@ -27,8 +27,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
     if reason is not None:
         return reason
-    if call.capability != (9, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]}; it takes 9.0"
+    if (reason := call.hardware.lacks("flash attention 3")) is not None:
+        return reason
     return optional.failure("flash_attn_interface", "flash_attn_func", "flash_attn_varlen_func")
 
 

@@ -54,15 +54,13 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     reason = unsupported_beyond_flash(call, _LARGEST_HEAD, _MULTIPLE)
     if reason is not None:
         return reason
-    if call.capability[0] not in (9, 10):
-        return f"compute capability {call.capability[0]}.{call.capability[1]}; it takes 9.x and 10.x"
-    if (
-        call.capability[0] == 10
-        and (call.head_dim_qk, call.head_dim_v) != (192, 128)
-        and call.head_dim_qk > 128
-    ):
-        return f"heads of size ({call.head_dim_qk}, {call.head_dim_v}) > 128 on compute capability 10.x"
-    if call.deterministic and call.needs_gradient and 64 < call.head_dim_qk <= 96:
+    if (reason := call.hardware.lacks("flash attention 4")) is not None:
+        return reason
+    sizes = call.head_dim_qk, call.head_dim_v
+    reason = call.hardware.lacks("flash attention 4 of wide heads")
+    if reason is not None and call.head_dim_qk > 128 and sizes != (192, 128):
+        return f"heads of size {sizes} > 128: {reason}"
+    if call.demands_determinism and 64 < call.head_dim_qk <= 96:
         return f"a deterministic gradient with heads of size {call.head_dim_qk} in 65..96"
     if call.needs_gradient and call.head_dim_qk != call.head_dim_v and call.groups != call.heads:
         return f"a gradient of grouped heads of two sizes, {call.head_dim_qk} and {call.head_dim_v}"

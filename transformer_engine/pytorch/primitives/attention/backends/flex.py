@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from .....common.dispatch import Backend
+from ....runtime.device_tables import keep_if_captured
 from .. import layout, visible
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..passes import Differentiable
@@ -42,8 +43,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if call.capability < (8, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
+    if (reason := call.hardware.lacks("triton kernels")) is not None:
+        return reason
     if call.dtype == torch.float64:
         return "float64"
     for size in (call.head_dim_qk, call.head_dim_v):
@@ -77,9 +78,13 @@ def _compiled_once() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.lru_cache(maxsize=64)
 def _band(call: AttentionCall, device: torch.device) -> BlockMask:
     """Return the visible blocks of a band, for sequences of one length."""
+    return keep_if_captured(_blocks_of_band(call, device), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks_of_band(call: AttentionCall, device: torch.device) -> BlockMask:
     left, right = call.mask.window
     shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right else 0
 

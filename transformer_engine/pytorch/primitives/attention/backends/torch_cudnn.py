@@ -25,8 +25,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
     if reason is not None:
         return reason
-    if call.capability < (9, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]} < 9.0"
+    if (reason := call.hardware.lacks("torch cudnn attention")) is not None:
+        return reason
     return None
 
 

@@ -25,9 +25,9 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
     if reason is not None:
         return reason
-    if call.capability < (8, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
-    if call.deterministic and call.needs_gradient and not torch.are_deterministic_algorithms_enabled():
+    if (reason := call.hardware.lacks("torch flash attention")) is not None:
+        return reason
+    if call.demands_determinism and not torch.are_deterministic_algorithms_enabled():
         return "its backward is only deterministic under torch.use_deterministic_algorithms(True)"
     return None
 

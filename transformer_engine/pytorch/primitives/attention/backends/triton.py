@@ -42,8 +42,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
     if (reason := missing()) is not None:
         return reason
-    if call.capability < (8, 0):
-        return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
+    if (reason := call.hardware.lacks("triton kernels")) is not None:
+        return reason
     if call.dtype not in DTYPE_NAMES:
         return f"the tensors are {call.dtype}; it takes float32, float16 and bfloat16"
     limit = LARGEST_HEAD if call.needs_gradient else LARGEST_HEAD_WITHOUT_GRADIENT

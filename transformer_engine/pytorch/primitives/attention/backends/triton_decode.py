@@ -42,5 +42,5 @@ def _program(call: AttentionCall, given: Strides, device: int) -> Program:
     out = contiguous_triple(call.q_format, call.batch, call.seqlen_q, call.heads, call.head_dim_v)
     p = problem(call, given, out, lse_triple(call, None), shared_memory)
     splits = call.num_splits if call.num_splits > 1 else 0
-    follows = call.capability >= (9, 0)
+    follows = call.hardware.has("dependent launch")
     return attention_programs.decoding(p, count, splits, follows, call.packed)

@@ -1,0 +1,129 @@
+"""The table of hardware: rows, unlisted architectures, names of GPUs, and reasons."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from transformer_engine.common.hardware import (
+    CAPABILITIES,
+    NO_GPU,
+    ROWS,
+    hardware_named,
+    hardware_of_gpu,
+    number_of,
+    nvidia,
+    rows_with,
+)
+
+NVIDIA = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+
+
+def test_the_table_has_one_row_per_architecture():
+    assert tuple(row.architecture for row in ROWS if row.vendor == "nvidia") == NVIDIA
+    assert tuple(row.architecture for row in ROWS if row.vendor == "amd") == ("gfx942", "gfx950")
+
+
+def test_every_capability_of_a_row_has_a_declared_name():
+    assert {capability for row in ROWS for capability in row.capabilities} == set(CAPABILITIES)
+
+
+@pytest.mark.parametrize(
+    ("capability", "having"),
+    [
+        ("fp8 products", NVIDIA[2:]),
+        ("fp8 casts", NVIDIA[2:]),
+        ("triton fp8 casts", NVIDIA[3:]),
+        ("dependent launch", NVIDIA[3:]),
+        ("fp8 block products", ("9.0",)),
+        ("mxfp8 products", NVIDIA[4:]),
+        ("nvfp4 products", NVIDIA[4:]),
+        ("mxfp8 recipe", NVIDIA[4:7]),
+        ("stochastic casts", ("10.0", "10.3")),
+        ("tensor memory", NVIDIA[4:7]),
+    ],
+)
+def test_a_capability_belongs_to_the_architectures_of_its_instruction(capability, having):
+    assert tuple(row.architecture for row in rows_with(capability)) == having
+
+
+def test_architectures_with_a_capability_are_consecutive():
+    """The reason of a missing capability names the first and the last of them."""
+    for capability in CAPABILITIES:
+        indices = [ROWS.index(row) for row in rows_with(capability)]
+        assert indices == list(range(indices[0], indices[-1] + 1)), capability
+
+
+def test_shared_memory_and_tensor_memory_are_those_of_the_architecture():
+    shared = {row.architecture: row.shared_memory for row in ROWS if row.vendor == "nvidia"}
+    small = dict.fromkeys(("8.6", "8.9", "12.0", "12.1"), 101376)
+    large = dict.fromkeys(("9.0", "10.0", "10.3", "11.0"), 232448)
+    assert shared == {"8.0": 166912, **small, **large}
+    assert {row.architecture for row in ROWS if row.tensor_memory} == {"10.0", "10.3", "11.0"}
+    assert all(row.has("tensor memory") == (row.tensor_memory == 512) for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("NVIDIA H200", "9.0"),
+        ("NVIDIA GeForce RTX 4090", "8.9"),
+        ("NVIDIA L40S", "8.9"),
+        ("NVIDIA A100-SXM4-80GB", "8.0"),
+        ("NVIDIA RTX 6000 Ada Generation", "8.9"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0"),
+        ("NVIDIA GB10", "12.1"),
+        ("NVIDIA GB200", "10.0"),
+        ("NVIDIA RTX A1000", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_gpu_is_found_by_its_name(name, architecture):
+    row = hardware_of_gpu(name)
+    assert (row and row.architecture) == architecture
+
+
+@pytest.mark.parametrize(
+    ("architecture", "likeness"), [("8.7", "8.6"), ("10.1", "10.0"), ("12.3", "12.1"), ("14.0", "12.1")]
+)
+def test_an_unlisted_architecture_has_the_capabilities_of_its_nearest_older_relative(architecture, likeness):
+    row = hardware_named("nvidia", architecture)
+    assert set(row.capabilities) >= set(hardware_named("nvidia", likeness).capabilities)
+    assert f"compute capability {architecture} (not in the table, treated as {likeness})" in str(
+        row.lacks("hopper instructions")
+    )
+    assert hardware_named("nvidia", architecture) is row
+
+
+def test_the_number_that_rocm_reports_is_no_compute_capability():
+    row = hardware_named("amd", "gfx942")
+    assert row.has("triton kernels") and not row.has("fp8 products") and number_of(row) == 94
+    assert row.lacks("fp8 products") == (
+        "AMD gfx942 has no fp8 products; NVIDIA GPUs of compute capability 8.9 and higher have"
+    )
+    assert hardware_named("amd", "gfx90a").likeness == "gfx942"
+
+
+@pytest.mark.parametrize(
+    ("row", "capability", "places"),
+    [
+        (nvidia(8, 0), "fp8 products", "8.9 and higher"),
+        (nvidia(10, 0), "fp8 block products", "9.0"),
+        (nvidia(12, 0), "mxfp8 recipe", "10.0 to 11.0"),
+        (nvidia(7, 5), "bf16 products", "8.0 and higher"),
+        (NO_GPU, "bf16 products", "8.0 and higher"),
+    ],
+)
+def test_a_missing_capability_has_a_reason_that_names_where_it_exists(row, capability, places):
+    assert not row.has(capability)
+    assert row.lacks(capability) == (
+        f"{row.title} has no {capability}; NVIDIA GPUs of compute capability {places} have"
+    )
+    assert nvidia(10, 0).lacks("mxfp8 products") is None
+
+
+def test_copies_and_pickles_of_a_row_are_the_row():
+    for row in (*ROWS, NO_GPU, nvidia(12, 3)):
+        assert copy.deepcopy(row) is row and pickle.loads(pickle.dumps(row)) is row

@@ -1,0 +1,142 @@
+"""Compile block-scaled products for rows of the table of hardware, without a GPU; print {case: facts} as JSON.
+
+Arguments: "cover" for one row of each generation, "--all" for every row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transformer_engine.common import optional
+from transformer_engine.common.hardware import ROWS, Hardware
+from transformer_engine.common.kernels import scaled_product as kernels
+from transformer_engine.common.kernels.launch import Launch, compile_options
+
+COVER = ("8.9", "10.0", "12.0")
+# By kind of product and whether the row has tensor memory.
+INSTRUCTIONS = {
+    ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X",
+    ("mxfp8", False): r"mma\.sync\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X\S*ue8m0",
+    ("nvfp4", True): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X",
+    ("nvfp4", False): r"mma\.sync\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X\S*ue4m3",
+    ("block", True): r"tcgen05\.mma\S*kind::f8f6f4",
+    ("block", False): r"mma\.sync\.aligned\.m16n8k32\S*e4m3\.e4m3",
+}
+HOPPER_BLOCK = r"wgmma\.mma_async\S*e4m3\.e4m3"
+ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
+SHAPES = {
+    "large": (4096, 4096, 4096),
+    "tail": (4097, 4112, 4160),
+    "few rows": (16, 4096, 4096),
+    "64": (64, 8192, 512),
+}
+
+
+def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, list[str | None]]]:
+    """(kind, name, launch, dtypes of the pointers) of a row's products."""
+    scaled = optional.release("triton") >= row.scaled_dot
+    for name, (m, n, k) in SHAPES.items():
+        for accumulates in (False, True):
+            if not every and (name, accumulates) not in (
+                ("large", False),
+                ("tail", True),
+                ("few rows", False),
+            ):
+                continue
+            title = f"{name}{' added' * accumulates}"
+            end = [None, "fp32"] if accumulates else ["bf16", "bf16"]
+            if row.has("mxfp8 products") and scaled:
+                sides = kernels.Side(m, k, "e4m3"), kernels.Side(n, k, "e4m3")
+                record = kernels.product(*sides, k, n, length=32, accumulates=accumulates)
+                yield "mxfp8", title, record, ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
+            if row.has("nvfp4 products") and scaled:
+                sides = kernels.Side(m, k // 2, "e2m1", 1), kernels.Side(n, k // 2, "e2m1", 1)
+                record = kernels.product(
+                    *sides, k, n, length=16, packing=2, factor=0.1, accumulates=accumulates
+                )
+                yield "nvfp4", title, record, ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
+            for unit in (128, 1):
+                strides = (k // 128, 1) if unit == 128 else (1, n)
+                sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
+                record = kernels.block_product(*sides, k, n, accumulates=accumulates)
+                yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
+
+
+def compiled(launch: Launch, dtypes: list[str | None], row: Hardware):
+    """The kernel's PTX, cubin and metadata, for pointers that are multiples of 16 bytes."""
+    names = launch.kernel.arg_names
+    pointers = dict(zip(names, dtypes, strict=False))
+    numbers = dict(zip(names[len(dtypes) :], launch.scalars, strict=False))
+    constants = dict(zip(names[len(dtypes) + len(numbers) :], launch.constants, strict=True))
+    constants |= {name: None for name, dtype in pointers.items() if dtype is None}
+    constants |= {name: 1 for name, value in numbers.items() if type(value) is int and value == 1}
+    kinds = {name: f"*{dtype}" for name, dtype in pointers.items()}
+    kinds |= {name: "fp32" if isinstance(value, float) else "i32" for name, value in numbers.items()}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name not in constants and (name in pointers or numbers[name] % 16 == 0)
+    }
+    return triton.compile(
+        ASTSource(launch.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", row.target, 32),
+        options=compile_options(launch.warps, None),
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        command = [str(folder / "cuobjdump"), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        os.unlink(file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) -> dict[str, object]:
+    kernel = compiled(launch, dtypes, row)
+    wanted = INSTRUCTIONS[kind, row.has("tensor memory")]
+    if kind == "block" and row.has("hopper instructions"):
+        wanted = HOPPER_BLOCK
+    instructions = sorted(set(ANY.findall(kernel.asm["ptx"])))
+    registers, stack = resources(kernel.asm["cubin"])
+    return {
+        "native": bool(instructions) and all(re.match(wanted, found) for found in instructions),
+        "instructions": instructions,
+        "registers": registers,
+        "stack": stack,
+        "fits": kernel.metadata.shared <= row.shared_memory,
+        "tensor memory": (getattr(kernel.metadata, "tmem_size", 0) or 0) <= row.tensor_memory,
+    }
+
+
+if __name__ == "__main__":
+    every = "--all" in sys.argv
+    rows = [row for row in ROWS if row.vendor == "nvidia" and row.has("fp8 products")]
+    results = {
+        f"{row.architecture} {kind} {name}": facts(kind, row, launch, dtypes)
+        for row in rows
+        if every or row.architecture in COVER
+        for kind, name, launch, dtypes in launches(row, every)
+    }
+    print(json.dumps(results))

@@ -1,0 +1,142 @@
+"""Run the kernels of block-scaled products in Triton's interpreter, compare with float64, print {case: error} as JSON.
+
+The interpreter has no tl.dot_scaled before Triton 3.9, and later reads the E4M3 scales of NVFP4 as exponents: this
+program replaces it by products of decoded values. Errors are multiples of the sum of the products' magnitudes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as triton_interpreter
+
+from tests.kernels import interpreter
+from transformer_engine.common import formats
+from transformer_engine.common.kernels import launch
+from transformer_engine.common.kernels import scaled_product as kernels
+from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+
+CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def decoded(codes: np.ndarray, element: torch.dtype | None, axis: int) -> np.ndarray:
+    """Values of FP8 codes, or of bytes with two E2M1 codes along an axis."""
+    if element is None:
+        pair = np.stack((CODES[codes & 15], CODES[codes >> 4]), axis + 1)
+        shape = list(codes.shape)
+        shape[axis] *= 2
+        return pair.reshape(shape)
+    return torch.from_numpy(np.ascontiguousarray(codes).view(np.uint8)).view(element).float().numpy()
+
+
+def factors(scale, length: int) -> np.ndarray:
+    """Factors [rows, K] of scales, exponents in uint8 or E4M3."""
+    if str(scale.dtype.scalar) == "fp8e4nv":
+        found = (
+            torch.from_numpy(np.ascontiguousarray(scale.data).view(np.uint8))
+            .view(torch.float8_e4m3fn)
+            .float()
+        )
+        return found.numpy().repeat(length, 1)
+    return np.exp2(scale.data.astype(np.float32) - 127).repeat(length, 1)
+
+
+def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options):
+    elements = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": None}
+    left = decoded(a.handle.data, elements[a_format], 1)
+    right = decoded(b.handle.data, elements[b_format], 0)
+    length = left.shape[1] // a_scale.handle.data.shape[1]
+    product = (left * factors(a_scale.handle, length)) @ (right * factors(b_scale.handle, length).T)
+    return self.tensor(triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type)
+
+
+TritonSemantic.dot_scaled = dot_scaled
+
+MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
+GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
+NVFP4 = QuantizeSpec(formats.NVFP4, formats.E2M1)
+NVFP4_ROWS = QuantizeSpec(formats.NVFP4_ROWS, formats.E2M1)
+BLOCK_1D = QuantizeSpec(formats.BLOCK_1D, formats.E4M3)
+BLOCK_1D_GRADIENT = QuantizeSpec(formats.BLOCK_1D, formats.E5M2)
+BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
+# name: specs of both operands, M, N, K
+CASES = {
+    "mxfp8": (MXFP8, MXFP8, 130, 144, 256),
+    "mxfp8 tails": (MXFP8, MXFP8, 131, 77, 160),
+    "mxfp8 swapped": (MXFP8, MXFP8, 5, 200, 96),
+    "mxfp8 few columns": (MXFP8, MXFP8, 200, 33, 128),
+    "mxfp8 e5m2": (GRADIENT, MXFP8, 65, 130, 384),
+    "nvfp4": (NVFP4, NVFP4, 128, 128, 256),
+    "nvfp4 tails": (NVFP4, NVFP4, 131, 80, 352),
+    "nvfp4 swapped": (NVFP4, NVFP4, 20, 144, 64),
+    "nvfp4 rows": (NVFP4_ROWS, NVFP4, 140, 144, 64),
+    "nvfp4 rows swapped": (NVFP4_ROWS, NVFP4, 20, 144, 64),
+    "block 1d x 2d": (BLOCK_1D, BLOCK_2D, 130, 140, 256),
+    "block 1d x 1d": (BLOCK_1D, BLOCK_1D, 129, 130, 300),
+    "block 2d x 1d": (BLOCK_2D, BLOCK_1D_GRADIENT, 150, 64, 256),
+    "block 2d x 2d": (BLOCK_2D, BLOCK_2D, 200, 150, 130),
+    "block swapped": (BLOCK_1D, BLOCK_2D, 3, 140, 256),
+}  # fmt: skip
+
+
+def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
+    values = torch.randn(rows, depth) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
+    q = quantize(values.bfloat16(), spec)
+    return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
+
+
+def error(out: torch.Tensor, a: Operand, b: Operand, added: torch.Tensor | float) -> float:
+    left, right = (dequantize(x._replace(dtype=torch.float32)).double() for x in (a, b))
+    bound = left.abs() @ right.abs().t() + 1.0
+    return float(((out.double() - left @ right.t() - added).abs() / bound).max())
+
+
+def products(
+    name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int
+) -> dict[str, float]:
+    a, b = operand(spec_a, m, k), operand(spec_b, n, k)
+    run = triton.run_blocks if "block" in name else triton.run_scaled
+    bias = torch.randn(n).bfloat16()
+    results = {name: error(run(a, b, Epilogue(torch.float32, bias)), a, b, bias.double())}
+    wide = torch.full((m, n + 3), 2.0)
+    out = wide[:, :n]
+    run(a, b, Epilogue(torch.float32, out=out, accumulate=True))
+    results[f"{name}, added"] = error(out, a, b, 2.0)
+    results[f"{name}, behind"] = float((wide[:, n:] != 2.0).sum())
+    return results
+
+
+def orders() -> dict[str, float]:
+    """Differences of swizzled scales and of their reverse from the functions on a CPU."""
+    found = {}
+    for rows, columns in ((128, 4), (300, 18), (1, 1), (129, 40)):
+        scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
+        result = torch.full((kernels.swizzled_bytes(rows, columns),), 7, dtype=torch.uint8)
+        launch.start(kernels.swizzle(rows, columns, (scale.stride(0), scale.stride(1))), (scale, result), -1)
+        found[f"order {rows} x {columns}"] = float((result != swizzled(scale).flatten()).sum())
+        back = torch.zeros(rows * columns, dtype=torch.uint8)
+        launch.start(kernels.swizzle(rows, columns, (columns, 1), True), (result, back), -1)
+        found[f"order back {rows} x {columns}"] = float((back.view(rows, columns) != scale).sum())
+    return found
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    interpreter.repair()
+    results = orders()
+    for name, case in CASES.items():
+        results |= products(name, *case)
+    print(json.dumps(results))

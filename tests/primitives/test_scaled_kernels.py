@@ -1,0 +1,54 @@
+"""The kernels of block-scaled products without a GPU: in Triton's interpreter, and through its compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support import forked, programs
+from tests.support.programs import interpreting
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, float]:
+    command = ["-W", "ignore", str(HERE / "scaled_interpreter.py")]
+    return json.loads(forked.output(command, HERE, interpreting(), patience=300).splitlines()[-1])
+
+
+def test_swizzling_kernels_equal_the_formula_in_both_directions(interpreted):
+    found = {name: wrong for name, wrong in interpreted.items() if name.startswith("order")}
+    assert len(found) == 8 and set(found.values()) == {0.0}
+
+
+@pytest.mark.parametrize(("kind", "cases"), [("mxfp8", 5), ("nvfp4", 5), ("block", 5)])
+def test_interpreted_products_agree_with_float64(kind, cases, interpreted):
+    found = {name: error for name, error in interpreted.items() if name.startswith(kind)}
+    assert len(found) == 3 * cases
+    assert {name: error for name, error in found.items() if "behind" in name and error} == {}
+    assert {name: error for name, error in found.items() if error > 2e-6} == {}
+
+
+@pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])
+def compiled(request) -> dict[str, dict]:
+    command = ["-W", "ignore", str(HERE / "scaled_compile.py"), request.param]
+    return json.loads(programs.output(command, HERE, os.environ, patience=600).splitlines()[-1])
+
+
+def test_every_product_is_the_native_instruction_of_its_hardware(compiled):
+    assert len(compiled) >= 30
+    assert {name: f["instructions"] for name, f in compiled.items() if not f["native"]} == {}
+
+
+def test_no_product_spills_registers_or_exceeds_the_memories_of_its_hardware(compiled):
+    assert {name: f["stack"] for name, f in compiled.items() if f["stack"]} == {}
+    assert [name for name, f in compiled.items() if not f["fits"] or not f["tensor memory"]] == []

@@ -1,0 +1,291 @@
+"""Capabilities of GPUs: one row per vendor and architecture, which backends query by the name of a capability.
+
+`lacks` returns the reason that a row has no such capability, or None:
+
+    reason = hardware.lacks("mxfp8 products")
+
+No other module compares compute capabilities. ROCm reports gfx942 as compute capability 9.4, so the key of a row is the
+vendor and the architecture. The instructions of NVIDIA's rows were determined with its assembler, the limits come from
+the tables of the CUDA C++ Programming Guide. `docs/hardware.md` lists what was measured, compiled and simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+Capability = Literal[
+    # Kernels and matrix instructions.
+    "triton kernels",  # Triton compiles for it
+    "bf16 products",
+    "fp8 products",  # E4M3 x E4M3 and E4M3 x E5M2
+    "fp8 products in all layouts",  # of any contiguous axis, by cuBLASLt and the original's rule
+    "fp8 products in all layouts by xla",  # the original's rule for JAX
+    "fp8 block products",  # by cuBLASLt: 1x128 and 128x128 blocks with float32 scales
+    "mxfp8 products",
+    "nvfp4 products",
+    "mxfp8 products in all layouts",  # of any contiguous axis, without a transposed copy
+    "hopper instructions",  # wgmma, for kernels in Gluon
+    "tensor memory",  # tcgen05: products of at least 128 rows; accumulators and scales in tensor memory
+    # Casts.
+    "fp8 casts",  # float32 to FP8 in one instruction, which rounds once
+    "triton fp8 casts",  # the same, as Triton's own conversion
+    "fp4 casts",
+    "stochastic casts",
+    # Memory and launches.
+    "dependent launch",  # programmatic dependent launch
+    "copy engine",  # tensors of several dimensions by TMA
+    # Attention libraries.
+    "cudnn attention",
+    "cudnn packed attention",  # THD with deterministic gradients, and through jax.nn
+    "cudnn fp8 attention",
+    "torch cudnn attention",
+    "torch flash attention",
+    "flash attention 3",
+    "flash attention 4",
+    "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
+    # Availability of the original's recipes.
+    "bf16 recipe",
+    "fp8 recipe",
+    "fp8_block_scaling recipe",
+    "mxfp8 recipe",
+    "nvfp4 recipe",
+    "current scaling by default",
+]
+CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hardware:
+    """A GPU architecture; rows compare by identity.
+
+    Attributes:
+        vendor: "nvidia", "amd", or "none" without a GPU.
+        architecture: The compute capability, such as "9.0", or the name of AMD's target, such as "gfx942".
+        gpus: Names of GPUs, as their vendor spells them.
+        capabilities: Names of `Capability`; a tuple, because torch.compile cannot trace `in` for a constant's set.
+        shared_memory: Bytes of shared memory that one program may use.
+        threads: Threads of a multiprocessor.
+        tensor_memory: Columns of tensor memory of 128 x 32 bits; 0 without tensor memory.
+        scaled_dot: First version of Triton whose tl.dot_scaled becomes the native instruction.
+        backward_head: Largest head size of cuDNN's attention gradient.
+        likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
+    """
+
+    vendor: str
+    architecture: str
+    gpus: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    shared_memory: int = 48 << 10
+    threads: int = 1024
+    tensor_memory: int = 0
+    backward_head: int = 0
+    scaled_dot: tuple[int, int] = (3, 6)
+    likeness: str = ""
+
+    def has(self, capability: Capability) -> bool:
+        """Return whether the architecture has a capability."""
+        return capability in self.capabilities
+
+    def lacks(self, capability: Capability) -> str | None:
+        """Return the reason that a capability is missing, or None."""
+        if self.has(capability):
+            return None
+        return _reason(self, capability)
+
+    @property
+    def title(self) -> str:
+        """Name of the architecture in messages."""
+        if self.vendor == "none":
+            return "no GPU"
+        title = f"{'compute capability' if self.vendor == 'nvidia' else 'AMD'} {self.architecture}"
+        return f"{title} (not in the table, treated as {self.likeness})" if self.likeness else title
+
+    @property
+    def target(self) -> int | str:
+        """Architecture in Triton's notation: 90 for compute capability 9.0."""
+        return number_of(self) if self.vendor == "nvidia" else self.architecture
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return hardware_named, (self.vendor, self.architecture)
+
+
+_ANY = frozenset({"triton kernels", "bf16 products"})
+_AMPERE = _ANY | {"bf16 recipe", "cudnn attention", "torch flash attention"}
+_ADA = _AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}
+_AFTER_ADA = _ADA | {
+    "triton fp8 casts",
+    "dependent launch",
+    "copy engine",
+    "cudnn packed attention",
+    "torch cudnn attention",
+    "fp8_block_scaling recipe",
+}
+_HOPPER = _AFTER_ADA | {
+    "fp8 block products",
+    "hopper instructions",
+    "cudnn fp8 attention",
+    "flash attention 3",
+    "flash attention 4",
+    "flash attention 4 of wide heads",
+}
+_BLACKWELL = _AFTER_ADA | {
+    "mxfp8 products",
+    "nvfp4 products",
+    "fp4 casts",
+    "fp8 products in all layouts by xla",
+    "nvfp4 recipe",
+}
+_DATA_CENTER = _BLACKWELL | {
+    "fp8 products in all layouts",
+    "mxfp8 products in all layouts",
+    "tensor memory",
+    "mxfp8 recipe",
+}
+_B200 = _DATA_CENTER | {"flash attention 4", "stochastic casts"}
+_WORKSTATION = _BLACKWELL | {"current scaling by default"}
+
+_SMALL, _LARGE = 101376, 232448  # bytes of shared memory
+
+
+def _nvidia(
+    architecture: str,
+    gpus: tuple[str, ...],
+    capabilities: frozenset[str],
+    shared_memory: int,
+    threads: int,
+    tensor_memory: int = 0,
+    backward_head: int = 256,
+    scaled_dot: tuple[int, int] = (3, 6),
+) -> Hardware:
+    names = tuple(sorted(capabilities))
+    sizes = shared_memory, threads, tensor_memory, backward_head
+    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot)
+
+
+ROWS: tuple[Hardware, ...] = (
+    _nvidia("8.0", ("A100", "A30", "A800"), _AMPERE, 166912, 2048, backward_head=128),
+    _nvidia(
+        "8.6", ("RTX 3090", "RTX 3080", "RTX A6000", "A40", "A10"), _AMPERE, _SMALL, 1536, backward_head=128
+    ),
+    _nvidia(
+        "8.9",
+        ("RTX 4090", "RTX 4080", "RTX 4070", "L40S", "L40", "L4", "RTX 6000 Ada"),
+        _ADA,
+        _SMALL,
+        1536,
+        backward_head=128,
+    ),
+    _nvidia("9.0", ("H100", "H200", "H800", "H20", "GH200"), _HOPPER, _LARGE, 2048),
+    _nvidia("10.0", ("B200", "GB200"), _B200, _LARGE, 2048, 512),
+    _nvidia("10.3", ("B300", "GB300"), _B200, _LARGE, 2048, 512),
+    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512),
+    _nvidia(
+        "12.0",
+        ("RTX 5090", "RTX 5080", "RTX 5070", "RTX 5060", "RTX PRO 6000", "RTX PRO 5000", "RTX PRO 4500"),
+        _WORKSTATION,
+        _SMALL,
+        1536,
+    ),
+    _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, scaled_dot=(3, 8)),
+    # gfx942 has other FP8 codes (fnuz) than every recipe, and no kernel of this package was run on either.
+    Hardware("amd", "gfx942", ("MI300X", "MI300A", "MI325X"), tuple(_ANY), 64 << 10, 2048),
+    Hardware("amd", "gfx950", ("MI350X", "MI355X"), tuple(_ANY), 160 << 10, 2048),
+)
+NO_GPU = Hardware("none", "")
+TABLE: dict[tuple[str, str], Hardware] = {(row.vendor, row.architecture): row for row in (*ROWS, NO_GPU)}
+_NVIDIA = tuple(row for row in ROWS if row.vendor == "nvidia")
+_AMD = tuple(row for row in ROWS if row.vendor == "amd")
+
+
+def nvidia(major: int, minor: int) -> Hardware:
+    """Return the row of a compute capability."""
+    return hardware_named("nvidia", f"{major}.{minor}")
+
+
+def hardware_named(vendor: str, architecture: str) -> Hardware:
+    """Return the row of an architecture; an unlisted one has the capabilities of its nearest older relative.
+
+    Args:
+        vendor: "nvidia", "amd" or "none".
+        architecture: The compute capability, "9.0", or AMD's target, "gfx942".
+    """
+    if (vendor, architecture) not in TABLE:
+        TABLE[vendor, architecture] = _relative(vendor, architecture)
+    return TABLE[vendor, architecture]
+
+
+def _relative(vendor: str, architecture: str) -> Hardware:
+    if vendor == "amd":
+        newest = _AMD[-1].architecture if architecture.startswith("gfx95") else _AMD[0].architecture
+        near = hardware_named("amd", newest)
+    else:
+        older = [row for row in _NVIDIA if _version(row.architecture) <= _version(architecture)]
+        if not older:
+            return Hardware("nvidia", architecture)
+        near = older[-1]
+    capabilities = set(near.capabilities)
+    if vendor == "nvidia" and _version(architecture)[0] > _version(_NVIDIA[-1].architecture)[0]:
+        # The original expects products in all layouts of every later generation.
+        capabilities |= {"fp8 products in all layouts"}
+    return replace(
+        near,
+        architecture=architecture,
+        gpus=(),
+        capabilities=tuple(sorted(capabilities)),
+        likeness=near.architecture,
+    )
+
+
+def hardware_of_gpu(name: str) -> Hardware | None:
+    """Return the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
+    words = name.lower().replace("-", " ").split()
+    known = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
+    found = [(len(gpu), row) for gpu, row in known if _contains(words, gpu)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def rows_with(capability: Capability) -> tuple[Hardware, ...]:
+    """Return NVIDIA's rows that have a capability, in the order of their compute capabilities."""
+    return tuple(row for row in _NVIDIA if row.has(capability))
+
+
+def number_of(row: Hardware) -> int:
+    """Return ten times a compute capability: 90 for 9.0; 94 for gfx942, as ROCm reports it."""
+    if row.vendor == "amd":
+        return int(row.architecture[3:-1])
+    major, minor = _version(row.architecture)
+    return 10 * major + minor
+
+
+def limits_of(capability: Capability) -> tuple[Hardware, Hardware | None]:
+    """Return NVIDIA's oldest row that has a capability, and the oldest one after the newest that has it, or None."""
+    having = rows_with(capability)
+    later = _NVIDIA[_NVIDIA.index(having[-1]) + 1 :]
+    return having[0], later[0] if later else None
+
+
+def is_older(row: Hardware, other: Hardware) -> bool:
+    """Return whether a compute capability is lower than another one."""
+    return _version(row.architecture or "0.0") < _version(other.architecture)
+
+
+def _contains(words: list[str], part: list[str]) -> bool:
+    return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))
+
+
+def _version(architecture: str) -> tuple[int, int]:
+    major, minor = architecture.split(".")
+    return int(major), int(minor)
+
+
+@functools.cache
+def _reason(row: Hardware, capability: Capability) -> str:
+    having = rows_with(capability)
+    first, last = having[0].architecture, having[-1].architecture
+    if having[-1] is _NVIDIA[-1]:
+        places = f"{first} and higher"
+    else:
+        places = first if first == last else f"{first} to {last}"
+    return f"{row.title} has no {capability}; NVIDIA GPUs of compute capability {places} have"

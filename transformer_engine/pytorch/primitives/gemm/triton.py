@@ -1,0 +1,138 @@
+"""Products of block-scaled codes by the Triton kernels of common/kernels/scaled_product.py.
+
+FP8 codes with 1x128 and 128x128 blocks run on every GPU with FP8 tensor cores; MXFP8 and NVFP4 codes on GPUs whose
+tensor cores read their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....common import optional
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, TensorFormat
+from ....common.hardware import Capability
+from ....common.kernels import launch
+from ...runtime.device import is_current_device
+from ...runtime.launching import rows_dense
+from ..operand import Operand
+from .request import EPILOGUES, Epilogue, GemmRequest
+from .swizzle import swizzled_scale
+
+_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+_BLOCKS = (BLOCK_1D, BLOCK_2D)
+
+
+def products_of(a_format: TensorFormat | None, b_format: TensorFormat | None) -> Capability | None:
+    """Return the capability that multiplies these formats natively; None for formats that do not multiply."""
+    if a_format is None or b_format is None:
+        return None
+    if a_format in _BLOCKS and b_format in _BLOCKS:
+        return "fp8 products"
+    if a_format == b_format == MXFP8:
+        return "mxfp8 products"
+    if a_format.scale == b_format.scale == "e4m3":
+        return "nvfp4 products"
+    return None
+
+
+def unsupported_reason(request: GemmRequest) -> str | None:
+    if request.device != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device}"
+    if (reason := launch.missing()) is not None:
+        return reason
+    if request.empty:
+        return "there is nothing to multiply"
+    capability = products_of(request.a_format, request.b_format)
+    if capability is None:
+        return "it takes two operands of 1x128 or 128x128 blocks, of MXFP8 or of NVFP4"
+    if (reason := request.hardware.lacks(capability)) is not None:
+        return reason
+    if capability != "fp8 products":
+        least = request.hardware.scaled_dot
+        if optional.release("triton") < least:
+            place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
+            return (
+                f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
+            )
+    if request.dtype not in _RESULTS:
+        return f"the result is {request.dtype}; it writes bfloat16, float16 and float32"
+    if not request.out_layout.row_major or request.out_layout.stride == 0:
+        return "the rows of `out` are not contiguous"
+    return None
+
+
+def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    run = run_blocks if request.a_format in _BLOCKS else run_scaled
+
+    def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        device = a.codes.get_device()
+        if is_current_device(device):
+            return run(a, b, epilogue)
+        with torch.cuda.device(device):
+            return run(a, b, epilogue)
+
+    return call
+
+
+def run_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute a product of MXFP8 or NVFP4 codes."""
+    from ....common.kernels import scaled_product as kernels  # it imports triton
+
+    assert a.format is not None and b.format is not None and a.format.block is not None
+    codes = rows_dense(a.codes), rows_dense(b.codes)
+    units = a.format.unit_amax, b.format.unit_amax
+    sides = [
+        kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0 if amax is None else amax.numel())
+        for x, amax in zip(codes, (a.amax, b.amax), strict=True)
+    ]
+    out, stride, accumulates = _result(a, b, epilogue)
+    record = kernels.product(
+        *sides,
+        a.depth,
+        stride,
+        length=a.format.block[1],
+        packing=a.format.packing,
+        factor=1.0 if units[0] is None or units[1] is None else 1.0 / (units[0] * units[1]),
+        accumulates=accumulates,
+    )
+    scales = swizzled_scale(a), swizzled_scale(b)
+    levels = (a.amax, b.amax) if units[0] is not None else (None, None)
+    order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
+    tensors = (*codes[order], *scales[order], *levels[order], epilogue.bias, out)
+    launch.start(record, tensors, a.codes.get_device())
+    return out
+
+
+def run_blocks(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute a product of FP8 codes with float32 scales of 1x128 or 128x128 blocks."""
+    from ....common.kernels import scaled_product as kernels  # it imports triton
+
+    codes = rows_dense(a.codes), rows_dense(b.codes)
+    sides, scales = [], (a.scale, b.scale)
+    for operand, x in zip((a, b), codes, strict=True):
+        assert operand.scale is not None
+        unit = 1 if operand.format == BLOCK_1D else 128
+        down, along = operand.scale.stride()
+        sides.append(kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
+    out, stride, accumulates = _result(a, b, epilogue)
+    record = kernels.block_product(*sides, a.depth, stride, accumulates=accumulates)
+    order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
+    launch.start(record, (*codes[order], *scales[order], epilogue.bias, out), a.codes.get_device())
+    return out
+
+
+def _result(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, int, bool]:
+    """Return the result's tensor, the elements between its rows, and whether the product is added to it."""
+    out = epilogue.out
+    if out is None:
+        return a.codes.new_empty((a.rows, b.rows), dtype=epilogue.dtype), b.rows, False
+    stride = b.rows if out.shape[0] == 1 else out.stride(0)
+    return out, stride, epilogue.accumulate
+
+
+BACKEND = Backend("triton", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
