@@ -1,4 +1,4 @@
-# PYTHON      the interpreter of the virtual environment, 3.10 to 3.13
+# PYTHON      the interpreter of the virtual environment, 3.10 to 3.14
 # PIP_FLAGS   further options for pip: on a machine without a GPU, the index of PyTorch's CPU builds
 #             avoids several gigabytes of CUDA libraries
 # ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100",
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Modules are compiled to bytecode when they are first imported. Compiling all of torch and JAX would take a third of
 # pip's time.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(PIP_FLAGS)
-SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))
 
 # OpenMP threads that spin while they wait slow a busy machine down twentyfold. Sleeping costs little on an idle machine.
 export OMP_WAIT_POLICY ?= passive
@@ -84,7 +84,7 @@ clean:
 
 $(BIN)/python:
 	@$(PYTHON) -c '$(SUPPORTED)' || { \
-		echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
+		echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 to 3.14 is needed: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # JAX's CUDA plugin of jax's own version, 8 MB without its libraries: with it, kernels are lowered for CUDA on any

@@ -56,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_all_but_samples_slow(items)
     if torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("any_device") is not None:
+                item.add_marker(pytest.mark.gpu)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
     for item in items:

@@ -54,7 +54,7 @@ def moe_permute_fwd(
     every = indices.numel()
     rows = min(wanted, every) if wanted > 0 else every
     row_id_map = rows_of_indices(indices, rows)
-    y, _ = send(input, Routes(row_id_map, INDEX, indices.shape[0], indices.shape[1]), rows, every_row=True)
+    y, _ = send(input, Routes(row_id_map, INDEX, indices.shape[0], indices.shape[1]), rows)
     return y, row_id_map, workspace
 
 

@@ -17,6 +17,8 @@ from transformer_engine.pytorch.attention.rope import (
     apply_rotary_pos_emb,
 )
 
+pytestmark = pytest.mark.any_device
+
 
 def compiled(function, dynamic=None):
     torch._dynamo.reset()

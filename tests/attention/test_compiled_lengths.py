@@ -11,6 +11,8 @@ from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
+pytestmark = pytest.mark.any_device
+
 
 def compared_over(lengths, eager, function, inputs_of):
     """Outputs and gradients of function on inputs of each length, one compiled function for all of them."""

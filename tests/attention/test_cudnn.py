@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -63,13 +64,74 @@ def test_a_library_that_is_not_there_is_a_rejection(monkeypatch):
     cudnn_graph.missing.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["1.22.1", "1.24.0", "1.28.0"])
-def test_other_versions_of_the_frontend_are_a_rejection(version, monkeypatch):
+def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
+    """The module `cudnn` of a version, with the names that its compiled part has in the published wheels."""
+    module, part = ModuleType("cudnn"), ModuleType("cudnn._compiled_module")
+    names = {"_execute_with_raw_ptrs", "_get_variant_pack_uids_sorted", "_prepare_variant_pack_template"}
+    graph = type("graph", (), dict.fromkeys(names - {without}))
+    setattr(part, "pygraph" if version < (1, 27) else "backend_graph", graph)
+    for name in ("create_handle", "set_stream" if version < (1, 28) else "_raw_set_stream"):
+        if name != without:
+            setattr(part, name, f"{name} of {version}")
+    module._pybind_module = part
+    module.pygraph, module.create_handle, module.set_stream = (
+        object,
+        object,
+        object,
+    )  # of Python, from 1.27 and 1.28 on
+    return module
+
+
+@pytest.fixture
+def reason(monkeypatch):
+    """The reason why a version of the frontend is unsupported, with a version of cuDNN."""
+
+    def ask(frontend: str, cudnn_version: tuple[int, ...], without: str = "") -> str | None:
+        cudnn_graph.missing.cache_clear()
+        module = compiled(tuple(int(part) for part in frontend.split(".")[:2]), without)
+        monkeypatch.setattr(optional, "installed", lambda name: True)
+        monkeypatch.setattr(optional, "failure", lambda name: None)
+        monkeypatch.setattr(cudnn_graph, "library", lambda: module)
+        monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: frontend)
+        monkeypatch.setattr(cudnn_graph, "get_cudnn_version", lambda: cudnn_version)
+        return cudnn_graph.missing()
+
+    yield ask
     cudnn_graph.missing.cache_clear()
-    monkeypatch.setattr(optional, "installed", lambda name: True)
-    monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: version)
-    assert f"nvidia-cudnn-frontend {version} is not 1.23" in (cudnn_graph.missing() or "")
-    cudnn_graph.missing.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("frontend", "cudnn_version", "sentence"),
+    [
+        ("1.22.1", (9, 20, 0), "nvidia-cudnn-frontend 1.22.1 < 1.23; pip install"),
+        ("1.24.0", (9, 19, 0), "nvidia-cudnn-frontend 1.24.0 needs cuDNN 9.20, found 9.19.0"),
+        ("1.26.1", (9, 13, 1), "nvidia-cudnn-frontend 1.26.1 needs cuDNN 9.20, found 9.13.1"),
+        ("1.32.0", (9, 10, 2), "cuDNN 9.10.2 < 9.13.1"),
+    ],
+)
+def test_unsupported_versions_of_the_frontend_are_named(frontend, cudnn_version, sentence, reason):
+    assert sentence in (reason(frontend, cudnn_version) or "")
+
+
+@pytest.mark.parametrize(
+    "frontend", ["1.23.0", "1.24.1", "1.26.0", "1.27.0", "1.28.0", "1.29.0", "1.32.0", "1.40.0"]
+)
+def test_versions_of_the_frontend_from_123_on_are_supported(frontend, reason):
+    assert reason(frontend, (9, 20, 0)) is None
+    version = tuple(int(part) for part in frontend.split(".")[:2])
+    found = cudnn_graph.bindings_of(cudnn_graph.library())
+    assert hasattr(found.graph, "_execute_with_raw_ptrs")
+    assert found.create_handle == f"create_handle of {version}"
+    assert found.set_stream == f"{'set_stream' if version < (1, 28) else '_raw_set_stream'} of {version}"
+
+
+@pytest.mark.parametrize(
+    "name", ["_execute_with_raw_ptrs", "create_handle", "_prepare_variant_pack_template"]
+)
+def test_a_name_that_a_later_frontend_lacks_is_the_reason(name, reason):
+    assert f"nvidia-cudnn-frontend 1.41.0 has no {name}; pip install" in (
+        reason("1.41.0", (9, 20, 0), name) or ""
+    )
 
 
 def test_an_old_cudnn_is_a_rejection(monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.attention.test_cudnn import PACKED, request
+from transformer_engine.common import store
 from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn,
     cudnn_fp8,
@@ -148,7 +149,7 @@ def library(monkeypatch, tmp_path) -> Library:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setenv("TE_CUDNN_PLAN_CACHE", "1")
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path / "cache"))
-    cudnn_store.warn.cache_clear()
+    store.warn.cache_clear()
     return stand_in
 
 
@@ -269,12 +270,15 @@ def test_the_source_digest_covers_every_file_that_describes_graphs(monkeypatch):
 
 
 DAMAGE = {
-    "empty": (lambda content: b"", "its 0 bytes do not begin as a plan's do"),
+    "empty": (lambda content: b"", "its 0 bytes do not begin as those of cuDNN's plans do"),
     "header only": (lambda content: content[:20], "its 20 bytes do not begin"),
     "cut off": (lambda content: content[:-3], "its checksum does not fit"),
     "one bit": (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "its checksum does not fit"),
     "workspace": (lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:], "its checksum"),
-    "another format": (lambda content: b"TECUDNN0" + content[8:], "do not begin as a plan's do"),
+    "another format": (
+        lambda content: b"TECUDNN0" + content[8:],
+        "do not begin as those of cuDNN's plans do",
+    ),
 }
 
 
@@ -400,13 +404,13 @@ def test_a_file_that_others_may_write_is_not_read(mode, library, tmp_path, caplo
 def test_a_file_of_another_user_is_not_read(library, caplog, monkeypatch, tmp_path):
     status = os.stat_result((0o100600, 0, 0, 1, 4321, 0, 0, 0, 0, 0))
     plan()
-    monkeypatch.setattr(cudnn_store.os, "fstat", lambda descriptor: status)
+    monkeypatch.setattr(store.os, "fstat", lambda descriptor: status)
     assert cudnn_store.read(files(tmp_path)[0]) is None
     assert "it belongs to user 4321" in caplog.text
 
 
 def test_the_longest_unused_files_beyond_the_limit_are_dropped(library, tmp_path, monkeypatch):
-    monkeypatch.setattr(cudnn_store, "LIMIT", 3)
+    monkeypatch.setattr(cudnn_store, "STORE", replace(cudnn_store.STORE, limit=3))
     requests = [request(batch=batch) for batch in (1, 2, 3)]
     for age, r in enumerate(requests):
         before = set(files(tmp_path))
@@ -425,7 +429,7 @@ def test_the_longest_unused_files_beyond_the_limit_are_dropped(library, tmp_path
 
 
 def test_a_file_that_vanishes_while_files_are_counted_is_the_oldest(tmp_path):
-    assert cudnn_store._last_use(tmp_path / "gone") == 0.0
+    assert store.last_use(tmp_path / "gone") == 0.0
 
 
 def test_a_folder_that_cannot_be_written_is_logged_once(library, tmp_path, caplog):
@@ -455,7 +459,7 @@ def test_an_interrupted_write_leaves_the_old_file(library, tmp_path, caplog, mon
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(cudnn_store.os, "replace", full)
+    monkeypatch.setattr(store.os, "replace", full)
     cudnn_store.write(path, cudnn_store.StoredPlan(2, b"new"))
     assert "No space left on device" in caplog.text
     assert list(path.parent.iterdir()) == [path]

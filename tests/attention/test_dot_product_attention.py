@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.attention.attention_oracle import attend, cumulative, padding_mask, v
 from tests.support.tolerances import ATTENDED
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention import describe, plan
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
 MASKS = (
@@ -114,6 +116,36 @@ def test_sliding_windows_equal_the_loop(mask, window, backend, device):
     module = DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
     got = run(module, q, k, v, grad, **arguments)
     assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
+
+
+@pytest.mark.parametrize(
+    "window", [(sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)], ids=str
+)
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal_bottom_right"])
+def test_windows_near_the_limits_of_integers_equal_the_loop(mask, window, backend, device):
+    if mask == "no_mask" and min(window) < 0:
+        pytest.skip("a mask without a causal name has no one-sided window")
+    q, k, v, grad = tensors(device)
+    arguments, rule = mask_arguments(mask, device)
+    module = DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
+    got = run(module, q, k, v, grad, **arguments)
+    window = (-1 if window[0] < 0 else 100, 0 if "causal" in mask or window[1] == 0 else 100)
+    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
+
+
+def test_backends_receive_windows_of_at_most_the_longest_sequence(device, monkeypatch):
+    calls = []
+
+    def watched(*arguments, **options):
+        described = describe.describe_call(*arguments, **options)
+        calls.append(described[0])
+        return described
+
+    monkeypatch.setattr(plan, "describe_call", watched)
+    q, k, v, _ = tensors(device)
+    module = DotProductAttention(2, 4, attn_mask_type="no_mask", window_size=(2**40, 3))
+    module(q, k, v, qkv_format="bshd")
+    assert {call.mask.window for call in calls} == {(6, 3)}
 
 
 @pytest.mark.parametrize("at_call", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -211,3 +213,41 @@ def test_the_path_of_flex_attention_leads_to_its_backend():
     from transformer_engine.pytorch.primitives.attention.backends import flex
 
     assert flex_attention.run is flex.run and flex_attention.BACKEND is flex.BACKEND
+
+
+def test_fused_attention_functions_are_names_of_the_backends():
+    from transformer_engine.pytorch import cpp_extensions
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+    from transformer_engine.pytorch.attention.dot_product_attention.backends import fused_attn_bwd
+
+    assert fused_attn_bwd is backends.fused_attn_bwd is cpp_extensions.fused_attn_bwd
+    assert backends.fused_attn_fwd is cpp_extensions.fused_attn_fwd
+    # The names that cudnn-frontend reads from a bound call.
+    read = {
+        "q",
+        "k",
+        "v",
+        "o",
+        "d_o",
+        "qkv_layout",
+        "dqkv_layout",
+        "o_format",
+        "do_format",
+        "aux_ctx_tensors",
+    }
+    read |= {"cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "dropout"}
+    read |= {"attn_bias_type", "softmax_type", "attn_mask_type", "attn_scale", "window_size", "cuda_graph"}
+    read |= {
+        "max_seqlen_q",
+        "max_seqlen_kv",
+        "deterministic",
+        "s_quantizer",
+        "dp_quantizer",
+        "dqkv_quantizer",
+    }
+    assert read <= set(inspect.signature(fused_attn_bwd).parameters)
+    with pytest.warns(UserWarning, match="fused_attn_bwd has no effect on attention layers"):
+        backends.fused_attn_bwd = len
+    assert backends.fused_attn_bwd is len
+    del backends.fused_attn_bwd
+    assert backends.fused_attn_bwd is cpp_extensions.fused_attn_bwd

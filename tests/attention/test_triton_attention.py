@@ -10,6 +10,7 @@ import torch
 
 from tests.attention.triton_cases import PLAIN, Case, build, literal, pairs, philox_kept
 from transformer_engine.common.hardware import nvidia
+from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -184,6 +185,20 @@ def test_two_runs_give_the_same_bits(device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@runs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_nan_and_infinities_reach_logits_and_denominators_as_in_the_reference(name, value, device):
+    case = Case("special", mask="padding", mask_tensors=True, softmax="learnable", max_logit=True)
+    call, inputs = build(case, device, 1)
+    getattr(inputs, name)[0, 7, 0, 1] = value
+    ours, theirs = triton.forward(call, inputs), reference.forward(call, inputs)
+    close = {"rtol": 1e-3, "atol": 1e-3, "equal_nan": True}
+    torch.testing.assert_close(ours.max_logit, theirs.max_logit, **close)
+    torch.testing.assert_close(ours.lse, theirs.lse, **close)
+    assert torch.equal(ours.output.isnan(), theirs.output.isnan())
+
+
 STEP = Case("a step", mask="padding_causal_bottom_right", size_q=1, lengths_q=(1, 1), heads=4, gradient=False)
 DECODING = (
     dataclasses.replace(STEP, name="one token", groups=2),
@@ -196,6 +211,7 @@ DECODING = (
     dataclasses.replace(
         STEP, name="a window", window=(17, 0), size_q=2, lengths_q=(2, 1), softmax="off-by-one"
     ),
+    dataclasses.replace(STEP, name="a window of 2^31 - 1", window=(2**31 - 1, 0), size_q=2, lengths_q=(2, 1)),
     dataclasses.replace(STEP, name="alibi", bias="alibi", size_q=2, lengths_q=(2, 2), head=(48, 24)),
     dataclasses.replace(STEP, name="no lengths", mask="no_mask", form="sbhd", groups=2, dtype=torch.float16),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
 
     rule = mask.resolve(case.mask, case.window, case.bottom_right)
     if case.window is not None:
-        left, right = (size if size < 0 else size * grown for size in case.window)
+        left, right = (size if size < 0 else min(size * grown, sys.maxsize) for size in case.window)
         rule = mask.resolve(case.mask, (left, right), case.bottom_right)
     packed = case.form == "thd"
     padded = rule.padding
@@ -287,6 +288,14 @@ PLAIN = (
     Case("causal", mask="causal", size_kv=40, form="sbhd"),
     Case("causal bottom right, one buffer", mask="causal_bottom_right", size_kv=40, packed_buffer=True),
     Case("window, cross attention", window=(40, 4), size_q=56, size_kv=41),
+    Case("a window of 2^31 - 1", mask="causal_bottom_right", window=(2**31 - 1, 0), size_q=56, size_kv=41),
+    Case(
+        "two windows of 2^31 - 1",
+        window=(2**31 - 1, 2**31 - 1),
+        bias="post_scale_bias",
+        bias_shape=(1, 0, 1, 1),
+    ),
+    Case("a window of 2^63 - 1", mask="padding_causal", window=(sys.maxsize, 0), lengths_kv=(40, 23)),
     Case("padding", mask="padding", softmax="off-by-one"),
     Case("padding as tensors", mask="padding", mask_tensors=True, softmax="learnable"),
     Case(

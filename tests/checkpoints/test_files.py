@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine.common.optional import installed
 from transformer_engine.pytorch.conversion.safetensors import Described, SafetensorsFile, write
 from transformer_engine.pytorch.quantization import all_families
 
@@ -93,9 +92,6 @@ def test_a_file_of_plain_tensors(trained, tmp_path: Path):
     assert torch.equal(output(fresh, recipe, x), output(module, recipe, x))
 
 
-@pytest.mark.skipif(
-    not installed("safetensors"), reason="safetensors is not installed: pip install safetensors"
-)
 @RECIPES
 @PARAMETERS
 def test_safetensors(trained, tmp_path: Path):
@@ -107,9 +103,6 @@ def test_safetensors(trained, tmp_path: Path):
     assert torch.equal(output(fresh, recipe, x), output(module, recipe, x))
 
 
-@pytest.mark.skipif(
-    not installed("safetensors"), reason="safetensors is not installed: pip install safetensors"
-)
 def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
     device: torch.device, tmp_path: Path, monkeypatch
 ):

@@ -74,7 +74,7 @@ JAX = having(jax="0.11.2", flax="0.12.12")
 PROBLEMS = {
     "an old Python": (
         replace(H200, python=(3, 9)),
-        ("python", "Python 3.9; 3.10 to 3.13 is supported", "Python 3.13"),
+        ("python", "Python 3.9; 3.10 to 3.14 is supported", "Python 3.14"),
     ),
     "no metadata": (
         replace(CPU, distributions={}),
@@ -128,7 +128,7 @@ PROBLEMS = {
     ),
     "another frontend of cuDNN": (
         with_another(H200, nvidia_cudnn_frontend="1.26.0"),
-        ("libraries", "nvidia-cudnn-frontend 1.26.0 is not 1.23", 'pip install ".[cuda]"'),
+        ("libraries", "nvidia-cudnn-frontend 1.26.0 needs cuDNN 9.20, found 9.19.0", 'pip install ".[cuda]"'),
     ),
     "bindings that do not load": (
         replace(H200, failures={"nvmath": "importing nvmath failed: OSError: libcublasLt"}),

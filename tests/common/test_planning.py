@@ -218,9 +218,19 @@ def test_a_configuration_of_hugging_face_is_a_model(tmp_path):
     path.write_text(json.dumps({"hidden_size": 4096}))
     with pytest.raises(ValueError, match="has no field num_hidden_layers or n_layer"):
         model_shape(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="is not valid JSON"):
-        model_shape(path)
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is not valid JSON"):
+            model_shape(path)
+    for wrong, words in (
+        ({"text_config": 3}, "text_config"),
+        ({"hidden_size": "4096"}, "hidden='4096', which is not a whole number"),
+        ({"num_attention_heads": 0}, "heads=0"),
+        ({"layer_types": [{}, []]}, "layers of different kinds"),
+    ):
+        path.write_text(json.dumps(config | wrong))
+        with pytest.raises(ValueError, match=words):
+            model_shape(path)
     sizes = {"hidden": 512, "layers": 2, "heads": 8}
     assert model_shape("mine", **sizes).ffn == 2048 and model_shape("llama-8b", layers=2).layers == 2
 

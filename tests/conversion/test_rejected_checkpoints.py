@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conversion.tiny_models import SETTINGS, weights, write_checkpoint
-from transformer_engine.common.optional import installed
+from transformer_engine.common import optional
 from transformer_engine.pytorch import conversion
 from transformer_engine.pytorch.conversion.safetensors import Described, SafetensorsFile, Shards, write
 
@@ -89,6 +91,50 @@ def test_settings_that_are_not_computed_are_named(settings: dict, sentence: str,
     assert sentence in rejection_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "sentence"),
+    [
+        (
+            "llama",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000, but the weights have 2 layers",
+        ),
+        ("llama", {"num_hidden_layers": 1}, "num_hidden_layers=1, but the weights have 2 layers"),
+        ("gpt2", {"n_layer": 10**9}, "n_layer=1000000000, but the weights have 2 layers"),
+        ("qwen3", {"head_dim": 10**10}, "head_size=10000000000, but no dimension of the weights exceeds 128"),
+        ("llama", {"hidden_size": 10**10, "head_dim": 16}, "hidden=10000000000, but no dimension"),
+        ("llama", {"vocab_size": 10**10}, "vocabulary=10000000000, but no dimension"),
+    ],
+)
+def test_sizes_of_the_settings_are_compared_with_the_tensors_first(
+    name: str, changed: dict, sentence: str, tmp_path: Path
+):
+    folder = write_checkpoint(tmp_path / "theirs", name)
+    (folder / "config.json").write_text(json.dumps(SETTINGS[name] | changed))
+    start = time.perf_counter()
+    assert sentence in rejection_of(folder)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_checkpoint(tmp_path / "theirs", "llama")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    optional._failure.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"safetensors.*pip install 'safetensors>=0\.4\.3,<1'"):
+            conversion.convert(folder, tmp_path / "ours")
+    finally:
+        optional._failure.cache_clear()
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("tensors", [[], [("b", torch.ones(2))], [("a", torch.ones(2))] * 2])
+def test_tensors_that_differ_from_the_plan_are_not_written(tensors: list, tmp_path: Path):
+    plan = {"a": Described(torch.float32, (2,))}
+    with pytest.raises(ValueError, match="planned"):
+        write(tmp_path / "model.safetensors", plan, tensors)
+
+
 def _shortened(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -96,6 +142,23 @@ def _shortened(folder: Path) -> None:
 
 def _garbage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x80\x02}q\x00." * 10)
+
+
+def _overlapping(folder: Path) -> None:
+    """Let two tensors of equal shape share their bytes."""
+    path = folder / "model.safetensors"
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    data = path.read_bytes()[8 + length :]
+    table = json.loads(path.read_bytes()[8 : 8 + length])
+    first, second = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+    table[second]["data_offsets"] = table[first]["data_offsets"]
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def _unsupported(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32","shape":[112,64]', b'"U16","shape":[224,64]', 1))
 
 
 def _pickled(folder: Path) -> None:
@@ -118,8 +181,10 @@ def _absent_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (_shortened, "lies from byte"),
-        (_garbage, "cannot be read as safetensors: it is truncated or has another format"),
+        (_shortened, "cannot be read as safetensors"),
+        (_garbage, "cannot be read as safetensors"),
+        (_overlapping, "cannot be read as safetensors"),
+        (_unsupported, "has dtype U16; supported are F64"),
         (_pickled, "holds pytorch_model.bin, a pickle, which can run code when it is read"),
         (_no_settings, "holds neither config.json nor transformer_engine.json"),
         (_no_json, "config.json cannot be read as JSON"),
@@ -183,9 +248,6 @@ def test_a_file_holds_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int
     assert torch.equal(read.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.skipif(
-    not installed("safetensors"), reason="safetensors is not installed: pip install safetensors"
-)
 def test_its_own_library_reads_a_file_and_writes_one_that_is_read(tmp_path: Path):
     from safetensors.torch import load_file, save_file
 

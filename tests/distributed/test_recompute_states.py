@@ -285,61 +285,7 @@ def test_runs_that_are_marked_by_hand_are_paired_oldest_first(device):
     assert len(recompute_states.marked_by_hand) == 0
 
 
-# Checkpoints of other libraries.
-
-
-def test_torchs_reentrant_checkpoint_raises_if_it_loses_the_autocast(device):
-    layer = te.Linear(WIDTH, WIDTH, device=device)
-    with te.autocast(recipe=Float8CurrentScaling()):
-        y = torch.utils.checkpoint.checkpoint(layer, tokens(device), use_reentrant=True)
-    with pytest.raises(RuntimeError, match=r"under no autocast.*Float8CurrentScaling.*pytorch\.checkpoint"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda device: te.LayerNormLinear(WIDTH, WIDTH, device=device),
-        lambda device: te.LayerNormMLP(WIDTH, 48, device=device),
-        lambda device: _OneGroup(device),
-        lambda device: nn.Sequential(
-            nn.Linear(WIDTH, WIDTH, device=device), te.Linear(WIDTH, WIDTH, device=device)
-        ),
-        lambda device: _Checkpointed(te.Linear(WIDTH, WIDTH, device=device)),
-    ],
-    ids=["layernorm_linear", "layernorm_mlp", "grouped", "after another layer", "checkpointed inside"],
-)
-def test_every_layer_raises_if_recomputed_under_another_autocast(make, device):
-    module = make(device)
-    with te.autocast(recipe=Float8CurrentScaling()):
-        y = torch.utils.checkpoint.checkpoint(module, tokens(device), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="again under no autocast"):
-        y.sum().backward()
-
-
-class _OneGroup(te.GroupedLinear):
-    def __init__(self, device):
-        super().__init__(1, WIDTH, WIDTH, device=device)
-
-    def forward(self, x):
-        return super().forward(x, [16])
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x)
-
-
-def test_torchs_checkpoint_by_hooks_raises_if_it_loses_the_autocast(device):
-    layer = te.Linear(WIDTH, WIDTH, device=device)
-    with te.autocast(recipe=Float8CurrentScaling()):
-        y = torch.utils.checkpoint.checkpoint(layer, tokens(device), use_reentrant=False)
-    with pytest.raises((RuntimeError, torch.utils.checkpoint.CheckpointError)):
-        y.sum().backward()
+# torch's checkpoint.
 
 
 def _backward_within(layer, x, recipe):

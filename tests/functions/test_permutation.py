@@ -195,6 +195,27 @@ class TestByIndex:
         with pytest.warns(UserWarning, match="routing_map is torch.int64; by index it is int32"):
             moe_permute(torch.ones(T, H, device=device), experts, map_type="index")
 
+    @pytest.mark.parametrize("given", [-1, 7, 9, 12])
+    def test_routes_to_expert_minus_one_are_dropped(self, given, device):
+        experts = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2], [-1, 3]], dtype=torch.int32)
+        x = torch.randn(6, 8, device=device, requires_grad=True)
+        y, row_id_map = moe_permute(x, experts.to(device), given, map_type="index")
+        routes = [(e, t) for t in range(6) for e in experts[t].tolist() if e >= 0]
+        tokens = [t for _, t in sorted(routes)]
+        rows = 12 if given < 0 else given
+        assert y.shape == (rows, 8)
+        assert torch.equal(y[: len(tokens)], x[tokens[:rows]]) and not y[len(tokens) :].any()
+        if rows < len(tokens):
+            return
+        probs = torch.rand(6, 2, device=device, requires_grad=True)
+        merged = moe_unpermute(y, row_id_map, probs, map_type="index")
+        expected = x * (probs * (experts >= 0).to(device)).sum(1, keepdim=True)
+        torch.testing.assert_close(merged, expected)
+        g = torch.randn_like(merged)
+        ours = torch.autograd.grad(merged, (x, probs), g, retain_graph=True)
+        for mine, theirs in zip(ours, torch.autograd.grad(expected, (x, probs), g), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
 
 class TestChunks:
     def test_chunks_come_in_their_new_order_and_back(self, device):
@@ -297,10 +318,10 @@ REJECTED = {
         ValueError,
         r"restore_shape=\(5, 8\) is not that of the tokens, \(4, 8\)",
     ),
-    "an expert below 0": (
-        lambda: moe_permute(X, MASK - 2, map_type="index"),
+    "an expert below -1": (
+        lambda: moe_permute(X, MASK - 3, map_type="index"),
         ValueError,
-        "routing_map holds expert -1; by index give experts 0, 1",
+        "routing_map holds expert -2; by index give experts 0, 1",
     ),
     "rows that are not there": (
         lambda: moe_unpermute(X[:3], moe_permute(X, MASK)[1], torch.ones(4, 2)),

@@ -227,6 +227,25 @@ def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
     assert replayed.weight.grad_added_to_main_grad
 
 
+def test_replayed_tied_modules_add_to_one_sum_of_weight_gradients(rerun):
+    eager = torch.nn.ModuleList([_layer("Linear", fuse_wgrad_accumulation=True) for _ in range(2)])
+    eager[1].weight = eager[0].weight
+    replayed = copy.deepcopy(eager)
+    for layers in (eager, replayed):
+        layers[0].weight.main_grad = torch.full((HIDDEN, HIDDEN), 7.0)
+    graphed = te.make_graphed_callables(
+        tuple(replayed),
+        tuple((_x(seed).requires_grad_(),) for seed in range(2)),
+        enabled=False,
+        cache_quantized_params=True,
+    )
+    for seed, first in ((0, True), (1, False), (2, True)):
+        for layers in (eager, graphed):
+            x = _x(seed)
+            layers[1](layers[0](x, is_first_microbatch=first), is_first_microbatch=first).sum().backward()
+        assert torch.equal(replayed[0].weight.main_grad, eager[0].weight.main_grad)
+
+
 def test_delayed_weight_gradients_are_replayed_on_request(rerun):
     eager = _layer("Linear", delay_wgrad_compute=True)
     replayed = copy.deepcopy(eager)

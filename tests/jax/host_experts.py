@@ -21,7 +21,7 @@ from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.quantize import GroupedQuantizer, QuantizerFactory
-from transformer_engine.jax.quantize.grouped import ALL_HERE, RowAxes, groups_advanced_together
+from transformer_engine.jax.quantize.grouped import groups_advanced_together
 
 RECIPES = {
     "none": None,
@@ -125,13 +125,13 @@ def codes_case(name: str, member: str) -> dict[str, int]:
     quantizer = jax.tree.map(
         lambda leaf: leaf * 3.7 if leaf.ndim == 1 else leaf, quantizer
     )  # scales, not histories
-    over = RowAxes(("dp",), ("dp", "ep"))
+    over = ("dp",)
 
     def encoded(quantizer, x, sizes, over):
         tensor, amax = quantizer.encode(x, sizes, over=over)
         directions = tensor.rowwise_tensor, tensor.colwise_tensor
         values = directions[0].data.astype(jnp.float32), *(one.dequantize() for one in directions)
-        return values, groups_advanced_together((quantizer,), (amax,), over.of_group)[0].quantizer
+        return values, groups_advanced_together((quantizer,), (amax,), over)[0].quantizer
 
     def local(quantizer, x):
         own = GroupedQuantizer(quantizer.quantizer, 2)
@@ -139,7 +139,7 @@ def codes_case(name: str, member: str) -> dict[str, int]:
         return [value.reshape(x.shape) for value in values], following
 
     with te.autocast(True, RECIPES[name]):
-        want = jax.jit(lambda q, x: encoded(q, x, jnp.full(4, 256, jnp.int32), ALL_HERE))(quantizer, whole)
+        want = jax.jit(lambda q, x: encoded(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, whole)
     of_experts, of_rows = PartitionSpec("ep"), PartitionSpec("dp", "ep")
     mapped = jax.shard_map(
         local, mesh=mesh_of(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),

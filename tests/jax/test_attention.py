@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +93,9 @@ def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
     return seen
 
 
-@pytest.mark.parametrize("window", [None, (2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    "window", [None, (2, 0), (3, 1), (sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)]
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_and_windows(mask, window):
     qkv = drawn()

@@ -69,6 +69,8 @@ CASES: dict[str, dict] = {
     "bottom-right": {"mask": M.CAUSAL_BOTTOM_RIGHT_MASK},
     "window": {"mask": M.CAUSAL_MASK, "window": (20, 0)},
     "both-sides": {"mask": M.NO_MASK, "window": (20, 9)},
+    "widest-window": {"mask": M.CAUSAL_MASK, "window": (2**31 - 1, 0)},
+    "widest-both-sides": {"mask": M.NO_MASK, "window": (2**31 - 1, 2**63 - 1)},
     "off-by-one": {"mask": M.CAUSAL_MASK, "softmax": AttnSoftmaxType.OFF_BY_ONE_SOFTMAX},
     "sink": {"mask": M.CAUSAL_MASK, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX},
     "bias": {"mask": M.CAUSAL_MASK, "bias": (1, HEADS, QUERIES, KEYS)},
@@ -93,7 +95,17 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 FEW = ("causal", "lengths-causal-sink", "packed-window-sink", "bias")
 # Cases that cuDNN supports, too.
-LIBRARY = ("whole", "causal", "window", "lengths", "packed", "packed-causal", "packed-offsets", "bias")
+LIBRARY = (
+    "whole",
+    "causal",
+    "window",
+    "widest-window",
+    "lengths",
+    "packed",
+    "packed-causal",
+    "packed-offsets",
+    "bias",
+)
 
 
 class Attention:

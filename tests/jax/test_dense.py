@@ -82,10 +82,8 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
             quantizers.kernel.encode(kernel, flatten_axis=1)[0],
             quantizers.dgrad.encode(dy, flatten_axis=2)[0],
         )
-        x_rows, kernel_rows, dy_rows = (t.get_tensor(TensorUsage.LHS).dequantize() for t in made)
-        x_columns, kernel_columns, dy_columns = (
-            t.get_tensor(TensorUsage.LHS_TRANS).dequantize() for t in made
-        )
+        x_rows, kernel_rows, dy_rows = (t.get_tensor(TensorUsage.LHS).values() for t in made)
+        x_columns, kernel_columns, dy_columns = (t.get_tensor(TensorUsage.LHS_TRANS).values() for t in made)
         # A Hadamard transform applies to both factors and leaves their product unchanged.
         dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
@@ -323,7 +321,7 @@ def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(tra
     @jax.jit
     def dequantized(quantizer, tensor):
         quantized = quantizer.quantize(tensor)
-        return quantized.rowwise_tensor.dequantize(), quantized.colwise_tensor.dequantize()
+        return quantized.rowwise_tensor.values(), quantized.colwise_tensor.values()
 
     (x_rows, x_columns), (k_rows, k_columns), (dy_rows, dy_columns) = (
         [np.asarray(values, np.float64) for values in dequantized(quantizer, tensor)]

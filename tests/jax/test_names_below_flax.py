@@ -170,6 +170,26 @@ def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
             assert layout.is_rowwise_only is (usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS))
 
 
+@pytest.mark.parametrize("flatten_axis", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
+def test_dequantized_columns_have_the_layout_of_their_data(mode, flatten_axis):
+    x = drawn(32, 4, 64)
+    q_dtype = mode.get_compatible_q_dtypes()[0]
+    made = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(x, flatten_axis=flatten_axis)
+    columns = made.colwise_tensor
+    want = np.asarray(x)
+    if columns.data_layout == "T":
+        want = want.transpose(*range(flatten_axis, 3), *range(flatten_axis))
+    assert columns.data_layout == mode.data_layout[1]
+    assert columns.dequantize().shape == columns.data.shape == want.shape
+    error = np.linalg.norm(columns.dequantize() - want) / np.linalg.norm(want)
+    assert error < (0.2 if mode.is_nvfp4_scaling else 0.05)
+    np.testing.assert_array_equal(made.dequantize(), made.rowwise_tensor.dequantize())
+    assert columns.values().shape == x.shape
+    assert np.linalg.norm(columns.values() - x) / np.linalg.norm(want) == pytest.approx(error)
+
+
 def test_no_scaling_has_no_dtype_of_scales():
     assert ScalingMode.NO_SCALING.get_compatible_q_dtypes() == (jnp.float32, jnp.bfloat16, jnp.float16)
     with pytest.raises(ValueError, match="NO_SCALING has no scales"):

@@ -175,6 +175,18 @@ def test_activations_and_their_gradients(name, gated):
     assert_close(ours, values_and_gradients(plain, dy, x), 1e-5)
 
 
+def test_the_clamped_activation_has_derivative_one_at_its_bounds():
+    names = ("clamped_silu", "clamped_linear")
+    at, below, beyond = (
+        jax.grad(lambda x: activation(x, names).sum())(jnp.asarray([[[gate], [linear]]], jnp.float32))[
+            0, :, 0
+        ]
+        for gate, linear in ((7.0, -7.0), (6.99999, -6.99999), (7.00001, -7.00001))
+    )
+    np.testing.assert_allclose(at, below, rtol=1e-4)
+    assert not np.asarray(beyond).any()
+
+
 def test_the_clamped_activation_follows_its_parameters():
     x = 8 * normal(jax.random.key(0), (3, 2, 16))
     params = {"limit": 5.0, "alpha": 1.5, "glu_linear_offset": 0.5}

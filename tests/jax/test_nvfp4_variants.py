@@ -91,13 +91,13 @@ def test_a_dense_layer_computes_with_its_quantized_operands(name):
     ]
     (x_row, x_col), (_, _), (dy_row, dy_col) = (
         (
-            np.asarray(v.rowwise_tensor.dequantize(), np.float64),
-            np.asarray(v.colwise_tensor.dequantize(), np.float64),
+            np.asarray(v.rowwise_tensor.values(), np.float64),
+            np.asarray(v.colwise_tensor.values(), np.float64),
         )
         for v in values
     )
-    k_row = np.asarray(values[1].rowwise_tensor.dequantize(), np.float64)
-    k_col = np.asarray(values[1].colwise_tensor.dequantize(), np.float64)
+    k_row = np.asarray(values[1].rowwise_tensor.values(), np.float64)
+    k_col = np.asarray(values[1].colwise_tensor.values(), np.float64)
     for found, expected in ((y, x_row @ k_col), (dx, dy_row @ k_row.T), (dkernel, x_col.T @ dy_col)):
         assert np.abs(np.asarray(found) - expected).max() <= 2e-6 * np.abs(expected).max()
 

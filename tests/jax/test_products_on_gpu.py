@@ -23,7 +23,7 @@ from transformer_engine.jax.primitives.gemm import codes_product, gemm
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.quantize import quantize
-from transformer_engine.jax.quantize import QuantizerFactory
+from transformer_engine.jax.quantize import QuantizerFactory, ScaledTensor1x
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -258,7 +258,11 @@ def values(quantizer, *arguments):
     """The dequantized codes of both directions, as the reference computes them, in the layout of the input."""
     with use_backend(jax_quantize="reference"):
         tensor = quantizer.encode(*arguments, is_rowwise=True, is_colwise=True, dq_dtype=jnp.float32)[0]
-        return tuple(np.asarray(one.dequantize()) for one in (tensor.rowwise_tensor, tensor.colwise_tensor))
+        return tuple(
+            # Grouped tensors dequantize in the layout of the input, single ones in the layout of their data.
+            np.asarray(one.values() if isinstance(one, ScaledTensor1x) else one.dequantize())
+            for one in (tensor.rowwise_tensor, tensor.colwise_tensor)
+        )
 
 
 def advanced(quantizer, *arguments):

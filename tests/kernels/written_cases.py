@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 
 
 def casts() -> Iterator[Case]:
-    yield "maximum", cast.absolute_maximum(512 * 1024), (HALF,)
+    yield "maximum", cast.absolute_maximum(math.prod(SHAPE)), (HALF,)
     yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), (HALF, FLOAT, FLOAT)
     yield "cast, measured before", cast.cast(SHAPE, E4M3, True, False, follows=True), (HALF, None, FLOAT)
     yield "cast both", cast.cast(SHAPE, E4M3, True, True, records=True), (HALF, FLOAT, FLOAT)
@@ -97,35 +98,35 @@ def casts() -> Iterator[Case]:
 
 def activations() -> Iterator[Case]:
     for name, gated in (("gelu", False), ("swiglu", True)):
-        yield name, activation.forward(name, gated, *SHAPE, 2048, "bfloat16", CONSTANTS), (HALF,)
-        backward = activation.backward(name, gated, *SHAPE, (1024, 2048), "bfloat16", CONSTANTS)
+        yield name, activation.forward(name, gated, *SHAPE, 2 * SHAPE[1], "bfloat16", CONSTANTS), (HALF,)
+        backward = activation.backward(name, gated, *SHAPE, (SHAPE[1], 2 * SHAPE[1]), "bfloat16", CONSTANTS)
         yield f"{name} backward", backward, (HALF, HALF)
-        plain = (SHAPE, 2048, "bfloat16", CONSTANTS)
+        plain = (SHAPE, 2 * SHAPE[1], "bfloat16", CONSTANTS)
         for element, scale in ((E4M3, FLOAT), (None, None)):
             codes = element is not None
             launch = activation_cast.forward(name, gated, *plain, element, codes)
             yield f"{name} codes={codes}", launch, (HALF, scale, FLOAT)
-            strided = (SHAPE, (1024, 2048), "bfloat16", CONSTANTS)
+            strided = (SHAPE, (SHAPE[1], 2 * SHAPE[1]), "bfloat16", CONSTANTS)
             launch = activation_cast.backward(name, gated, *strided, element, codes, True)
             yield f"{name} backward codes={codes}", launch, (HALF, HALF, scale, FLOAT)
         machine = block_fused.Machine(3, 1 << 17, 6)
-        launch = block_fused.forward(name, gated, SHAPE, 2048, CONSTANTS, BLOCKS, machine)
+        launch = block_fused.forward(name, gated, SHAPE, 2 * SHAPE[1], CONSTANTS, BLOCKS, machine)
         yield f"{name} blocks", launch, (HALF,)
         squares = BLOCKS._replace(square=True)
-        strided = (SHAPE, (1024, 2048), CONSTANTS)
+        strided = (SHAPE, (SHAPE[1], 2 * SHAPE[1]), CONSTANTS)
         launch = block_fused.backward(name, gated, *strided, squares, True, machine)
         yield f"{name} backward squares", launch, (HALF, HALF)
         launch = block_fused.backward(name, gated, *strided, BLOCKS, False, machine)
         yield f"{name} backward blocks", launch, (HALF, HALF)
     yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
     yield from _statistics()
-    yield "column sums", column_sums.column_sums(SHAPE, 1024), (HALF,)
-    yield "column sums and maximum", column_sums.column_sums(SHAPE, 1024, measures=True), (HALF,)
+    yield "column sums", column_sums.column_sums(SHAPE, SHAPE[1]), (HALF,)
+    yield "column sums and maximum", column_sums.column_sums(SHAPE, SHAPE[1], measures=True), (HALF,)
 
 
 def _statistics() -> Iterator[Case]:
     codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, 7 / 6, (512, 1, 64, 1))
-    measure, add = (step.launch for step in statistics.statistics(SHAPE, (1024, 1), codes).steps)
+    measure, add = (step.launch for step in statistics.statistics(SHAPE, (SHAPE[1], 1), codes).steps)
     yield "statistics of codes", measure, (HALF, BYTES, CODES, FLOAT)
     yield "sum of statistics", add, (FLOAT, "*fp64")
 
@@ -164,10 +165,14 @@ def others() -> Iterator[Case]:
         shape = (1, 2, 64, keys)
         yield f"softmax {keys}", softmax.forward(shape, (0, 0, keys, 1), "bfloat16", 0.1, 0), (HALF, BYTES)
         yield f"softmax backward {keys}", softmax.backward(shape, "bfloat16", 0.1, None), (HALF, HALF)
-    yield "dropout", dropout.forward(1000, 10, "bfloat16", 6554, 1.1), (HALF, HALF, HALF, ADDRESS)
-    added = dropout.forward(1000, 10, "bfloat16", 0, 1.0, drops=False)
+    yield (
+        "dropout",
+        dropout.forward(math.prod(SHAPE), SHAPE[1], "bfloat16", 6554, 1.1),
+        (HALF, HALF, HALF, ADDRESS),
+    )
+    added = dropout.forward(math.prod(SHAPE), SHAPE[1], "bfloat16", 0, 1.0, drops=False)
     yield "bias and residual", added, (HALF, HALF, HALF, None)
-    yield "dropout backward", dropout.backward(1000, "bfloat16", 1.1), (HALF, BYTES)
+    yield "dropout backward", dropout.backward(math.prod(SHAPE), "bfloat16", 1.1), (HALF, BYTES)
     options = {"layout": "thd", "interleaved": False, "context": (2, 0)}
     for transposed in (False, True):
         options |= {"transposed": transposed}
@@ -197,14 +202,14 @@ def others() -> Iterator[Case]:
         launch = kv_cache.append(4, 16, 8, (128, 96), strides, packed=paged, **sizes)
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs
-    yield "zero behind", packed_sequences.zero_padding_launch(300, 48, 2), (HALF, INDEX)
-    yield "zero unseen", packed_sequences.zero_unseen(300, 48), (HALF, BYTES)
+    yield "zero behind", packed_sequences.zero_padding_launch(*SHAPE, 2), (HALF, INDEX)
+    yield "zero unseen", packed_sequences.zero_unseen(*SHAPE), (HALF, BYTES)
 
 
 def losses() -> Iterator[Case]:
-    labels = Labels(-100, 0.1, 0, 1024)
+    labels = Labels(-100, 0.1, 0, SHAPE[1])
     yield "statistics of logits", cross_entropy.statistics(*SHAPE, 2, labels), (HALF, ADDRESS)
-    yield "losses", cross_entropy.losses(512, 2, labels), (FLOAT, ADDRESS)
+    yield "losses", cross_entropy.losses(SHAPE[0], 2, labels), (FLOAT, ADDRESS)
     for in_place in (False, True):
         launch = cross_entropy.gradient(*SHAPE, labels, "bfloat16", True, in_place)
         yield f"gradient of logits in_place={in_place}", launch, (HALF, ADDRESS, FLOAT, FLOAT)
@@ -248,25 +253,30 @@ def grouped() -> Iterator[Case]:
         grouped_block_cast.square_blocks(*blocks, True, False),
         (HALF, ADDRESS, None),
     )
-    yield "layout", grouped_layout.layout_of(512, 4), (ADDRESS,)
-    yield "row sums", grouped_gemm.row_sums(1024, 4), (HALF, INDEX)
+    yield "layout", grouped_layout.layout_of(SHAPE[0], 4), (ADDRESS,)
+    yield "row sums", grouped_gemm.row_sums(SHAPE[1], 4), (HALF, INDEX)
     for by_address in (False, True):
         table = ADDRESS if by_address else None
-        launch = grouped_gemm.product_of_rows(512, 1024, 512, 4, scaling=0, by_address=by_address)
+        launch = grouped_gemm.product_of_rows(*SHAPE, 512, 4, scaling=0, by_address=by_address)
         inputs = (HALF, HALF, table, None, None, HALF, INDEX)
         yield f"grouped product by_address={by_address}", launch, inputs
         if not by_address:
-            clearing = grouped_gemm.product_of_rows(512, 1024, 512, 4, scaling=0, clears=True)
+            clearing = grouped_gemm.product_of_rows(*SHAPE, 512, 4, scaling=0, clears=True)
             yield "grouped product that clears", clearing, inputs
         for accumulates in (False, True):
             launch = grouped_gemm.product_of_columns(
-                1024, 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
+                SHAPE[1], 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
             )
             given = [FLOAT] if by_address or accumulates else []  # an allocated result is not an input
             inputs = (HALF, HALF, None, None, INDEX, table, *given)
             yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
+    for scaling in (grouped_gemm.TENSOR_SCALES, grouped_gemm.BLOCK_SCALES):
+        launch = grouped_gemm.product_of_rows(*SHAPE, SHAPE[1], 4, scaling=scaling)
+        yield f"grouped product scaling={scaling}", launch, (CODES, CODES, None, FLOAT, FLOAT, HALF, INDEX)
+        launch = grouped_gemm.product_of_columns(SHAPE[1], 512, 4, scaling=scaling)
+        yield f"grouped gradient scaling={scaling}", launch, (CODES, CODES, FLOAT, FLOAT, INDEX, None)
     for by_row in (False, True):
-        launch = block_product.product(512, 1024, 512, "bfloat16", by_row=by_row, processors=132)
+        launch = block_product.product(*SHAPE, 512, "bfloat16", by_row=by_row, processors=132)
         yield f"block product by_row={by_row}", launch, (CODES, CODES, FLOAT, FLOAT)
     yield from scaled_products()
 
@@ -292,15 +302,15 @@ def scaled_products() -> Iterator[Case]:
 
 
 def experts() -> Iterator[Case]:
-    counting, ranking = (part.launch for part in routes.map_of_mask(512, 64, (64, 1)).steps)
+    counting, ranking = (part.launch for part in routes.map_of_mask(SHAPE[0], 64, (64, 1)).steps)
     yield "count", counting, (BYTES,)
     yield "rank", ranking, (BYTES, INDEX)
-    chunks, segments = (part.launch for part in routes.map_of_chunks(512, 24).steps)
+    chunks, segments = (part.launch for part in routes.map_of_chunks(SHAPE[0], 24).steps)
     yield "chunks", chunks, (ADDRESS, ADDRESS)
     yield "segments", segments, (INDEX,)
     for by_mask in (False, True):
         pads = ADDRESS if by_mask else None
-        sizes = (SHAPE, 4096, 64, by_mask)
+        sizes = (SHAPE, 8 * SHAPE[0], 64, by_mask)
         for probs in (None, "float32"):
             beside = FLOAT if probs else None
             sending, clearing = (
@@ -323,15 +333,15 @@ def experts() -> Iterator[Case]:
                 continue
             biased = name in ("sigmoid", "sqrtsoftplus")
             written = INDEX if way == "indices" else None
-            chosen = router.choose(512, 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True)
+            chosen = router.choose(SHAPE[0], 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True)
             yield f"choose {name} {way}", chosen, (HALF, FLOAT if biased else None, written)
-            back = router.gradient(512, 160, 8, kind, False, 1.0, number, "bfloat16")
+            back = router.gradient(SHAPE[0], 160, 8, kind, False, 1.0, number, "bfloat16")
             yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
-        whole = router.choose(512, 256, 8, kind, True, None, 1.0, 0, "float32", False)
+        whole = router.choose(SHAPE[0], 256, 8, kind, True, None, 1.0, 0, "float32", False)
         yield f"scores {name}", whole, (HALF, None, None)
-    yield "margins", router_margins.margins(512, 160, 8, 64), (HALF, FLOAT, INDEX, FLOAT)
+    yield "margins", router_margins.margins(SHAPE[0], 160, 8, 64), (HALF, FLOAT, INDEX, FLOAT)
     for total in (None, ADDRESS):
-        parts, summing = (part.launch for part in router.loss(512, 256, 0.1, "float32").steps)
+        parts, summing = (part.launch for part in router.loss(SHAPE[0], 256, 0.1, "float32").steps)
         yield f"loss parts total={total}", parts, (FLOAT, ADDRESS)
         yield f"loss total={total}", summing, (FLOAT, total)
 
@@ -354,9 +364,9 @@ def attentions() -> Iterator[Case]:
     yield "decode", paged, (HALF, HALF, HALF, *lengths, None, INDEX)
     merging = attention_decode.merging(problem(227 << 10, queries=1), 4, True, True)
     yield "decode merging", merging, (FLOAT, FLOAT, FLOAT, INDEX, None)
-    three = fp8_attention.codes_of_three((500, 300, 200), (2, 3), "float8_e4m3fn")
+    three = fp8_attention.codes_of_three((SHAPE[0] * SHAPE[1], 300, 200), (2, 3), "float8_e4m3fn")
     yield "codes of three", three, (HALF, HALF, HALF, FLOAT, FLOAT)
-    values = fp8_attention.values_of(300, (8, 3), "bfloat16")
+    values = fp8_attention.values_of(math.prod(SHAPE), (8, 3), "bfloat16")
     yield "values", values, (CODES, FLOAT, FLOAT, FLOAT)
     yield "values without a history", values, (CODES, FLOAT, None, None)
 
@@ -381,10 +391,12 @@ def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[s
     }
 
 
+GROUPS = (casts, activations, norms, others, losses, steps, grouped, experts, attentions)
+
+
 def main() -> None:
-    groups = (casts, activations, norms, others, losses, steps, grouped, experts, attentions)
     found: dict[str, dict[str, list[str] | str]] = {}
-    for group in groups:
+    for group in GROUPS:
         for name, launch, inputs in group():
             if name in found:
                 raise ValueError(f"two cases are called {name!r}: one would hide the other")

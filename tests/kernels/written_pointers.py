@@ -35,7 +35,7 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
     outputs = [None if output is None else f"*{_TYPES[output.dtype]}" for output in launch.outputs]
     given = (*inputs, *outputs)
     assert len(inputs) == launch.inputs, (launch.kernel.fn.__name__, launch.inputs, inputs)
-    numbers = ["fp32" if isinstance(number, float) else "i32" for number in launch.scalars]
+    numbers = [_type_of(number) for number in launch.scalars]
     signature = dict(zip(names, [*given, *numbers, *["constexpr"] * len(launch.constants)], strict=True))
     constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
     constants |= {name: None for name, kind in signature.items() if kind is None}
@@ -53,6 +53,12 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
     module = source.make_ir(target, options, functions, backend.get_module_map(), context)
     made = backend.gluon_to_ttgir if launch.kernel.is_gluon() else backend.make_ttir
     return str(made(module, {}, options, 90))
+
+
+def _type_of(number: float) -> str:
+    if isinstance(number, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"
 
 
 def pointers_of(code: str) -> Pointers:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, same_as_eager
 
+pytestmark = pytest.mark.any_device
+
 HIDDEN, INNER, EXPERTS, K = 16, 24, 3, 2
 
 

@@ -11,6 +11,8 @@ from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 from transformer_engine.pytorch.transformer import TransformerLayer
 
+pytestmark = pytest.mark.any_device
+
 HIDDEN, HEADS, TOKENS, BATCH = 64, 2, 16, 2
 LAYERS = {
     "attention": lambda device: MultiheadAttention(

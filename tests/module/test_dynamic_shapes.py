@@ -15,6 +15,8 @@ from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, des
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
+pytestmark = pytest.mark.any_device
+
 HIDDEN, FFN, HEADS = 64, 96, 2
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LAYERS = {

@@ -196,6 +196,25 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
         assert_close(ours.main_grad, theirs.grad)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_experts_that_share_one_main_grad_add_their_gradients(first, device):
+    splits = SPLITS["many"]
+    fused = layer_of(splits, device, bias=False, fuse_wgrad_accumulation=True)
+    plain = layer_of(splits, device, bias=False)
+    plain.load_state_dict(fused.state_dict())
+    shared = torch.ones(OUT, IN, device=device)
+    for number, parameter in enumerate(fused.parameters()):
+        parameter.main_grad = shared if number in (1, 3, 7) else torch.ones(OUT, IN, device=device)
+    x = sample(splits, device)
+    for layer in (fused, plain):
+        y = layer(x, splits, **({"is_first_microbatch": True} if first and layer is fused else {}))
+        y.backward(gradient_of(y))
+    before = 0.0 if first else 1.0
+    theirs = [parameter.grad.float() for parameter in plain.parameters()]
+    assert_close(shared, theirs[1] + theirs[3] + theirs[7] + before)
+    assert_close(fused.weight0.main_grad, theirs[0] + before)
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_weights_of_the_first_microbatch_serve_the_later_ones(name, device, monkeypatch):
     splits = SPLITS["many"]

@@ -108,3 +108,15 @@ def test_an_absent_gpu_number_raises_with_the_count(monkeypatch: pytest.MonkeyPa
     assert canonical_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"device='cuda:2': torch finds 2 CUDA device\(s\)"):
         canonical_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["mps", "xla", "xpu", "privateuseone"])
+@pytest.mark.parametrize("make", [te.Linear, te.ops.Linear], ids=["module", "operation"])
+def test_a_device_without_an_installation_is_named(make, name):
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, ImportError):
+        with pytest.raises(
+            ValueError, match=f"device='{name}': this installation of torch has no such device"
+        ):
+            make(32, 32, device=name)

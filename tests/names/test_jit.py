@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch import jit
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -14,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def test_torch_version_is_the_release_under_both_module_names():
     module = importlib.import_module("transformer_engine.pytorch.torch_version")
-    assert module.torch_version() == jit.torch_version()
+    assert module.torch_version() == jit.torch_version() == te.torch_version()
     assert ".".join(map(str, jit.torch_version())) == torch.__version__.split("+")[0]
 
 

@@ -169,3 +169,13 @@ def test_the_projection_is_padded_and_split_k_needs_permission(monkeypatch):
 
 def test_wrappers_are_attributes_of_the_package():
     assert te.triton.mhc is mhc and te.triton.pad is pad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mhc_scale_keeps_the_dtype_of_the_projection(dtype):
+    H, ms = torch.randn(16, 32, dtype=dtype), torch.rand(16, dtype=dtype) + 1
+    alpha, beta = torch.randn(3, dtype=dtype), torch.randn(1, 24, dtype=dtype)
+    parts = mhc.mhc_fused_scale(H, alpha, beta, ms, 4)
+    z = H[:, 20:24].double() / ms.double().sqrt()[:, None] * alpha[2].double() + beta[0, 20:].double()
+    assert [part.dtype for part in parts] == [dtype] * 3
+    torch.testing.assert_close(parts[2][:, 12:], z.to(dtype))

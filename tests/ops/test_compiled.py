@@ -15,6 +15,8 @@ from tests.support.tolerances import relative_error
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.graphs import automatic, build
 
+pytestmark = pytest.mark.any_device
+
 PLACE = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torch.float32}
 
 

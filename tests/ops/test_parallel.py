@@ -102,6 +102,20 @@ def collectives(device: torch.device):
         y.backward(torch.ones_like(y) * (rank + 1))
         assert torch.equal(x.detach(), before)
         results[kind.__name__] = (y.detach(), x.grad)
+        leaf = torch.randn(4, 6, 2, device=device, requires_grad=True)
+        strided = torch.randn(6, 4, 2, device=device).transpose(0, 1)
+        y = kind()(strided)
+        assert torch.equal(y, kind()(strided.contiguous()))
+        assert y.shape[1:] == (6, 2)
+        kind()(leaf).sum().backward()
+        assert leaf.grad.shape == leaf.shape
+    # Ranks may differ in their strides, and an extra output keeps the partial sum.
+    x = torch.arange(6.0, device=device).view(2, 3)
+    x = x if rank else x.t().contiguous().t()
+    assert torch.equal(ops.AllReduce()(x), 2 * torch.arange(6.0, device=device).view(2, 3))
+    linear = ops.BasicLinear(3, 3, device=device)
+    total, partial = ops.Sequential(linear, ops.MakeExtraOutput(), ops.AllReduce())(x)
+    assert torch.equal(partial, linear(x)) and not torch.equal(total, partial)
     with pytest.raises(RuntimeError, match="cannot split"):
         ops.ReduceScatter()(torch.ones(3, 2, device=device))
     with pytest.raises(ValueError, match="not divisible"):

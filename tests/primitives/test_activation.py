@@ -15,6 +15,7 @@ from transformer_engine.pytorch.primitives.activation import (
     ActivationRequest,
     activation_backward,
     activation_forward,
+    reference,
 )
 
 NAMES = pytest.mark.parametrize("name", list(ACTIVATIONS))
@@ -95,6 +96,15 @@ def test_clamped_swiglu_has_a_gradient_up_to_its_limit(device):
     dx = activation_backward("clamped_swiglu", torch.ones(1, 3, device=device), x)[0]
     assert dx[0] == 0 and dx[1] != 0 and dx[2] != 0
     assert dx[3] == 0 and dx[4] == 0 and dx[5] != 0
+
+
+def test_autograd_of_the_reference_has_the_same_derivative_at_the_bounds():
+    x = torch.tensor([[7.5, 7.0, 7.0, 2.0, 7.5, 7.0, -7.0, -7.5]], requires_grad=True)
+    constants = (7.0, 1.702, 1.0)
+    (recorded,) = torch.autograd.grad(reference.value("clamped_swiglu", x, constants).sum(), x)
+    ours = reference.gradient("clamped_swiglu", torch.ones(1, 4), x.detach(), constants)
+    torch.testing.assert_close(ours, recorded)
+    assert recorded[0, 1] != 0 and recorded[0, 5] != 0 and recorded[0, 6] != 0
 
 
 def test_relu_has_slope_zero_at_zero(device):

@@ -117,6 +117,57 @@ def test_tokens_beyond_the_cache_are_left_out(run, paged):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="large shapes reach several programs on a GPU")
+@PAGED
+@FORMATS
+def test_sequences_of_several_programs_are_appended_completely(tensor_format, paged, monkeypatch):
+    from transformer_engine.common.kernels import kv_cache as kernels
+
+    monkeypatch.setattr(kernels, "_ELEMENTS", 32)  # two tokens per program
+    triton._launch.cache_clear()
+    new = [new_tokens(tensor_format, 2, 8, torch.float32, seed) for seed in range(2)]
+    got = caches(paged, 2, (8, 8), torch.float32)
+    want = [expected(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    run = Kernels(kv_cache, "kv_cache").append
+    run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
+    triton._launch.cache_clear()
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("heads", [8, 32, 128])
+@pytest.mark.parametrize("longest", [65_537, 131_072, 1_000_000, 1 << 20])
+def test_a_prompt_of_a_million_tokens_fits_the_grid(longest, heads):
+    pytest.importorskip("triton")
+    request = CacheRequest(
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.device("cuda"),
+        (torch.Size((1, longest, heads, 128)),) * 2,
+        ((0, heads * 128, 128, 1),) * 2,
+        tensor_format="bshd",
+        batch=1,
+        longest=longest,
+        empty=False,
+    )
+    launch = triton._launch(request._replace(longest=triton._rounded(longest)))
+    _, tokens, *_ = launch.constants
+    assert longest <= launch.grid[0] * tokens <= longest * 9 // 8 + tokens
+    assert launch.grid[1:] == (1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensor_format", ["bshd", "thd"])
+def test_a_million_tokens_are_appended(tensor_format):
+    longest, heads, size = 1_000_003, 8, 128
+    shape = (1, longest, heads, size) if tensor_format == "bshd" else (longest, heads, size)
+    new = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.zeros(1, longest + 5, heads, size, dtype=torch.bfloat16, device=DEVICE)
+    cu = cumulative([longest])
+    Kernels(kv_cache, "kv_cache").append(new, new, cache, cache.clone(), None, cu, cu, tensor_format, longest)
+    assert torch.equal(cache[0, :longest], new.view(longest, heads, size)) and not cache[0, longest:].any()
+
+
 @APPEND
 def test_a_step_without_tokens_changes_nothing(run):
     got = caches(True, 2, (8, 8), torch.float32)

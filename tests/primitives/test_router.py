@@ -66,6 +66,28 @@ def plain(x, choice, bias=None):
     return torch.zeros_like(x).scatter(1, chosen, picked * choice.scale)
 
 
+def special_logits(experts, device="cpu"):
+    """Rows with NaN, infinities and zeros of both signs among distinct numbers."""
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        {3: nan},
+        {0: nan, 5: nan, 9: -nan},
+        {2: inf, 7: inf},
+        {4: -inf, 5: nan, 6: inf},
+        dict.fromkeys(range(experts), -inf),
+        dict.fromkeys(range(experts - 1), -inf),
+        dict.fromkeys(range(experts), nan),
+        dict.fromkeys(range(experts), inf),
+        {n: -0.0 if n % 3 else 0.0 for n in range(experts)},
+        {n: 1e30 * (-1) ** n for n in range(experts)},
+    ]
+    x = logits_of(len(rows), experts)
+    for row, changes in zip(x, rows, strict=True):
+        for place, value in changes.items():
+            row[place] = value
+    return x.to(device)
+
+
 class TestReference:
     @SCORES
     @GROUPS
@@ -163,6 +185,42 @@ class TestKernels:
         )
         torch.testing.assert_close(mine, expected, rtol=UNIT[dtype], atol=UNIT[dtype])
 
+    @pytest.mark.parametrize("experts", [16, 20])
+    @SCORES
+    @GROUPS
+    @pytest.mark.parametrize("map", [BYTES, BITS, INDICES])
+    def test_nan_and_infinities_are_chosen_as_by_the_reference(self, experts, score, groups, map):
+        x = special_logits(experts)
+        bias = None
+        if score in (SIGMOID, SQRTSOFTPLUS):
+            bias = torch.linspace(-0.3, 0.3, experts)
+            bias[2] = float("nan") if map == BITS else float("-inf")
+        for k in (1, 4):
+            wanted = (groups[0], 1) if groups is not None and k == 1 else groups
+            choice = Choice(k, score, groups=wanted, scale=1.5, map=map)
+            results = []
+            for by, device in ((kernels, DEVICE), (literal, "cpu")):
+                indices = torch.zeros(len(x), k, dtype=torch.int32, device=device) if map == INDICES else None
+                moved = None if bias is None else bias.to(device)
+                probs, chosen, saved = by.choose(x.to(device), choice, torch.float32, moved, indices)
+                read = indices if map == INDICES else chosen
+                gradient = torch.linspace(-1, 1, x.numel(), device=device).view(x.shape)
+                back = by.choose_backward(read, saved, gradient, choice, torch.float32)
+                results.append([t.cpu() for t in (read, probs, saved, back)])
+            assert torch.equal(results[0][0], results[1][0])
+            for ours, theirs in zip(*(result[1:] for result in results), strict=True):
+                close = {"rtol": CURVED[torch.float32], "atol": 2e-6, "equal_nan": True}
+                torch.testing.assert_close(ours, theirs, **close)
+
+    @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
+    def test_weights_of_all_experts_propagate_nan(self, score):
+        x, choice = special_logits(20), Choice(3, score, whole=True)
+        ours, theirs = (
+            by.choose(x.to(device), choice, torch.float32)[0].cpu()
+            for by, device in ((kernels, DEVICE), (literal, "cpu"))
+        )
+        torch.testing.assert_close(ours, theirs, rtol=CURVED[torch.float32], atol=1e-6, equal_nan=True)
+
     def test_small_scores_keep_their_digits(self):
         x = torch.linspace(-40, -1, 16, device=DEVICE)[None]
         ours, theirs = (
@@ -199,6 +257,15 @@ class TestKernels:
         assert all(int(histogram.sum()) == experts * (tokens + 16) for histogram in made)
         # A margin within rounding of a bin's border may be counted in the adjacent bin.
         assert (made[0] - made[1]).abs().sum() <= max(2, tokens * experts // 10_000)
+
+    def test_margins_with_nan_and_infinities_are_counted_as_by_the_reference(self):
+        x, bias = special_logits(16, DEVICE), torch.linspace(-0.1, 0.1, 16, device=DEVICE)
+        made = []
+        for by in (kernels, literal):
+            histogram = torch.zeros(16, 8, dtype=torch.int32, device=DEVICE)
+            by.count_margins(x, bias, 2, histogram, torch.tensor([-0.53, 0.51], device=DEVICE))
+            made.append(histogram)
+        assert torch.equal(*made)
 
     def test_nan_margins_count_in_the_first_bin(self):
         x = torch.full((1, 8), float("nan"), device=DEVICE)

@@ -48,7 +48,7 @@ def test_the_kernel_rejects_unsupported_requests_with_the_reason():
         ({"contiguous": False}, "not contiguous"),
         ({"native": False}, "not a plain tensor"),
         ({"shape": (0, 8)}, "codes are empty"),
-        ({"shape": (8, 1 << 24)}, "reaches"),
+        ({"shape": (8, 1 << 23)}, "reaches"),
         ({"device": torch.device("cpu")}, "on cpu"),
     ):
         assert reason in (transpose.unsupported_reason(facts._replace(**change)) or "")

@@ -14,6 +14,8 @@ from transformer_engine.pytorch import quantization as q
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
+pytestmark = pytest.mark.any_device
+
 STEPS = 4
 
 
@@ -176,8 +178,12 @@ class _Marked(DelayedScaling):
         self.mark = str(margin)
 
 
+# Earlier versions trace no frozen object as an argument of a recipe.
+_TRACES_FROZEN = TorchVersion(torch.__version__) >= "2.13"
+
+
 def _loose() -> recipe.Recipe:
-    if TorchVersion(torch.__version__) < "2.13":  # which traces no frozen object as an argument of a recipe
+    if not _TRACES_FROZEN:
         return Float8CurrentScaling()
     parameters = recipe.MMParams(use_split_accumulator="false")  # pyright: ignore[reportArgumentType]
     return Float8CurrentScaling(fp8_gemm_fprop=parameters)

@@ -4,7 +4,9 @@ import os
 import pickle
 import struct
 import sys
+import time
 import types
+import zipfile
 from collections import OrderedDict
 
 import pytest
@@ -347,14 +349,14 @@ def test_a_tampered_recipe_is_validated():
 def test_a_container_that_holds_itself_is_rejected():
     loop = []
     loop.append(loop)
-    with pytest.raises(ExtraStateError, match="readable pickle"):
+    with pytest.raises(ExtraStateError, match="nests objects deeper than 100"):
         q.decode_extra_state(encoded({"x": loop}))
 
 
 def test_a_storage_of_something_else_is_rejected():
     buffer = io.BytesIO()
-    torch.save(struct.pack("i", 1), buffer)
-    with pytest.raises(ExtraStateError, match="storage is a bytes"):
+    torch.save([1], buffer, _use_new_zipfile_serialization=False)
+    with pytest.raises(ExtraStateError, match="storage is a list"):
         q.decode_extra_state(encoded({"x": Exploit(torch.storage._load_from_bytes, buffer.getvalue())}))
 
 
@@ -368,3 +370,93 @@ def test_other_plain_containers_are_read():
     decoded = q.decode_extra_state(encoded(state))
     assert decoded["extra"] == {"a": {1, 2}}
     assert decoded["shape"] == torch.Size([2, 3])
+
+
+def _nested(depth: int, first: object = 1) -> tuple:
+    """A tuple of 2^depth leaves that shares its parts, so that its pickle is short."""
+    value: tuple = (first,)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def _counted(count: int, *opcodes: bytes) -> bytes:
+    return b"\x80\x04" + opcodes[0] + opcodes[1] * count + opcodes[2]
+
+
+# Bytes that cost hours, gigabytes or the process if they are read as they stand, and the words of the error.
+EXPENSIVE = {
+    "shared_values": (pickle.dumps({"extra_fp8_variables": {"a": _nested(60)}}), "100000 objects"),
+    "shared_key": (_counted(60, b"}K\x01", b"2\x86", b"K\x02s."), "as a key of a dict"),
+    "deep_key": (_counted(90_000, b"}K\x01", b"\x85", b"K\x02s."), "deeper than 100"),
+    "deep_list": (_counted(50_000, b"(d(K\x01", b"(", b"l" * 50_000 + b"s."), "deeper than 100"),
+    "many_opcodes": (_counted(200_000, b"}K\x01", b"N0", b"0."), "more than 100000 opcodes"),
+    "huge_memo": (b"\x80\x04}r\xff\xff\xff\x7f.", "numbers its objects up to 2147483647"),
+    "huge_integer": (
+        b"\x80\x04}\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"K\x02s.",
+        "80 bits",
+    ),
+    "sets_of_tuples": (b"\x80\x04\x8f(K\x01\x85\x90.", "item of a set"),
+}
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_expensive_pickles_are_rejected_in_linear_time(name):
+    data, words = EXPENSIVE[name]
+    start = time.perf_counter()
+    with pytest.raises(ExtraStateError, match=words):
+        q.decode_extra_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize("kind", ["archive", "legacy file", "storage"])
+def test_expensive_pickles_inside_of_torch_files_are_rejected(kind):
+    buffer = io.BytesIO()
+    torch.save({_nested(22): 1}, buffer, _use_new_zipfile_serialization=kind == "archive")
+    state = buffer
+    if kind == "storage":
+        state = encoded({"scale_fwd": Exploit(torch.storage._load_from_bytes, buffer.getvalue())})
+    with pytest.raises(ExtraStateError, match="as a key of a dict"):
+        q.decode_extra_state(state)
+
+
+@pytest.mark.parametrize(("size", "stride"), [((1 << 40,), (0,)), ((4, 1 << 30), (1, 0))])
+def test_a_tensor_larger_than_its_storage_is_rejected(size, stride):
+    storage = torch.arange(4.0).storage()
+    with pytest.raises(ExtraStateError, match="exceeds its storage"):
+        q.decode_extra_state(encoded({"scale_fwd": _tensor_record(storage, 0, size, stride)}))
+
+
+def test_a_recipe_cannot_allocate_longer_histories_than_the_checkpoint_has():
+    with pytest.raises(ExtraStateError, match="amax_history_len=1000000000"):
+        q.decode_extra_state(encoded({"recipe": DelayedScaling(amax_history_len=10**9)}))
+    stored = {
+        "recipe": DelayedScaling(amax_history_len=70_000),
+        "amax_history_fwd": torch.ones(70_000, 1),
+    }
+    assert q.decode_extra_state(encoded(stored))["recipe"].amax_history_len == 70_000
+
+
+def test_a_compressed_archive_is_rejected():
+    buffer, compressed = io.BytesIO(), io.BytesIO()
+    torch.save({"scale_fwd": torch.zeros(1 << 20)}, buffer)
+    with (
+        zipfile.ZipFile(buffer) as archive,
+        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as smaller,
+    ):
+        for entry in archive.infolist():
+            smaller.writestr(entry.filename, archive.read(entry))
+    with pytest.raises(ExtraStateError, match="no uncompressed entry"):
+        q.decode_extra_state(compressed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("archive", [True, False])
+def test_files_of_both_formats_are_read_with_their_values(dtype, archive):
+    scales = torch.arange(6, dtype=dtype)
+    state = {"scale_fwd": scales[1:4], "amax_history_fwd": scales.view(2, 3).T, "recipe": DelayedScaling()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer, _use_new_zipfile_serialization=archive)
+    decoded = q.decode_extra_state(buffer)
+    assert torch.equal(decoded["scale_fwd"], scales[1:4])
+    assert torch.equal(decoded["amax_history_fwd"], scales.view(2, 3).T)

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor import (
     QuantizedTensor,
     storage_of,
 )
-from transformer_engine.pytorch.tensor.aten import CutView
+from transformer_engine.pytorch.tensor.cut_views import CutView
 
 
 def quantized(name, device, *shape):

@@ -501,3 +501,40 @@ def test_identity_serves_both_directions(device):
     storage.update_usage(rowwise_usage=False, columnwise_usage=True)
     assert torch.equal(storage.dequantize(), x)
     assert torch.equal(storage.drop(rowwise=True).dequantize(), x)
+
+
+def test_an_assigned_scale_is_used_from_the_next_quantization(device):
+    """As with the original's plain attribute: other values of a state no longer reach the quantizer."""
+    x = values(device, 64, 32)
+    for name in ("delayed", "state"):
+        quantizer = quantizer_of(name, device)
+        quantizer.scale = torch.full((1,), 8.0, device=device)
+        expected = Float8Quantizer(
+            torch.full((1,), 8.0, device=device), torch.zeros(1, device=device), quantizer.dtype
+        )
+        assert torch.equal(quantizer(x)._data, expected(x)._data)
+        assert float(quantizer.scale) == 8.0 and torch.equal(quantizer.amax, expected.amax)
+
+
+def test_an_assigned_maximum_receives_the_next_one(device):
+    x = values(device, 64, 32)
+    for name in ("delayed", "state", "current"):
+        quantizer, recorded = quantizer_of(name, device), torch.zeros(1, device=device)
+        quantizer.amax = recorded
+        quantizer(x)
+        assert float(recorded) == float(x.abs().max())
+
+
+def test_current_scaling_records_into_an_assigned_scale(device):
+    quantizer, scale = quantizer_of("current", device), torch.ones(1, device=device)
+    quantizer.scale = scale
+    x = values(device, 64, 32)
+    quantizer(x)
+    assert float(scale) == pytest.approx(448.0 / float(x.abs().max()))
+
+
+def test_a_scale_of_another_dtype_is_rejected_and_changes_nothing(device):
+    quantizer = quantizer_of("delayed", device)
+    with pytest.raises(ValueError, match="float32 tensor of one element"):
+        quantizer.scale = torch.ones(2, device=device)
+    assert float(quantizer.scale) == 4.0

@@ -44,12 +44,15 @@ def convert(
             raise ValueError(
                 f"--shard-size {shard_size:g} is not a positive number; give gigabytes, for example 5"
             )
-        checkpoint = conversion.convert(
-            local_folder(source, revision),
-            folder,
-            None if dtype is None else getattr(torch, dtype.value),
-            max(1, int(shard_size * GIGABYTE)),
-        )
+        try:
+            checkpoint = conversion.convert(
+                local_folder(source, revision),
+                folder,
+                None if dtype is None else getattr(torch, dtype.value),
+                max(1, int(shard_size * GIGABYTE)),
+            )
+        except ImportError as error:
+            raise Failure(str(error)) from error
     matches, family = checkpoint.correspondence.matches, checkpoint.correspondence.family.model_type
     theirs = sum(len(match.theirs) for match in matches)
     numbers = (len(matches), theirs) if checkpoint.ours else (theirs, len(matches))

@@ -94,7 +94,7 @@ def joined(device: str) -> Iterator[torch.device]:
     Raises:
         ValueError: The machine has fewer GPUs than ranks.
     """
-    # torch 2.13 renames collectives, torch 2.9 has the earlier names only.
+    # torch 2.13 renames collectives, torch 2.11 has the earlier names only.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -476,21 +475,6 @@ def cache_directory() -> Path:
     if chosen:
         return Path(str(chosen)).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "transformer_engine"
-
-
-def cache_file(folder: str, name: str) -> Path:
-    """Return a JSON file of the cache folder; its name contains what its content depends on, such as a model of GPU."""
-    return cache_directory() / folder / (re.sub(r"[^A-Za-z0-9.]+", "_", name) + ".json")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole, so that readers need no lock; make its folder if it is absent."""
-    import tempfile  # a command that writes no cache starts without it
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
 
 
 # The names as os.environ stores them. A live view of its keys is the fastest test that no variable is set.

@@ -38,7 +38,7 @@ class Framework:
     packages: tuple[Package, ...]
 
 
-PYTORCH = Framework("pytorch", "pytorch", (3, 10), (Package("torch", "2.9"),))
+PYTORCH = Framework("pytorch", "pytorch", (3, 10), (Package("torch", "2.11"),))
 JAX = Framework("jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Package("flax", "0.12.8", "0.13")))
 
 

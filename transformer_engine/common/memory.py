@@ -22,7 +22,8 @@ class Memory(dict[K, V]):
 
     Args:
         build: Computes a value, `build(*fixed, key)`.
-        most: Maximum number of entries. A full cache is cleared, so that changing shapes do not fill the memory.
+        most: Maximum number of entries. A full cache drops its oldest entry, so that changing shapes do not fill the
+            memory.
         fixed: Arguments that are equal for all keys; hashable, because mutable values belong into the key.
 
     Raises:
@@ -51,7 +52,7 @@ class Memory(dict[K, V]):
     def __missing__(self, key: K) -> V:
         value = self.build(*self.fixed, key)
         if len(self) >= self.most:
-            self.clear()
+            self.pop(next(iter(self)), None)  # None: another thread may have dropped it
         self[key] = value
         return value
 

@@ -52,6 +52,28 @@ def failed_import(module: str, error: BaseException) -> str:
     return f"importing {module} failed: {type(error).__name__}: {said}; repair the package or uninstall it"
 
 
+MINIMUM_CUDNN = (9, 13, 1)
+_MINIMUM_FRONTEND = (1, 23)  # earlier ones cannot run a graph on a list of addresses
+# They emit an attribute that cuDNN before 9.20 does not support.
+_FRONTENDS_FOR_920 = ((1, 24), (1, 25), (1, 26))
+
+
+def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
+    """Return why a version of nvidia-cudnn-frontend cannot be used with a version of cuDNN, or None."""
+    major, minor = (*Version(frontend).release, 0)[:2]
+    if (major, minor) < _MINIMUM_FRONTEND:
+        return f"nvidia-cudnn-frontend {frontend} < 1.23; pip install 'nvidia-cudnn-frontend>=1.23,<2'"
+    found = ".".join(map(str, cudnn))
+    if cudnn < MINIMUM_CUDNN:
+        return f"cuDNN {found} < {'.'.join(map(str, MINIMUM_CUDNN))}"
+    if (major, minor) in _FRONTENDS_FOR_920 and cudnn < (9, 20, 0):
+        return (
+            f"nvidia-cudnn-frontend {frontend} needs cuDNN 9.20, found {found}; "
+            "pip install 'nvidia-cudnn-frontend>=1.27,<2'"
+        )
+    return None
+
+
 def release(distribution: str) -> tuple[int, int]:
     """Return (major, minor) of an installed distribution; (0, 0) without metadata, as of a development build."""
     return _release(distribution)

@@ -11,6 +11,7 @@ from jax import Array
 
 from ..common.checks import described
 from .checks import check_optional, check_values
+from .explicit_axes import distinct, explicit_entries, with_automatic_axes
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
 from .products import quantized_identity
 from .quantize.quantizers import Quantizer
@@ -51,7 +52,11 @@ def activation(
     names = check_activation(activation_type, x.shape)
     check_optional("quantizer", quantizer, Quantizer)
     x, quantizer = align_mesh_axes(x, quantizer)
-    y: Any = _activation(x, names, ActivationParams.of(act_params))
+    params = ActivationParams.of(act_params)
+    y: Any = with_automatic_axes(
+        lambda x: _activation(x, names, params), x,
+        out=lambda: distinct((*explicit_entries(x)[:-2], explicit_entries(x)[-1])),
+    )  # fmt: skip
     return y if quantizer is None else quantized_identity(y, quantizer)
 
 

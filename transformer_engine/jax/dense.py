@@ -12,7 +12,9 @@ from jax import Array
 
 from ..common.checks import switch
 from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
+from .code_bits import bits_to_codes, codes_to_bits
 from .collective import CollectiveOpSet, noop_collective_op_set
+from .explicit_axes import distinct, explicit_entries, with_automatic_axes
 from .grouped_dense import grouped_dense
 from .products import (
     biased,
@@ -135,8 +137,13 @@ def product_of(
         contracted: Number of contracted axes, the operand's last and the kernel's first.
     """
     (given, kernel), quantizer_set = align_mesh_axes((given, kernel), quantizer_set)
-    made: Any = _product(source, contracted, given, kernel, quantizer_set)
-    y, passed = made
+    y, passed = with_automatic_axes(
+        functools.partial(_product, source, contracted), given, kernel, quantizer_set,
+        out=lambda: (
+            distinct((*explicit_entries(given[0])[:-contracted], *explicit_entries(kernel)[contracted:])),
+            tuple(distinct(explicit_entries(x)) for x in source.passed(given)),
+        ),
+    )  # fmt: skip
     store_returned_input(passed)
     return y
 
@@ -161,7 +168,7 @@ def _product_fwd(
     batch = len(shape) - contracted
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
     y = forward_product(row_operand(made.tensor, batch), column_operand(kernel_codes, contracted), dtype)
-    saved = column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)
+    saved = codes_to_bits((column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)))
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
     x_like = jnp.zeros((0, *shape), dtype)
@@ -169,7 +176,8 @@ def _product_fwd(
 
 
 def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (x_columns, kernel_rows), (x_like, given, kernel_like), quantizers, amaxes, kept = residuals
+    saved, (x_like, given, kernel_like), quantizers, amaxes, kept = residuals
+    x_columns, kernel_rows = bits_to_codes(saved)
     batch, of = x_like.ndim - 1 - contracted, (cotangents, given, kernel_like)
     if not quantizers.is_noop:
         cotangents = constant(cotangents)

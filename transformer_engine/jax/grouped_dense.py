@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ from .checks import (
     check_sizes,
     check_values,
 )
+from .code_bits import bits_to_codes, codes_to_bits
+from .explicit_axes import distinct, explicit_entries, with_automatic_axes
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import (
-    ALL_HERE,
     GroupedNoScaleTensor,
     GroupedQuantizer,
-    RowAxes,
     group_of_rows,
     groups_advanced_together,
 )
@@ -38,6 +38,21 @@ from .undifferentiated import constant, like, undifferentiated
 __all__ = ["grouped_dense"]
 
 ROWS, COLUMNS = TensorUsage.LHS, TensorUsage.LHS_TRANS
+
+
+class RowsSpec(NamedTuple):
+    """Properties of rows in groups.
+
+    Attributes:
+        over: Manual mesh axes whose devices hold other rows of the same groups, which count in maxima.
+        aligned: Whether all group sizes are multiples of every format's block.
+    """
+
+    over: tuple[str, ...] = ()
+    aligned: bool = False
+
+
+ANY_ROWS = RowsSpec()
 
 
 def grouped_dense(
@@ -57,13 +72,15 @@ def grouped_dense(
     Args:
         x: Input [M, K].
         kernel: Kernels [G, K, N], or [G, N, K].
-        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero.
+        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero, and have no
+            effect on scales.
         contracting_dims: ((1,), (1,)), or ((1,), (2,)) for kernels [G, N, K].
         bias: Biases [G, N], or None.
         precision: Accepted for compatibility; partial sums are in float32.
         preferred_element_type: Dtype of y, by default that of x.
         group_offset: Accepted for compatibility.
-        quantizer_set: Set of GroupedQuantizers. Its cotangent is the state of the next step.
+        quantizer_set: Set of GroupedQuantizers, which quantize each group as a separate matrix. Its cotangent is the
+            state of the next step.
         kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; XLA gathers it.
     """
     kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
@@ -84,7 +101,7 @@ def grouped_dense(
 
 
 def product(
-    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes = ALL_HERE
+    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, spec: RowsSpec = ANY_ROWS
 ) -> Array:
     """Return y [M, N] of `grouped_dense` for x [M, K] and the result of `checked_kernel`.
 
@@ -93,7 +110,7 @@ def product(
         kernel: Kernels [G, K, N].
         group_sizes: Rows of each group.
         quantizer_set: Set of GroupedQuantizers.
-        over: Axes whose devices hold other rows of the same tensor, which count in its maximum.
+        spec: Properties of the rows.
     """
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):
@@ -106,7 +123,10 @@ def product(
         kernel = kernel.astype(x.dtype)
     values = x, kernel, group_sizes.astype(jnp.int32)
     values, quantizer_set = align_mesh_axes(values, quantizer_set)
-    return _grouped_dense(*values, quantizer_set, over)  # pyright: ignore[reportReturnType]
+    return with_automatic_axes(
+        lambda *arrays: _grouped_dense(*arrays, spec), *values, quantizer_set,
+        out=lambda: distinct((explicit_entries(values[0])[0], explicit_entries(values[1])[2])),
+    )  # fmt: skip
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
@@ -160,11 +180,11 @@ def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,
 
 
 def _encode(
-    quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | None, over: RowAxes = ALL_HERE
+    quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | None, spec: RowsSpec = ANY_ROWS
 ) -> tuple[Any, Any]:
     if quantizer is None:
         return GroupedNoScaleTensor(x, group_sizes=group_sizes), None
-    return quantizer.encode(x, group_sizes, over=over)
+    return quantizer.encode(x, group_sizes, over=spec.over, aligned=spec.aligned)
 
 
 def _scales(a: Any, b: Any) -> Scales:
@@ -190,32 +210,33 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped_dense(
-    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes
+    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, spec: RowsSpec
 ) -> Array:
-    return _forward(x, kernel, group_sizes, quantizer_set, over)[0]
+    return _forward(x, kernel, group_sizes, quantizer_set, spec)[0]
 
 
 def _forward(
-    x: Array, kernel: Array, group_sizes: Array, quantizers: QuantizerSet, over: RowAxes
+    x: Array, kernel: Array, group_sizes: Array, quantizers: QuantizerSet, spec: RowsSpec
 ) -> tuple[Array, tuple[Any, ...]]:
     of = x, kernel
     if not quantizers.is_noop:
         (x, kernel), quantizers = constant((of, quantizers))
-    x_codes, x_amax = _encode(quantizers.x, x, group_sizes, over)
+    x_codes, x_amax = _encode(quantizers.x, x, group_sizes, spec)
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
     y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
-    saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
+    saved = codes_to_bits((x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)))
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
     return y, (saved, jax.tree.map(like, of), group_sizes, quantizers, (x_amax, kernel_amax))
 
 
-def _backward(over: RowAxes, residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    (x_codes, kernel_codes), (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
+def _backward(spec: RowsSpec, residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    saved, (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
+    x_codes, kernel_codes = bits_to_codes(saved)
     of = dy, x_like, kernel_like
     if not quantizers.is_noop:
         dy = constant(dy)
-    codes, amax = _encode(quantizers.dgrad, dy, group_sizes, over)
+    codes, amax = _encode(quantizers.dgrad, dy, group_sizes, spec)
     dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
     # dkernel[g] [K, N] = (rows of group g of x).T @ (rows of group g of dy).
     columns = x_codes.get_tensor(COLUMNS), codes.get_tensor(COLUMNS)
@@ -223,7 +244,7 @@ def _backward(over: RowAxes, residuals: tuple[Any, ...], dy: Array) -> tuple[Any
     a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in columns)
     dkernel = grouped_contraction(a, b, group_sizes, kernel_like.dtype, scales)
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
-    following = groups_advanced_together(states, (*amaxes, amax), over.of_group)
+    following = groups_advanced_together(states, (*amaxes, amax), spec.over)
     made = (dx, dkernel)
     if not quantizers.is_noop:
         made = undifferentiated(made, of)

@@ -15,10 +15,11 @@ from ..common.checks import described, number, switch, text_or_none, whole
 from .activation import activation, check_activation
 from .checks import check_axis_names, check_floating, check_instance, check_values
 from .ep import EpConfig, dispatched, returned
-from .grouped_dense import checked_kernel, plus_bias, product
+from .grouped_dense import RowsSpec, checked_kernel, plus_bias, product
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
-from .quantize.grouped import ALL_HERE, GroupedQuantizer, RowAxes, group_of_rows
+from .quantize.grouped import GroupedQuantizer, group_of_rows
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .quantize.settings import key_of
 from .quantize.sharing import over_devices
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
 from .sharding import (
@@ -77,13 +78,13 @@ class Experts:
         activation_type: Activation of wi_0's output.
         weights_early: Multiply the hidden features by the weights of a token, not the output.
         quantizer_sets: Quantizers of wi_0, wi_1 and wo.
-        over: Axes whose devices hold other rows of the same tensors.
+        over: Axes whose devices hold other rows of the same experts.
     """
 
     activation_type: str
     weights_early: bool
     quantizer_sets: tuple[QuantizerSet, ...] = field(hash=False, compare=False)
-    over: RowAxes = ALL_HERE
+    over: tuple[str, ...] = ()
 
     def __call__(self, params: Any, rows: Array, weights: Array, counts: Array) -> Array:
         """Compute rows [rows, h] -> [rows, h]; with `weights_early`, weights multiply the hidden values.
@@ -100,7 +101,7 @@ class Experts:
 
         def linear(rows: Array, name: str, quantizers: QuantizerSet) -> Array:
             kernel = checked_kernel(rows, params[name], sizes)
-            y = product(rows, kernel, sizes, quantizers, self.over)
+            y = product(rows, kernel, sizes, quantizers, RowsSpec(self.over, aligned=True))
             bias = params[f"{name}_bias"]
             return y if bias is None else plus_bias(y, bias, experts)
 
@@ -262,14 +263,14 @@ def _on_several_devices(
             lambda leaf: (
                 leaf
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(leaf), place[0]))
+                else jax.random.key_data(jax.random.fold_in(key_of(leaf), place[0]))
             ),
             sets,
         )
         own = replace(
             experts,
             quantizer_sets=tuple(_of_own(s, cfg.local_experts, data_axes) for s in sets),
-            over=RowAxes(data_axes, batch),
+            over=data_axes,
         )
         tokens = x.reshape(-1, x.shape[-1])
         logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)

@@ -124,7 +124,7 @@ def _forward(x: Array, quantizer: Quantizer) -> tuple[Array, Any]:
     quantizer = constant(quantizer)
     tensor, amax = quantizer.encode(constant(x))
     (following,) = advanced_together((quantizer,), (amax,))
-    y = tensor.dequantize()  # pyright: ignore[reportAttributeAccessIssue]
+    y = tensor.values(x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return undifferentiated(y, x), following
 
 

@@ -15,6 +15,8 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .code_bits import bits_to_codes, codes_to_bits
+from .explicit_axes import distinct, explicit_entries, with_automatic_axes
 from .primitives.operand import Operand
 from .products import (
     biased,
@@ -56,8 +58,14 @@ def quantized_mlp(
 ) -> Array:
     """Return y [*batch, h] of inputs, first x [*batch, h]; kernels [h, n, f] and [f, h]; bias [n, f] or None."""
     values, sets = align_mesh_axes((given, tuple(kernels), bias), tuple(quantizer_sets))
-    made: Any = _mlp(spec, *values, sets)
-    y, passed = made
+    x, last = values[0][0], values[1][1]
+    y, passed = with_automatic_axes(
+        functools.partial(_mlp, spec), *values, sets,
+        out=lambda: (
+            distinct((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
+            tuple(distinct(explicit_entries(one)) for one in spec.source.passed(values[0])),
+        ),
+    )  # fmt: skip
     store_returned_input(passed)
     return y
 
@@ -85,8 +93,7 @@ def _forward(
     columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)
     saved = (
         (first.saved, second.saved),
-        columns,
-        (rows_1, rows_2),
+        codes_to_bits((columns, (rows_1, rows_2))),
         (likes, bias_like, given_like),
         sets,
         (first.amax, amax_1, second.amax, amax_2),
@@ -104,7 +111,8 @@ def _product(
 
 
 def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (saved, hidden), columns, rows, (likes, bias_like, given_like), sets, amaxes = residuals
+    (saved, hidden), codes, (likes, bias_like, given_like), sets, amaxes = residuals
+    columns, rows = bits_to_codes(codes)
     of = (cotangents, likes, bias_like, given_like)
     dy, passed = constant(cotangents)
     batch, dtype = dy.ndim - 1, dy.dtype

@@ -23,6 +23,7 @@ from ..common.checks import described, text_or_none
 from ..common.numbers import with_article
 from .blocks import reusable
 from .checks import check_array, check_axis_names
+from .explicit_axes import explicit_axes, explicit_entries
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -298,11 +299,32 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     spec = PartitionSpec(*(usable(entry) for entry in pspec))
     if all(entry is None for entry in spec):
         return x
-    if not isinstance(x, Tracer):
-        # A concrete array needs a mesh of devices, a traced one an abstract mesh; so does an array that a trace closes
-        # over.
-        mesh = mesh_of_devices() or mesh
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    if explicit := explicit_axes():
+        # The sharding over Explicit axes is part of the array's type; a constraint would only assert it.
+        x = jax.sharding.reshard(x, _explicit_spec(spec, explicit_entries(x), explicit))
+        if all(kind is not AxisType.Auto for kind in mesh.axis_types):
+            return x
+    # A concrete array needs a mesh of devices, which JAX does not provide in a trace.
+    devices = None if isinstance(x, Tracer) else mesh_of_devices()
+    if devices is not None:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(devices, spec))
+    return _constrained(x, NamedSharding(mesh, spec))
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _constrained(x: Array, sharding: NamedSharding) -> Array:
+    """Constrain an array over an abstract mesh, which requires a program: tracers of an eager gradient are not in one."""
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequence[str]) -> PartitionSpec:
+    """Return the part of a spec over Explicit axes; an unconstrained axis keeps its current entry."""
+    entries: list[Any] = []
+    for entry, now in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in explicit)
+        entries.append(now if entry is PartitionSpec.UNCONSTRAINED else kept or None)
+    return PartitionSpec(*entries)
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
@@ -334,8 +356,9 @@ def with_sharding_constraint_by_logical_axes(
     """Return x, sharded by the names of its axes: by Flax's axis rules, or by the names of this module.
 
     None or () has no effect, and neither has any name if all axes of the mesh are manual (shard_map, pmap). Without
-    Flax rules, names of this module are mapped with a DeprecationWarning, and other names raise ValueError. With Flax
-    rules, an axis whose name has no rule is not sharded, which a warning reports once per name.
+    Flax rules, names of this module are mapped with a DeprecationWarning, and axes with other names, such as those of
+    Flax's layers, are not sharded. With Flax rules, an axis whose name has no rule is not sharded, which a warning
+    reports once per name.
 
     Args:
         x: The array.
@@ -356,11 +379,17 @@ def with_sharding_constraint_by_logical_axes(
             for name in logical_axis_names:
                 if name is not None and name not in known:
                     _warn_of_name(name)
-        if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
-            # Flax neither drops manual axes nor shards concrete arrays.
-            return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
-        return linen.with_logical_constraint(x, tuple(logical_axis_names))
-    if not is_mesh_available():
+        if mesh is None:
+            return x
+        spec = linen.logical_to_mesh_axes(tuple(logical_axis_names))
+        if isinstance(x, Tracer) and all(kind is AxisType.Auto for kind in mesh.axis_types):
+            # As flax.linen.with_logical_constraint does in a program; a spec without axes replicates the array.
+            return _constrained(x, NamedSharding(mesh, spec))
+        return with_sharding_constraint(x, spec)
+    if mesh is None:
+        return x
+    ours = get_sharding_map_logic_axis_to_mesh_axis()
+    if not any(name in ours for name in logical_axis_names):
         return x
     warnings.warn(
         "axis names of transformer_engine.jax without Flax axis rules are deprecated; enter "
@@ -368,12 +397,8 @@ def with_sharding_constraint_by_logical_axes(
         DeprecationWarning,
         stacklevel=2,
     )
-    ours = get_sharding_map_logic_axis_to_mesh_axis()
-    unknown = [name for name in logical_axis_names if name is not None and name not in ours]
-    if unknown:
-        raise ValueError(f"no rule for the axis names {unknown}; use Flax's rules, or {', '.join(ours)}")
     return with_sharding_constraint(
-        x, PartitionSpec(*(None if name is None else ours[name] for name in logical_axis_names))
+        x, PartitionSpec(*(None if name is None else ours.get(name) for name in logical_axis_names))
     )
 
 

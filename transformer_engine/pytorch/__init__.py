@@ -85,8 +85,9 @@ from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
 globals().update(tensor.EXPORTS | quantization.availability())
 
-# The original has a module for this one function.
-sys.modules[f"{__name__}.torch_version"] = torch_version = jit
+# The original has a module for this one function, and a package attribute of the same name that is the function.
+sys.modules[f"{__name__}.torch_version"] = jit
+torch_version = jit.torch_version
 
 if TYPE_CHECKING:
     from . import conversion as conversion

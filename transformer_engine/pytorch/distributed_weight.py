@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.numbers import with_article
+from .runtime.autograd import Function
 from .runtime.double_backward import once_differentiable
 
 __all__ = [
@@ -171,7 +172,7 @@ def finalize_delayed_grads(
                 weight.grad = part if weight.grad is None else weight.grad + part
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     """Materializes the whole weights of shards; the backward pass calls `finalize_group_grads` of their group.
 
     With delayed gradients, the backward pass returns no gradients, and `finalize_delayed_grads` calls it later.

@@ -51,9 +51,10 @@ def assert_warmed_up(module: torch.nn.Module) -> None:
         AssertionError: The layer has no quantizers.
     """
     numerics = getattr(module, "numerics", None)
-    assert numerics is not None and numerics.initialized, (
-        f"{type(module).__name__} has no quantizers yet; run one forward pass under autocast before the export"
-    )
+    if numerics is None or not numerics.initialized:
+        raise AssertionError(
+            f"{type(module).__name__} has no quantizers yet; run one forward pass under autocast before the export"
+        )
 
 
 def _opset(version: int) -> Any:

@@ -17,36 +17,55 @@ from torch import Tensor
 
 from ..common.checks import one_of, whole
 from .constants import dist_group_type
+from .runtime.autograd import matrix_product, without_autocast
 from .runtime.checks import group_or_none, tensor
 
 __all__ = ["CusolverMpCtx", "get_coefficient_iterator", "get_coefficients", "newton_schulz"]
 
 Coefficients = tuple[float, float, float]
 
-# Coefficient sets by name, from the sources beside them. Iterations beyond the end of a set repeat the set, or its
-# last member for the sets that converge to a fixed polynomial.
+# Coefficients of the original's sets, by name. Iterations beyond the end of a set repeat the set, or its last member
+# for the sets that converge to a fixed polynomial.
 _SETS: dict[str, tuple[Coefficients, ...]] = {
-    # (3 x - x^3) / 2, the classical iteration, which converges for singular values in (0, sqrt(3)).
-    "simple": ((1.5, -0.5, 0.0),),
     # Muon, https://kellerjordan.github.io/posts/muon/: the largest slope at 0 with results in about [0.7, 1.2].
-    "quintic": ((3.4445, -4.7750, 2.0315),),
-    # The Polar Express (arXiv:2505.16932), minimax polynomials for singular values in [1e-3, 1].
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    # Five polynomials of their own, fitted together.
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # The Polar Express (arXiv:2505.16932), minimax polynomials for singular values in [1e-3, 1]. All but the last are
+    # divided by 1.01^degree: rounding moves singular values above 1, where the unscaled polynomials diverge.
     "polar_express": (
-        (8.28721201814563, -23.595886519098837, 17.300387312530933),
-        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-        (1.875, -1.25, 0.375),
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+    # arXiv:2506.10935.
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    # arXiv:2208.03160.
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
     ),
 }
-_REPEAT_LAST = frozenset({"polar_express"})
-_UNSUPPORTED_SETS = {
-    "cans": "pass the coefficients of arXiv:2506.10935 as a list",
-    "aol": "pass the coefficients of arXiv:2208.03160 as a list",
-}
+_REPEAT_LAST = frozenset({"polar_express", "cans"})
 
 
 def get_coefficient_iterator(
@@ -76,17 +95,11 @@ def get_coefficients(steps: int, coefficient_type: str = "quintic") -> list[Coef
 
     Args:
         steps: Number of iterations.
-        coefficient_type: "simple", "quintic" or "polar_express".
+        coefficient_type: "simple", "quintic", "polar_express", "cans" or "aol".
 
     Raises:
         ValueError: The name is unknown.
-        NotImplementedError: The name is "cans" or "aol", whose coefficients are not included.
     """
-    if coefficient_type in _UNSUPPORTED_SETS:
-        raise NotImplementedError(
-            f"coefficient_type={coefficient_type!r} is not included; {_UNSUPPORTED_SETS[coefficient_type]}, or choose "
-            f"{', '.join(_SETS)}"
-        )
     one_of("coefficient_type", coefficient_type, tuple(_SETS))
     mode = "repeat_last" if coefficient_type in _REPEAT_LAST else "cycle"
     return list(get_coefficient_iterator(steps, _SETS[coefficient_type], mode))
@@ -110,6 +123,7 @@ class CusolverMpCtx:
         self.group = None
 
 
+@without_autocast
 def newton_schulz(
     x: Tensor,
     ctx: CusolverMpCtx | None = None,
@@ -152,12 +166,12 @@ def newton_schulz(
         wide = group is not None or x.shape[0] <= x.shape[1]
         matrix = x if wide else x.t().contiguous()
         for a, b, c in steps:
-            gram = (matrix @ matrix.t()).float()
+            gram = matrix_product(matrix, matrix.t()).float()
             if group is not None:
                 torch.distributed.all_reduce(gram, group=group)
             gram = gram.to(matrix.dtype)
             polynomial = torch.addmm(b * gram.float(), gram.float(), gram.float(), alpha=c)
-            update = polynomial.to(matrix.dtype) @ matrix
+            update = matrix_product(polynomial.to(matrix.dtype), matrix)
             matrix = (a * matrix.float() + update.float()).to(matrix.dtype)
         x.copy_(matrix if wide else matrix.t())
     return x

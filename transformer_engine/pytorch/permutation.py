@@ -54,11 +54,11 @@ def moe_permute(
         inp: Tokens of any dtype. Of quantized tokens (FP8, MXFP8, NVFP4, blocks of one row) the row-wise codes and
             scales are moved.
         routing_map: With "mask": [T, E], nonzero where a token is routed to an expert; rows are ordered by expert,
-            then by token. With "index": [T, k], the experts of each token; rows are ordered by expert, then by token
-            and column.
+            then by token. With "index": [T, k], the experts of each token, -1 for a dropped route; rows are ordered by
+            expert, then by token and column.
         num_out_tokens: Rows of the result. With "mask" at least the number of routes, further rows are zero; -1
             counts the routes, which synchronizes with the device. With "index" at most T k, later rows are dropped;
-            -1 or 0 drops none. Without tokens the result has no rows, whatever the value.
+            -1 or 0 drops none. Rows without a route are zero. Without tokens the result has no rows.
         max_token_num: Accepted and ignored: no memory is kept between calls.
         map_type: "mask" or "index".
 
@@ -82,7 +82,7 @@ def moe_permute(
     least = routing_map.min() if routing_map.is_cpu and routing_map.numel() else None
     demand(check_experts, (least,))
     row_id_map = rows_of_indices(routing_map, rows)
-    return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows, every_row=True)[0], row_id_map
+    return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows)[0], row_id_map
 
 
 def moe_permute_with_probs(

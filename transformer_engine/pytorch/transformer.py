@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention.dot_product_attention.arguments import RULES
 from .attention.dot_product_attention.settings import AttentionArguments, pack_arguments
@@ -22,6 +22,8 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .module.shared_settings import hand_down_settings
+from .quantization.checked_loading import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .runtime.replaceable import is_bare
@@ -74,7 +76,7 @@ def _written(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 @configured(TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
-class TransformerLayer(nn.Module):
+class TransformerLayer(CheckedLoading):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
         h = x + drop(self_attention(norm(x)))
@@ -171,6 +173,7 @@ class TransformerLayer(nn.Module):
                 **{name: given[name] for name in _OF_NORM},
             )
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
+        hand_down_settings(self, given["tp_size"])
 
     @staticmethod
     def _overlap_flags(given: dict[str, Any]) -> dict[str, bool]:

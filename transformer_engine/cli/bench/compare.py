@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,8 @@ def read(path: Path) -> dict[str, Figures]:
     ValueError for another file.
     """
     try:
-        content = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a readable JSON file: {error}; give a file that te bench --json wrote"
         ) from None
@@ -69,7 +70,9 @@ def _figures(row: dict[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in values.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value <= sys.float_info.max
     }
 
 

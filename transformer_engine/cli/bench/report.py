@@ -143,4 +143,4 @@ def as_dict(rows: Iterable[Row], roofs: Roofs, missing: dict[str, str]) -> dict[
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -37,7 +37,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save((partial / "runs").absolute(), state["runs"])
                 checkpointer.wait_until_finished()
-            with (partial / "about.json").open("w") as file:
+            with (partial / "about.json").open("w", encoding="utf-8") as file:
                 json.dump({name: state[name] for name in ABOUT}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -63,7 +63,7 @@ def load(path: Path) -> dict[str, Any]:
             f"there is no checkpoint at {path}; leave --resume out to start this run, or fix --name"
         )
     try:
-        about = json.loads((path / "about.json").read_text())
+        about = json.loads((path / "about.json").read_text(encoding="utf-8"))
         with ocp.PyTreeCheckpointer() as checkpointer:
             folder = (path / "runs").absolute()
             shapes = checkpointer.metadata(folder).item_metadata.tree

@@ -34,7 +34,7 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
     if not path.is_file():
         return []
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}; {WITHOUT_METRICS}") from None
     records = []
@@ -53,8 +53,8 @@ def _record(path: Path, number: int, line: str) -> Progress:
     """Return the record in a line of a metrics file."""
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} of {path} is not JSON ({error.msg}); {WITHOUT_METRICS}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number} of {path} is not JSON ({error}); {WITHOUT_METRICS}") from None
     kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
     known = content if isinstance(content, dict) else {}
     optional = {"validation": {}}

@@ -152,7 +152,7 @@ class Trainer:
             ):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if self.framework.leads:
-                    with self.metrics_path.open("a") as metrics:
+                    with self.metrics_path.open("a", encoding="utf-8") as metrics:
                         metrics.writelines(record.as_json() for record in records)
             self.history.extend(records)
             observe(records[-1])
@@ -233,6 +233,6 @@ class Trainer:
         partial = self.metrics_path.with_name("metrics.jsonl.partial")
         if self.framework.leads:
             with writing(self.metrics_path, "free some space there, or make the folder writable"):
-                partial.write_text("".join(record.as_json() for record in self.history))
+                partial.write_text("".join(record.as_json() for record in self.history), encoding="utf-8")
                 os.replace(partial, self.metrics_path)
         self.framework.continue_from(state)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from packaging.version import Version
-
 from ...common import frameworks, optional
 from . import clients
 from .clients import PACKAGE
@@ -20,7 +18,7 @@ from .environment import FLASH4, Installation, gather
 
 Status = Literal["good", "note", "problem"]
 
-PYTHONS = ((3, 10), (3, 13))
+PYTHONS = ((3, 10), (3, 14))
 ORIGINALS = (
     "transformer-engine-torch",
     "transformer-engine-jax",
@@ -195,8 +193,10 @@ def _libraries(e: Installation) -> Results:
             yield "note", f"{name} is not installed; it provides {brings}", optional.install_command("cuda")
         elif module in e.failures:
             yield "problem", e.failures[module], optional.install_command("cuda")
-        elif name == "nvidia-cudnn-frontend" and Version(version).release[:2] != (1, 23):
-            yield "problem", f"{name} {version} is not 1.23", optional.install_command("cuda")
+        elif module == "cudnn" and (
+            problem := optional.cudnn_versions_problem(version, max(e.gpu.cudnn, optional.MINIMUM_CUDNN))
+        ):
+            yield "problem", problem, optional.install_command("cuda")
         else:
             yield "good", f"{name} {version}", ""
     if e.gpu.cudnn < (9, 13, 1):

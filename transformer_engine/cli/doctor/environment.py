@@ -124,7 +124,7 @@ def gather() -> Installation:
     copies = []
     for place in sorted(others):
         file = place / "_version.py"
-        written = _VERSION.search(file.read_text()) if file.is_file() else None
+        written = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
         copies.append((str(place), written.group(1) if written else "another package"))
     return Installation(
         python=sys.version_info[:2],
@@ -187,7 +187,7 @@ def _jax_devices() -> tuple[str, ...]:
 def _driver() -> str | None:
     kernel = Path("/proc/driver/nvidia/version")
     if kernel.is_file():
-        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text())
+        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text(encoding="utf-8"))
         return version.group(1) if version else "of unknown version"
     program = shutil.which("nvidia-smi")
     if program is None:

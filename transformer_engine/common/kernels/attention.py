@@ -214,8 +214,9 @@ def take_keys(
         product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
         masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, EDGE,
     )  # fmt: skip
+    # These maxima drop NaN, and the total becomes NaN. An infinite score makes the total infinite.
     best = tl.maximum(top, tl.max(score, 1))
-    finite = tl.where(best == -float("inf"), 0.0, best)
+    finite = tl.where(tl.abs(best) == float("inf"), 0.0, best)
     shrink = tl.exp2(top - finite)
     probability = tl.exp2(score - finite[:, None])
     total = total * shrink + tl.sum(probability, 1)
@@ -328,26 +329,28 @@ def attend(
     top = tl.where(real, top, -float("inf"))
     total = tl.where(real, total, 0.0)
     if tops is not None:
-        tl.store(tops + place, tl.max(top, 0) * LN_2)
+        has_nan = tl.max((total != total).to(tl.int32), 0) > 0
+        tl.store(tops + place, tl.where(has_nan, float("nan"), tl.max(top, 0) * LN_2))
     share = 1.0
     if sink is not None:
         weight = tl.load(sink + head).to(tl.float32) * LOG2_E
         best = tl.maximum(top, weight)
-        finite = tl.where(best == -float("inf"), 0.0, best)
+        finite = tl.where(tl.abs(best) == float("inf"), 0.0, best)
         share = tl.exp2(top - finite)
         total = total * share + tl.exp2(weight - finite)
         top = best
     inverse = share / tl.where(total > 0.0, total, 1.0)
     if rng is not None:
         inverse = inverse / (1.0 - dropout)
-    inverse = tl.where(real, inverse, 0.0)
     if lse is not None:
         levels = at(lse, sequence, start_q, head, lse_batch, lse_token, lse_head)
         tl.store(levels + row * lse_token, (top + tl.log2(total)) * LN_2, mask=row < stored)
     target = at(out, sequence, start_q, head, out_batch, out_token, out_head)
-    store_rows(target, first_row, out_token, stored, main * inverse[:, None], ROWS, 0, V_MAIN, V)
+    main = tl.where(real[:, None], main * inverse[:, None], 0.0)
+    store_rows(target, first_row, out_token, stored, main, ROWS, 0, V_MAIN, V)
     if V_REST:
-        store_rows(target, first_row, out_token, stored, rest * inverse[:, None], ROWS, V_MAIN, V_REST, V)
+        rest = tl.where(real[:, None], rest * inverse[:, None], 0.0)
+        store_rows(target, first_row, out_token, stored, rest, ROWS, V_MAIN, V_REST, V)
 
 
 def forward(

@@ -98,16 +98,18 @@ def rows_kernel(
     # Rows past the end are clamped rather than masked: their results are not stored.
     read_m = tl.minimum(m, rows - first_m - 1)
     read_n = tl.minimum(n, N - 1)
-    a_tile = a + corner * K + (read_m[:, None] * K + k[None, :])
+    # A matrix can have more than 2^31 elements. The tiles' first offsets are computed outside of the loop.
+    a_tile = a + corner * K + (read_m.to(tl.int64)[:, None] * K + k[None, :])
     b_base = base_of(b, table, group, tl.cast(N, tl.int64) * K)
     if TRANSPOSED:
-        b_tile = b_base + (k[:, None] * N + n[None, :])
+        b_tile = b_base + (k.to(tl.int64)[:, None] * N + n[None, :])
     else:
-        b_tile = b_base + (read_n[None, :] * K + k[:, None])
+        b_tile = b_base + (read_n.to(tl.int64)[None, :] * K + k[:, None])
     blocks_k = tl.cdiv(K, BLOCK_K)
     if SCALING == _BY_BLOCK:
         sa = scale_a + start.to(tl.int64) * blocks_k + first_m + read_m
-        sb = scale_b + (group * tl.cdiv(N, ROWS) + tile_n * BLOCK_N // ROWS) * blocks_k
+        row_of_scales = group.to(tl.int64) * tl.cdiv(N, ROWS) + tile_n * BLOCK_N // ROWS
+        sb = scale_b + row_of_scales * blocks_k
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for block in tl.range(0, blocks_k, num_stages=STAGES):
         if EVEN:
@@ -118,7 +120,7 @@ def rows_kernel(
             a_values = tl.load(a_tile, mask=inside[None, :], other=0.0)
             b_values = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
         if SCALING == _BY_BLOCK:
-            rescale = tl.load(sa + block * rows) * tl.load(sb + block)
+            rescale = tl.load(sa + tl.cast(block, tl.int64) * rows) * tl.load(sb + block)
             total += tl.dot(a_values, b_values) * rescale[:, None]
         else:
             total = tl.dot(a_values, b_values, total, max_num_imprecise_acc=IMPRECISE)
@@ -127,7 +129,8 @@ def rows_kernel(
     if SCALING == _BY_TENSOR:
         total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
     if bias is not None:
-        total += tl.load(bias + group * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        added = tl.load(bias + group.to(tl.int64) * N + n, mask=n < N, other=0.0)
+        total += added.to(tl.float32)[None, :]
     places = out + corner * N + (m[:, None] * N + n[None, :])
     tl.store(places, total.to(out.dtype.element_ty), mask=(m < rows - first_m)[:, None] & (n < N)[None, :])
 
@@ -187,10 +190,16 @@ def columns_kernel(
         read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
         read_k = tl.minimum(tl.arange(0, BLOCK_K), K - tile_k * BLOCK_K - 1)
         a_tile = (
-            a + corner * N + (tile_n * BLOCK_N).to(tl.int64) * depth + (read_n[:, None] * depth + m[None, :])
+            a
+            + corner * N
+            + (tile_n * BLOCK_N).to(tl.int64) * depth
+            + (read_n.to(tl.int64)[:, None] * depth + m[None, :])
         )
         b_tile = (
-            b + corner * K + (tile_k * BLOCK_K).to(tl.int64) * depth + (read_k[None, :] * depth + m[:, None])
+            b
+            + corner * K
+            + (tile_k * BLOCK_K).to(tl.int64) * depth
+            + (read_k.to(tl.int64)[None, :] * depth + m[:, None])
         )
         if SCALING == _BY_BLOCK:
             sa = scale_a + first_tile.to(tl.int64) * N + tile_n * BLOCK_N + read_n
@@ -199,8 +208,8 @@ def columns_kernel(
             a_values = tl.load(a_tile)
             b_values = tl.load(b_tile)
             if SCALING == _BY_BLOCK:
-                by_row = tl.load(sa + block * N)
-                by_column = tl.load(sb + block * K)
+                by_row = tl.load(sa + tl.cast(block, tl.int64) * N)
+                by_column = tl.load(sb + tl.cast(block, tl.int64) * K)
                 total += tl.dot(a_values, b_values) * by_row[:, None] * by_column[None, :]
             else:
                 total = tl.dot(a_values, b_values, total, max_num_imprecise_acc=IMPRECISE)
@@ -228,7 +237,7 @@ def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.conste
         inside = (first + m < rows)[:, None] & (n < N)[None, :]
         places = matrix + ((first + m).to(tl.int64)[:, None] * N + n[None, :])
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums + group * N + n, tl.sum(total, 0), mask=n < N)
+    tl.store(sums + group.to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,7 +30,8 @@ def _copy_tokens(
     """Copy cache[slot, :] = new[source, :], the features of all heads, where `real`."""
     for first in range(0, features, BLOCK):
         feature = first + tl.arange(0, BLOCK)
-        place = (feature // size) * head_stride + feature % size
+        # The heads of a transposed prompt can be more than 2^31 elements apart.
+        place = (feature // size).to(tl.int64) * head_stride + feature % size
         mask = real[:, None] & (feature < features)[None, :]
         values = tl.load(new + source[:, None] + place[None, :], mask=mask, other=0.0)
         target = cache + slot[:, None] * features + feature[None, :]
@@ -46,6 +47,7 @@ def append_kernel(
     page_table,
     cu_new,
     cu_cached,
+    blocks,
     capacity,
     page_size,
     pages,
@@ -64,9 +66,13 @@ def append_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Copy BLOCK_TOKENS new tokens of one sequence; cu_cached includes them: the first has index cached - new."""
-    sequence = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    """Copy BLOCK_TOKENS new tokens of one sequence; cu_cached includes them: the first has index cached - new.
+
+    Each sequence has `blocks` consecutive programs. One axis of the grid numbers them all, because the other axes end
+    at 65,535 programs, fewer than the blocks of a long prompt.
+    """
+    sequence = tl.program_id(0) // blocks
+    token = tl.program_id(0) % blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     begin = tl.load(cu_new + sequence)
     count = tl.load(cu_new + sequence + 1) - begin
     cached = tl.load(cu_cached + sequence + 1) - tl.load(cu_cached + sequence)
@@ -75,7 +81,8 @@ def append_kernel(
     if page_table is None:
         slot = sequence.to(tl.int64) * capacity + place
     else:
-        page = tl.load(page_table + sequence * table_stride + place // page_size, mask=real, other=0)
+        row = page_table + sequence.to(tl.int64) * table_stride
+        page = tl.load(row + place // page_size, mask=real, other=0)
         real = real & (page >= 0) & (page < pages)
         slot = page.to(tl.int64) * page_size + place % page_size
     if PACKED:
@@ -117,6 +124,7 @@ def append(
     """
     blocks = [min(triton.next_power_of_2(heads * size), 2048) for size in sizes]
     tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))
-    scalars = (capacity, page_size, pages, table_stride, heads, *sizes, *strides)
-    grid = (batch, ceil_div(longest, tokens), 1)
-    return Launch(append_kernel, grid, (), scalars, (packed, tokens, *blocks), warps=4, in_place=(2, 3))
+    per_sequence = ceil_div(longest, tokens)
+    scalars = (per_sequence, capacity, page_size, pages, table_stride, heads, *sizes, *strides)
+    grid, constants = (batch * per_sequence, 1, 1), (packed, tokens, *blocks)
+    return Launch(append_kernel, grid, (), scalars, constants, warps=4, in_place=(2, 3))

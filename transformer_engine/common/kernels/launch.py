@@ -36,6 +36,9 @@ _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT_VERSIONS = ("3.6",)
 # Programs per dimension (CUDA C++ Programming Guide, compute capabilities).
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
+# Rows, columns and strides of a matrix whose kernels compute offsets inside a tile in 32 bits: below it, the offsets of
+# 256 rows are below 2^31.
+LARGEST_EXTENT = 1 << 23
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not multiples of this
 
 

@@ -2,8 +2,8 @@
 
 Computed in float32 from logits x: scores s = softmax(x), x itself (softmax after the choice), sigmoid(x) or
 sqrt(softplus(x)). The k largest s + bias are chosen. With groups, only experts of the best groups are candidates;
-groups are ranked by the sum of their largest scores. Ties go to the lower index. Rows of experts are tiles [groups,
-experts of a group].
+groups are ranked by the sum of their largest scores. Ties go to the lower index; NaN is greater than infinity, as in
+torch. Rows of experts are tiles [groups, experts of a group].
 """
 
 from __future__ import annotations
@@ -33,7 +33,24 @@ _SQRTSOFTPLUS = tl.constexpr(SQRTSOFTPLUS)
 _BYTES = tl.constexpr(BYTES)
 _BITS = tl.constexpr(BITS)
 _NONE = tl.constexpr(1 << 30)  # above every index of an expert
+LOWEST = tl.constexpr(-(1 << 31))  # below every rank
 _LINEAR = tl.constexpr(20.0)  # above this, softplus(x) = x in float32
+
+
+@triton.jit
+def ranks(x):
+    """Return int32 ranks in the order of torch's sort: NaN above infinity, and -0 equal to 0.
+
+    Triton's floating-point maxima drop NaN.
+    """
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(rank):
+    """Return the number of a rank."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -56,7 +73,7 @@ def _softmax(x):
 @triton.jit
 def _softplus(x):
     """Return log(1 + e^x), with Kahan's quotient for the part of e^x that 1 + e^x rounds off."""
-    power = tl.exp(tl.minimum(x, _LINEAR))
+    power = tl.exp(tl.where(x > _LINEAR, _LINEAR, x))  # NaN stays NaN
     above = 1.0 + power
     exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
     return tl.where(x > _LINEAR, x, exact)
@@ -76,22 +93,23 @@ def _score(x, inside, KIND: tl.constexpr):
 
 
 @triton.jit
-def _best_groups(key, group, PLACES: tl.constexpr, KEPT: tl.constexpr):
-    """Return bool [rows, groups]: the KEPT groups with the largest sum of PLACES keys [rows, groups, experts]."""
-    expert = tl.arange(0, key.shape[2])[None, None, :] + tl.zeros_like(key).to(tl.int32)
-    total = tl.zeros([key.shape[0], key.shape[1]], tl.float32)
+def _best_groups(rank, group, groups, PLACES: tl.constexpr, KEPT: tl.constexpr):
+    """Return bool [rows, groups]: the KEPT groups with the largest sum of PLACES keys; rank [rows, groups, experts]."""
+    expert = tl.arange(0, rank.shape[2])[None, None, :] + tl.zeros_like(rank)
+    total = tl.zeros([rank.shape[0], rank.shape[1]], tl.float32)
     for _ in range(PLACES):
-        best = tl.max(key, 2)
-        total += best
-        first = tl.min(tl.where(key == best[:, :, None], expert, _NONE), 2)
-        key = tl.where(expert == first[:, :, None], float("-inf"), key)
+        best = tl.max(rank, 2)
+        total += value_of(best)
+        first = tl.min(tl.where(rank == best[:, :, None], expert, _NONE), 2)
+        rank = tl.where(expert == first[:, :, None], LOWEST, rank)
+    of_group = tl.where(group < groups, ranks(total), LOWEST)
     kept = group < 0
     for _ in range(KEPT):
-        best = tl.max(total, 1)
-        first = tl.min(tl.where((total == best[:, None]) & (kept == 0), group, _NONE), 1)
+        best = tl.max(of_group, 1)
+        first = tl.min(tl.where(of_group == best[:, None], group, _NONE), 1)
         chosen = group == first[:, None]
         kept = kept | chosen
-        total = tl.where(chosen, float("-inf"), total)
+        of_group = tl.where(chosen, LOWEST, of_group)
     return kept
 
 
@@ -138,20 +156,20 @@ def choose_kernel(
     key = score
     if bias is not None:
         key += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
-    key = tl.where(inside, key, float("-inf"))
+    rank = tl.where(inside, ranks(key), LOWEST)
     if KEPT > 0:
         numbers = group + tl.zeros([ROWS, GROUPS], tl.int32)
-        kept = _best_groups(key, numbers, GROUP_PLACES, KEPT)
-        key = tl.where(kept[:, :, None], key, float("-inf"))
+        kept = _best_groups(rank, numbers, groups, GROUP_PLACES, KEPT)
+        rank = tl.where(inside, ranks(tl.where(kept[:, :, None], key, float("-inf"))), LOWEST)
     chosen = expert < 0
     lane = tl.arange(0, WIDTH)[None, :]
     bits = tl.zeros([ROWS, WIDTH], tl.int32)
     for i in range(K):
-        best = _greatest(key)
-        first = tl.min(tl.min(tl.where((key == best) & inside & (chosen == 0), expert, experts), 2), 1)
+        best = _greatest(rank)
+        first = tl.min(tl.min(tl.where((rank == best) & inside, expert, experts), 2), 1)
         taken = (expert == first[:, None, None]) & inside
         chosen = chosen | taken
-        key = tl.where(taken, float("-inf"), key)
+        rank = tl.where(taken, LOWEST, rank)
         bits |= tl.where(lane == (first // 8)[:, None], (1 << (first % 8))[:, None], 0)
         if indices is not None:
             target = indices + token.to(tl.int64) * K + i

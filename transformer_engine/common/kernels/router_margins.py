@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .launch import Launch
-from .router import tokens_of_program
+from .router import LOWEST, ranks, tokens_of_program, value_of
 
 NONE = tl.constexpr(1 << 30)  # above every index of an expert
 
@@ -37,15 +37,12 @@ def margins_kernel(
     )
     score = 1.0 / (1.0 + tl.exp(-x))
     key = score + tl.load(bias + expert, mask=inside, other=0.0)
-    key = tl.where(inside, key, float("-inf"))
-    left = inside
+    rank = tl.where(inside, ranks(key), LOWEST)
     for _ in range(K):
-        best = tl.max(key, 1)[:, None]
-        first = tl.min(tl.where((key == best) & left, expert, NONE), 1)[:, None]
-        taken = expert == first
-        left = left & (taken == 0)
-        key = tl.where(taken, float("-inf"), key)
-    cutoff = tl.max(key, 1)[:, None]
+        best = tl.max(rank, 1)[:, None]
+        first = tl.min(tl.where(rank == best, expert, NONE), 1)[:, None]
+        rank = tl.where(expert == first, LOWEST, rank)
+    cutoff = value_of(tl.max(rank, 1))[:, None]
     lower = tl.load(bounds)
     place = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
     # NaN falls into the first bin, like values below it.

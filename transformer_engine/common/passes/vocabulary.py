@@ -50,6 +50,7 @@ Operations that only sequences of operations (`te.ops`) contribute; `Named` name
 | `to_shape` | x | x in a fixed shape | shape |
 | `to_dtype` | x | x in another dtype | dtype |
 | `alias` | x | a tensor that shares the memory of x and has no history | None |
+| `sum_values` | a, b | a + b of quantized tensors in float32, rounded to the dtype of a | None |
 | `values` | x | x, dequantized if quantized | None |
 | `quantize_values` | x | quantized tensor | `Named` quantizer |
 | `constant_scale` | x | x * constant | float |
@@ -60,7 +61,7 @@ Operations that only sequences of operations (`te.ops`) contribute; `Named` name
 | `l2_norm_backward` | dy, x, rstdev | dx | None |
 | `situ_glu` | x | y | constants |
 | `situ_glu_backward` | dy, x | dx | constants |
-| `copy` | x | a copy of x | None |
+| `copy` | x | a contiguous copy of x | None |
 | `copy_into` | x | a copy of x in a buffer of the caller | `Named` buffer |
 | `members` | matrices or vectors.. | list of one per group | None |
 | `apart` | list of one per group | matrices or vectors.. | None |

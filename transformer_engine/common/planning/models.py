@@ -190,15 +190,19 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
 def _of_config(path: Path) -> ModelShape:
     """Return the shape that a Hugging Face configuration describes."""
     try:
-        config: Mapping[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}; give a config.json of Hugging Face") from None
     if not isinstance(config, Mapping):
         raise ValueError(f"{path} holds no JSON object; give a config.json of Hugging Face")
     config = config.get("text_config", config)
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"{path} has a text_config that is not an object; give a config.json of Hugging Face"
+        )
     for name, kind in _UNSUPPORTED.items():
         value = config.get(name)
-        uniform = isinstance(value, list) and len(set(value)) < 2
+        uniform = isinstance(value, list) and all(item == value[0] for item in value)
         if value and not uniform:
             raise ValueError(
                 f"{path} has {name}={value!r}: {kind} are not simulated; give the sizes of a model with equal layers"
@@ -207,6 +211,8 @@ def _of_config(path: Path) -> ModelShape:
     for name, keys in _CONFIG_NAMES.items():
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
+            if type(value) is not int and name != "tied":
+                raise ValueError(f"{path} has {name}={value!r}, which is not a whole number; repair it")
             found[name] = value
     if not found.get("experts"):
         # A dense model's configuration may have the fields of experts.
@@ -221,7 +227,7 @@ def _of_config(path: Path) -> ModelShape:
         keys = " or ".join(_CONFIG_NAMES[missing[0]])
         raise ValueError(f"{path} has no field {keys}; add it, or give {missing[0]}")
     found.setdefault("kv_heads", found["heads"])
-    found.setdefault("head_dim", found["hidden"] // found["heads"])
+    found.setdefault("head_dim", found["hidden"] // max(found["heads"], 1))
     found.setdefault("ffn", 4 * found["hidden"])
     shape |= {name: value for name, value in found.items() if name in known}
     return ModelShape(name=config.get("model_type", path.parent.name), **shape)

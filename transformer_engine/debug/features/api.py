@@ -89,9 +89,10 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
             entries = config.pop("gemms_struct")
             _check_gemms([entry["gemm"] for entry in entries])
             for entry in entries:
-                assert "enabled" not in entry, (
-                    f"gemms_struct: the entry of {entry['gemm']} has `enabled`; set it for the whole feature"
-                )
+                if "enabled" in entry:
+                    raise AssertionError(
+                        f"gemms_struct: the entry of {entry['gemm']} has `enabled`; set it for the whole feature"
+                    )
             found = [entry for entry in entries if entry["gemm"] == gemm]
             return config | found[0] if found else None
         if "gemms" in config:
@@ -106,7 +107,8 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
 
 def _check_gemms(gemms: list[str]) -> None:
     for gemm in gemms:
-        assert gemm in GEMMS, f"gemm {gemm!r} is unknown; choose from {', '.join(GEMMS)}"
+        if gemm not in GEMMS:
+            raise AssertionError(f"gemm {gemm!r} is unknown; choose from {', '.join(GEMMS)}")
 
 
 class TEDefaultFeatures:
@@ -151,13 +153,12 @@ class TransformerEngineAPI(BaseNamespaceAPI):
 
     def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
         """Raise AssertionError for a call without the names that select its features."""
-        if api_name in _BY_GEMM:
-            assert kwargs.get("gemm") in GEMMS, (
-                f"{api_name}: gemm={kwargs.get('gemm')!r}; choose from {GEMMS}"
-            )
+        if api_name in _BY_GEMM and kwargs.get("gemm") not in GEMMS:
+            raise AssertionError(f"{api_name}: gemm={kwargs.get('gemm')!r}; choose from {GEMMS}")
         if api_name in _BY_TENSOR:
             tensor = kwargs.get("tensor_name")
-            assert tensor in TENSORS, f"{api_name}: tensor_name={tensor!r}; choose from {tuple(TENSORS)}"
+            if tensor not in TENSORS:
+                raise AssertionError(f"{api_name}: tensor_name={tensor!r}; choose from {tuple(TENSORS)}")
 
     def routing_condition(
         self, api_name: str, config: dict[str, Any], layer_name: str, feature_obj: Any, **kwargs: Any
@@ -173,9 +174,8 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         """Raise AssertionError for a result that layers cannot read."""
         if api_name in _ENABLED:
             pair = isinstance(ret, tuple) and len(ret) == 2 and (ret[1] is None or isinstance(ret[1], int))
-            assert isinstance(ret, bool) or pair, (
-                f"{api_name} returned {ret!r}; return a bool, or (bool, next step)"
-            )
+            if not (isinstance(ret, bool) or pair):
+                raise AssertionError(f"{api_name} returned {ret!r}; return a bool, or (bool, next step)")
 
     def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return whether several features may serve one call; only one of them may make an operand."""

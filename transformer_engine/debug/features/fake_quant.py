@@ -135,9 +135,11 @@ class PerTensorScaling(TEConfigAPIMapper):
         Raises:
             AssertionError: The recipe of the layer is not delayed scaling.
         """
-        assert isinstance(default_quantizer, Float8Quantizer), (
-            f"the layer quantizes {tensor_name} by {type(default_quantizer).__name__}; use the recipe DelayedScaling"
-        )
+        if not isinstance(default_quantizer, Float8Quantizer):
+            raise AssertionError(
+                f"the layer quantizes {tensor_name} by {type(default_quantizer).__name__}; use the recipe "
+                "DelayedScaling"
+            )
         columnwise = (tensor_name, gemm) in (
             ("activation", "wgrad"),
             ("weight", "dgrad"),

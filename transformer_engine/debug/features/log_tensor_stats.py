@@ -86,12 +86,13 @@ def _blockwise(stats: Sequence[Any], tensor_name: str) -> list[BlockwiseDynamicR
         if stat == _BLOCKWISE or (isinstance(stat, dict) and _BLOCKWISE in stat):
             settings = (stat[_BLOCKWISE] if isinstance(stat, dict) else None) or {}
             unknown = sorted(set(settings) - {"block_size", "dims"})
-            assert not unknown, f"{_BLOCKWISE} has no settings {unknown}; give block_size and dims"
+            if unknown:
+                raise AssertionError(f"{_BLOCKWISE} has no settings {unknown}; give block_size and dims")
             size, dims = settings.get("block_size", 32), settings.get("dims", 1)
-            assert isinstance(size, int) and size > 0, (
-                f"{_BLOCKWISE}: block_size={size!r}; give a positive number"
-            )
-            assert dims in (1, 2), f"{_BLOCKWISE}: dims={dims!r}; choose 1 (of a row) or 2 (square)"
+            if not isinstance(size, int) or size <= 0:
+                raise AssertionError(f"{_BLOCKWISE}: block_size={size!r}; give a positive number")
+            if dims not in (1, 2):
+                raise AssertionError(f"{_BLOCKWISE}: dims={dims!r}; choose 1 (of a row) or 2 (square)")
             found.append(BlockwiseDynamicRangeStat(size, dims, tensor_name in _BOTH_ORIENTATIONS))
     return found
 
@@ -101,7 +102,9 @@ def _layout(stats: Sequence[Any], tensor_name: str) -> tuple[Fields, dict[str, S
     blockwise = [str(stat) for stat in _blockwise(stats, tensor_name)]
     for stat in stats:
         known = stat in (*OF_VALUES, _BLOCKWISE) if isinstance(stat, str) else list(stat) == [_BLOCKWISE]
-        assert known, f"the statistic {stat!r} is unknown; choose from {', '.join([*OF_VALUES, _BLOCKWISE])}"
+        if not known:
+            names = ", ".join([*OF_VALUES, _BLOCKWISE])
+            raise AssertionError(f"the statistic {stat!r} is unknown; choose from {names}")
     named: dict[str, Statistic] = {
         stat: OF_VALUES[stat] for stat in stats if isinstance(stat, str) and stat in OF_VALUES
     }

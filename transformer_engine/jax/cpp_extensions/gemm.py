@@ -193,7 +193,7 @@ def grouped_gemm(
                 operand = quantizer.quantize(operand, group_sizes=group_sizes)
             # The contraction over rows reads the codes of the columns.
             columns = operand.colwise_tensor if isinstance(operand, ScaledTensor2x) else operand
-            value = columns.dequantize() if isinstance(columns, AbstractBaseTensor) else columns
+            value = _dequantized(columns)
             check_values(name, value)
             values.append(value)
         a, b = values
@@ -206,7 +206,7 @@ def grouped_gemm(
         return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
     if isinstance(rhs, ScaledTensor2x) and tuple(contracting_dims[1]) in ((1,), (-2,)):
         rhs = rhs.colwise_tensor  # the blocks of this direction are along the contracted axis
-    lhs, rhs = (x.dequantize() if isinstance(x, AbstractBaseTensor) else x for x in (lhs, rhs))
+    lhs, rhs = _dequantized(lhs), _dequantized(rhs)
     return grouped_dense(
         lhs,
         rhs,
@@ -218,6 +218,14 @@ def grouped_gemm(
         group_offset,
         quantizer_set,
     )
+
+
+def _dequantized(operand: Any) -> Any:
+    """Return the values of a quantized operand in its dq_dtype, in the original order of axes; others unchanged."""
+    one = operand.rowwise_tensor if isinstance(operand, ScaledTensor2x) else operand
+    if isinstance(one, ScaledTensor1x):
+        return one.values(one.dq_dtype)
+    return one.dequantize() if isinstance(one, AbstractBaseTensor) else one
 
 
 def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:

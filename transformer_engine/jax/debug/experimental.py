@@ -63,5 +63,5 @@ def _write(name: str, x: Any) -> None:
     facts = {"name": name, "shape": list(array.shape), "dtype": str(array.dtype)}
     for statistic in ("min", "max", "mean", "std"):  # of no element they are NaN
         facts[statistic] = float(getattr(wide, statistic)()) if wide.size else math.nan
-    Path(f"{stem}_meta.json").write_text(json.dumps(facts))
+    Path(f"{stem}_meta.json").write_text(json.dumps(facts), encoding="utf-8")
     print(f"{stem}: {facts}")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
@@ -65,6 +66,8 @@ def wrap_function_in_te_state_module(
 def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[TransformerEngineBase]:
     """Return a class for `nn.Dense(dot_general=cls())`: products of a recipe, without batch dimensions.
 
+    Instances accept the arguments of `jax.lax.dot_general`. `flax.nnx.bridge.ToNNX` converts one for `nnx.Linear`.
+
     Args:
         quantization_recipe: The recipe; None means that of `autocast`.
     """
@@ -73,17 +76,27 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
         generate_quantizer_set: Callable[..., QuantizerSet],
         x: Array,
         kernel: Array,
-        dims: Any,
+        dims: Any = None,
         precision: Any = None,
         preferred_element_type: Any = None,
+        *,
+        dimension_numbers: Any = None,
+        out_sharding: Any = None,
     ) -> Array:
-        contracting, batch = dims
+        # `dims` is the original's name, the others are those of jax.lax.dot_general, which flax.nnx passes.
+        if (dims is None) is (dimension_numbers is None):
+            raise TypeError(
+                f"dims={dims} and dimension_numbers={dimension_numbers} of dot_general; give one of them, for example "
+                "(((1,), (0,)), ((), ()))"
+            )
+        contracting, batch = dimension_numbers if dims is None else dims
         if len(batch[0]) or len(batch[1]):
             raise ValueError(
                 f"dot_general with the batch dimensions {batch}; the product has none, give ((), ())"
             )
         y = dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
-        return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
+        y = y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
     return wrap_function_in_te_state_module(te_dot_general, quantization_recipe, "dot_general")
 

@@ -1,7 +1,6 @@
 """Quantizers of matrices in groups: rows [M, K] in ragged groups, or a stack [G, *rows, *columns].
 
-One scale per tensor becomes one per group. Blocks are those of the whole matrix: a block across the boundary of two
-groups has one scale for both, and so has the second level of NVFP4 for all groups of rows.
+Every group is quantized as a separate tensor: it has its own scale, or its own blocks and second level.
 """
 
 from __future__ import annotations
@@ -10,21 +9,22 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import integer, switch
 from ..checks import check_floating, check_instance, check_sizes, check_values
+from ..code_bits import name_leaves
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..undifferentiated import constant, undifferentiated
+from .grouped_blocks import encode_rows
 from .grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together
 from .scaling_modes import ScalingMode
@@ -39,21 +39,6 @@ __all__ = [
     "group_of_rows",
     "groups_advanced_together",
 ]
-
-
-class RowAxes(NamedTuple):
-    """Manual mesh axes over which the rows of a maximum are sharded.
-
-    Attributes:
-        of_group: Axes that shard the rows of one group.
-        of_all: Axes that shard the rows of all groups.
-    """
-
-    of_group: tuple[str, ...] = ()
-    of_all: tuple[str, ...] = ()
-
-
-ALL_HERE = RowAxes()
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"])
@@ -121,7 +106,8 @@ class GroupedQuantizer:
         is_colwise: bool | None = None,
         dq_dtype: Any = None,
         flatten_axis: int = -1,
-        over: RowAxes = ALL_HERE,
+        over: tuple[str, ...] = (),
+        aligned: bool = False,
     ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
         """Return the tensor, and the absolute maximum of every group or None, without a change of state.
 
@@ -135,7 +121,8 @@ class GroupedQuantizer:
             is_colwise: Return column-wise codes; None for the layout of the quantizer.
             dq_dtype: dtype of the dequantized tensor; None for the dtype of x.
             flatten_axis: Axis at which x is flattened to a matrix.
-            over: Mesh axes over which maxima are reduced.
+            over: Manual mesh axes that shard the rows of the groups; maxima are reduced over them.
+            aligned: Whether the caller guarantees that all group_sizes are multiples of the format's block.
         """
         self._check(x, group_sizes, flatten_axis)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
@@ -148,11 +135,12 @@ class GroupedQuantizer:
                 state, axis = dataclasses.replace(state, scale=state.scale[:, None]), 0
             each: Any = jax.vmap(lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis))
             tensors, amaxes = each(x, state)
-            return _grouped(tensors, None), amaxes
+            return _stacked(tensors), amaxes
         if self.scaling_mode.is_tensor_scaling():
-            return self._rows(x, group_sizes, *options[:3], over.of_group)
-        tensor, amax = self.quantizer.encode(x, *options, over.of_all)
-        return _grouped(tensor, group_sizes), amax
+            return self._rows(x, group_sizes, *options[:3], over)
+        dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
+        directions = self._directions(is_rowwise, is_colwise)
+        return encode_rows(self.quantizer, x, group_sizes, directions, dtype, over, aligned), None
 
     def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
         """Return the quantizer of the next step; all groups advance in one operation."""
@@ -216,9 +204,7 @@ class GroupedQuantizer:
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
         """Return the quantized directions of x, with one scale per group."""
         dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
-        name = self.quantizer.checkpoint_name
-        if name is not None:
-            codes, scale, amax = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (codes, scale, amax))
+        codes, scale, amax = name_leaves((codes, scale, amax), self.quantizer.checkpoint_name)
         made = [
             GroupedScaledTensor1x(
                 one,
@@ -299,12 +285,12 @@ def _of_devices(
     return [largest.get(place, amax) for place, amax in enumerate(amaxes)]
 
 
-def _grouped(tensor: Any, group_sizes: Array | None) -> Any:
-    """Return the tensor of one quantizer, or of `vmap` over quantizers, as a grouped tensor."""
+def _stacked(tensor: Any) -> Any:
+    """Return the tensor of `vmap` over quantizers as a grouped tensor."""
     if isinstance(tensor, ScaledTensor2x):
         parts: Any = (tensor.rowwise_tensor, tensor.colwise_tensor)
-        return ScaledTensor2x(*(_grouped(part, group_sizes) for part in parts))
+        return ScaledTensor2x(*(_stacked(part) for part in parts))
     return GroupedScaledTensor1x(
-        tensor.data, tensor.scale_inv, tensor.amax, group_sizes, tensor.scaling_mode, tensor.dq_dtype,
+        tensor.data, tensor.scale_inv, tensor.amax, None, tensor.scaling_mode, tensor.dq_dtype,
         tensor.is_colwise, tensor.data_layout, tensor.flatten_axis, tensor.has_rht_applied,
     )  # fmt: skip

@@ -11,25 +11,81 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..primitives import exact
-from ..primitives.grouped_quantize import of_rows
+from ..primitives.grouped_quantize import group_of_rows, of_rows
 from .scaling_modes import ScalingMode, TensorUsage
 from .tensors import AbstractBaseTensor1x, ScaledTensor, ScaledTensor1x, ScaledTensorFactory
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Places of rows in groups in an array in which every group begins at a multiple of a block.
+
+    Attributes:
+        group: Group of every padded row, int32 [P]; G for rows of no group.
+        source: Row at every padded row, int32 [P], M for padding; None: the array has no padding.
+        place: Padded row of every row, int32 [M], P for rows after the last group; None likewise.
+    """
+
+    group: Array
+    source: Array | None = None
+    place: Array | None = None
+
+    def pad(self, x: Array) -> Array:
+        """Return the padded array of rows [M, ..]; zeros fill the padding."""
+        return x if self.source is None else jnp.take(x, self.source, 0, mode="fill", fill_value=0)
+
+    def unpad(self, x: Array) -> Array:
+        """Return the rows of a padded array [P, ..]; zeros for rows after the last group."""
+        return x if self.place is None else jnp.take(x, self.place, 0, mode="fill", fill_value=0)
+
+
+def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
+    """Return the layout of rows [M] in which the groups begin at multiples of a block.
+
+    It has P = (M // block + G) * block rows, which suffice for any sizes with a sum of at most M.
+    """
+    groups = group_sizes.shape[0]
+    sizes = group_sizes.astype(jnp.int32)
+    padded_sizes = -(-sizes // block) * block
+    group = group_of_rows(padded_sizes, (rows // block + groups) * block)
+    ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded_sizes)
+    shift = jnp.append(padded_ends - padded_sizes - ends + sizes, 0)
+    source = jnp.arange(group.shape[0], dtype=jnp.int32) - shift[group]
+    source = jnp.where(source < jnp.append(ends, 0)[group], source, rows)
+    own = group_of_rows(sizes, rows)
+    place = jnp.where(own < groups, jnp.arange(rows, dtype=jnp.int32) + shift[own], group.shape[0])
+    return RowLayout(group, source, place)
+
+
+def to_rows(values: Array, group: Array) -> Array:
+    """Return the value of each row's group, of values [G] and groups of rows; 1 for rows of no group."""
+    return jnp.append(values, jnp.ones(1, values.dtype))[group]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["data", "scale_inv", "amax", "group_sizes"],
-    meta_fields=["scaling_mode", "dq_dtype", "is_colwise", "data_layout", "flatten_axis", "has_rht_applied"],
+    meta_fields=[
+        "scaling_mode",
+        "dq_dtype",
+        "is_colwise",
+        "data_layout",
+        "flatten_axis",
+        "has_rht_applied",
+        "original_shape",
+    ],
 )
 @dataclass
 class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     """Codes and scales of one direction of all groups.
 
     Attributes:
-        data: Codes as in ScaledTensor1x; the groups are the first axis of a stack.
-        scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x.
-        amax: Absolute maxima, [G] with one scale per group.
+        data: Codes as in ScaledTensor1x; the groups are the first axis of a stack. With blocks along ragged rows, every
+            group begins at a multiple of the block, among (M // block + G) * block rows.
+        scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x, of the blocks of data.
+        amax: Absolute maxima, [G] with one scale per group, or one second-level scale per group.
         group_sizes: Rows per group, int32 [G]; None for a stack.
+        original_shape: Shape [M, K] of grouped rows; None: that of data.
         first_dims: Argument of the constructor: another name of group_sizes.
         last_dims: Argument of the constructor: group_sizes of transposed data.
 
@@ -46,12 +102,14 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     data_layout: str
     flatten_axis: int
     has_rht_applied: bool
+    original_shape: tuple[int, ...] | None
 
     def __init__(
         self, data: Array, scale_inv: Array, amax: Array, group_sizes: Array | None = None,
         scaling_mode: ScalingMode = ScalingMode.NO_SCALING, dq_dtype: Any = jnp.bfloat16, is_colwise: bool = False,
         data_layout: str = "N", flatten_axis: int = 1, has_rht_applied: bool = False, *,
         first_dims: Array | None = None, last_dims: Array | None = None,
+        original_shape: tuple[int, ...] | None = None,
     ):  # fmt: skip
         # The fields are not checked, since the leaves of a pytree may be tracers, shapes or arbitrary objects.
         ragged = first_dims if first_dims is not None else last_dims
@@ -59,6 +117,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         self.group_sizes = group_sizes if ragged is None else ragged
         self.scaling_mode, self.dq_dtype, self.is_colwise = scaling_mode, dq_dtype, is_colwise
         self.data_layout, self.flatten_axis, self.has_rht_applied = data_layout, flatten_axis, has_rht_applied
+        self.original_shape = original_shape
 
     @property
     def first_dims(self) -> Array | None:
@@ -77,6 +136,8 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape [M, K] of grouped rows, or shape of the stack, in the original order of axes."""
+        if self.original_shape is not None:
+            return self.original_shape
         if self.data_layout != "T":
             return self.data.shape
         groups = int(self.group_sizes is None)  # the groups are the first axis of a stack
@@ -101,13 +162,31 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     def dequantize(self) -> Array:
         """Return the values in dq_dtype: [M, K], or the stack."""
         if self.group_sizes is None:
-            values: Any = jax.vmap(lambda *leaves: self._one(*leaves).dequantize())
+            values: Any = jax.vmap(lambda *leaves: self._one(*leaves).values(self.dq_dtype))
             return values(self.data, self.scale_inv, self.amax)
         if not self.scaling_mode.is_tensor_scaling():
-            return self._one(self.data, self.scale_inv, self.amax).dequantize()
+            return self._rows_of_blocks(self.group_sizes)
         codes = self.codes
         scales = of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
         return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
+
+    def _rows_of_blocks(self, group_sizes: Array) -> Array:
+        """Return the values [M, K] of rows with block scales; see `grouped_blocks.encode_rows`."""
+        form = self.scaling_mode.format
+        assert form is not None
+        form = form.columnwise if self.is_colwise else form
+        assert form.block is not None
+        rows, block = self.shape[0], form.block[int(self.is_colwise)]
+        padded = rows != self.data.shape[int(self.data_layout == "T")]
+        layout = (
+            row_layout(group_sizes, rows, block) if padded else RowLayout(group_of_rows(group_sizes, rows))
+        )
+        amax = self.amax
+        if form.levels is not None and not form.row_scaled and amax.size == group_sizes.size:
+            of_rows = to_rows(amax, layout.group)
+            amax = of_rows[None, ::block] if self.is_colwise else of_rows[:, None]
+        values = self._one(self.data, self.scale_inv, amax).values(self.dq_dtype)
+        return layout.unpad(values)
 
     def _one(self, data: Array, scale_inv: Array, amax: Array) -> ScaledTensor1x:
         return ScaledTensorFactory.create_1x(

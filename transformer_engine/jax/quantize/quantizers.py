@@ -116,10 +116,14 @@ class Quantizer:
     def encode(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
         flatten_axis: int = -1, over: tuple[str, ...] = (),
+        maxima: tuple[Array | None, Array | None] = (None, None),
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
         """Return the tensor and its absolute maximum or None, without a change of state.
 
         The other arguments are those of `Quantizer.quantize`.
+
+        Args:
+            maxima: NVFP4: absolute maxima of the row-wise and column-wise direction; None: they are measured.
         """
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
@@ -127,7 +131,10 @@ class Quantizer:
         integer("flatten_axis", flatten_axis)
         spec = self.spec(*self.directions(is_rowwise, is_colwise))
         axis = positive_axis(flatten_axis, x.ndim)
-        made = primitive.quantize(x, spec, axis=axis, over=over, **self._primitive_arguments(x, axis))
+        arguments = self._primitive_arguments(x, axis)
+        if maxima[0] is not None or maxima[1] is not None:
+            arguments |= {"amax": maxima[0], "amax_t": maxima[1]}
+        made = primitive.quantize(x, spec, axis=axis, over=over, **arguments)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 

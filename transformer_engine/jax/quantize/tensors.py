@@ -10,14 +10,15 @@ import abc
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import member
 from ..checks import check_array, check_floating, check_instance
+from ..code_bits import name_leaves
 from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
@@ -147,18 +148,19 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         return Operand(codes, scale, amax, form, dtype, axis, self.has_rht_applied)
 
     def dequantize(self) -> Array:
-        """Return the values in dq_dtype, in the original order of axes."""
+        """Return the values in dq_dtype, in the order of the axes of data: transposed with data_layout "T"."""
         if self._dq_func is not None:
             return self._dq_func(self)
         operand = self.operand()
         values = dequantize(operand)
         if self.has_rht_applied:
             values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
-        return turned(values, operand.axis) if self.is_colwise or self.transposed else values
+        return turned(values, operand.axis) if self.is_colwise and not self.transposed else values
 
-    def values(self) -> Array:
-        """Return the values in float32, in the original order of axes."""
-        return replace(self, dq_dtype=jnp.dtype(jnp.float32)).dequantize()
+    def values(self, dtype: Any = jnp.float32) -> Array:
+        """Return the values in a dtype, in the original order of axes."""
+        values = replace(self, dq_dtype=jnp.dtype(dtype)).dequantize()
+        return turned(values, positive_axis(self.flatten_axis, self.ndim)) if self.transposed else values
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """Return this tensor.
@@ -191,8 +193,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     def checkpoint(self, quantizer: object) -> ScaledTensor1x:
         """Return the tensor with its leaves named for recomputation policies if the quantizer has a name."""
-        name = getattr(quantizer, "checkpoint_name", None)
-        return self if name is None else jax.tree.map(lambda leaf: checkpoint_name(leaf, name), self)
+        return name_leaves(self, getattr(quantizer, "checkpoint_name", None))
 
 
 @functools.partial(
@@ -225,6 +226,10 @@ class ScaledTensor2x(ScaledTensor):
     def dequantize(self) -> Array:
         """Return the values of the row-wise codes."""
         return self.rowwise_tensor.dequantize()
+
+    def values(self, dtype: Any = jnp.float32) -> Array:
+        """Return the values of the row-wise codes in a dtype, in the original order of axes."""
+        return self.rowwise_tensor.values(dtype)
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """Return the direction that a matrix product reads for a usage."""

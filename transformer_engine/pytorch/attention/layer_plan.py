@@ -21,6 +21,7 @@ from ..functions.attention.context_parallel.groups import ContextGroups
 from ..primitives.attention.choose import check
 from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
+from ..runtime.autograd import gradients_expected
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from ..runtime.warn_once import warn_once
@@ -57,7 +58,7 @@ class LayerKey(NamedTuple):
     Attributes:
         config: Settings of the layer.
         core: Settings of its core attention; None if the core is a module of another class.
-        gradient: torch's gradient mode.
+        gradient: torch's gradient mode, or True if the call may have a second run with gradients.
         x_shape, x_dtype, x_device: Metadata of hidden_states.
         lowered: dtype of torch.autocast.
         encoder: Metadata of encoder_output.
@@ -186,7 +187,8 @@ def check_layer_call(
         config,
         core._config if ours else None,
         ours and core.training,
-        torch.is_grad_enabled(),
+        torch.is_grad_enabled()
+        or (ours and arguments.inference_params is None and gradients_expected(core.training)),
         torch.are_deterministic_algorithms_enabled(),
         env.generation(),
         last_choice.renewed,

@@ -15,8 +15,10 @@ from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
+from ..module.shared_settings import hand_down_settings
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, eager_thread_state
+from ..quantization.checked_loading import CheckedLoading
 from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
 from .dot_product_attention import DotProductAttention
@@ -49,7 +51,7 @@ _OF_CORE = (
 
 
 @configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(CheckedLoading):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
     The other arguments are those of `DotProductAttention`, `LayerNormLinear` and `LayerNormMLP`.
@@ -170,6 +172,7 @@ class MultiheadAttention(nn.Module):
             name=child_name(name, "proj"),
             **projection,
         )
+        hand_down_settings(self, tp_size)
 
     def _create_projections(
         self,

@@ -20,7 +20,7 @@ from ..primitives.rope import (
     rope_qkv_forward,
     three_sizes,
 )
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
 from ..runtime.warn_once import warn_once
@@ -115,8 +115,10 @@ class RotaryPositionEmbedding(nn.Module):
         return 1.0 / factor
 
 
-class ApplyRope(torch.autograd.Function):
+class ApplyRope(Function):
     """Autograd shell of rope_forward and rope_backward; the angles get no gradient."""
+
+    OPERATION = "apply_rotary_pos_emb"
 
     @staticmethod
     def forward(
@@ -141,8 +143,10 @@ class ApplyRope(torch.autograd.Function):
         return grad_input, None, None, None, None
 
 
-class ApplyPackedRope(torch.autograd.Function):
+class ApplyPackedRope(Function):
     """Autograd shell of rope_qkv_forward and rope_qkv_backward; the angles get no gradient."""
+
+    OPERATION = "apply_fused_qkv_rotary_pos_emb"
 
     @staticmethod
     def forward(
@@ -177,8 +181,10 @@ class ApplyPackedRope(torch.autograd.Function):
         return grad_qkv, None, None, None, None, None, None
 
 
-class FusedRoPEFunc(torch.autograd.Function):
+class FusedRoPEFunc(Function):
     """`apply_rotary_pos_emb` as an autograd function, with positional arguments; the angles get no gradient."""
+
+    OPERATION = "apply_rotary_pos_emb"
 
     @staticmethod
     def forward(
@@ -201,8 +207,10 @@ class FusedRoPEFunc(torch.autograd.Function):
         return ApplyRope.backward(ctx, grad_output)[0], *[None] * 7
 
 
-class FusedQKVRoPEFunc(torch.autograd.Function):
+class FusedQKVRoPEFunc(Function):
     """`apply_fused_qkv_rotary_pos_emb` as an autograd function, with positional arguments."""
+
+    OPERATION = "apply_fused_qkv_rotary_pos_emb"
 
     @staticmethod
     def forward(

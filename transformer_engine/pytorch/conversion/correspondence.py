@@ -50,7 +50,9 @@ class Correspondence:
                 if ours in shapes:
                     theirs = tuple(name.format(i=number) for name in row.theirs)
                     matches.append(TensorMatch(ours, theirs, row.layout(config), shapes[ours]))
-        assert sorted(match.ours for match in matches) == sorted(shapes), family.model_type
+        unmatched = set(shapes).symmetric_difference(match.ours for match in matches)
+        if unmatched:
+            raise RuntimeError(f"the table of {family.model_type} does not match {sorted(unmatched)}")
         return Correspondence(family, tuple(matches))
 
     @property

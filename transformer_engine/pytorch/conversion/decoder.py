@@ -17,6 +17,7 @@ from ..module.layernorm import LayerNorm
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..module.rmsnorm import RMSNorm
+from ..quantization.checked_loading import CheckedLoading
 from ..runtime.device import canonical_device
 from ..transformer import TransformerLayer
 from .decoder_config import DecoderConfig, RotaryConfig
@@ -24,7 +25,7 @@ from .decoder_config import DecoderConfig, RotaryConfig
 _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
-class Decoder(nn.Module):
+class Decoder(CheckedLoading):
     """A causal language model without dropout, described by a `DecoderConfig`.
 
     Matrix products of the layers follow the active recipe. Embedding, last norm and head keep the parameters' dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class CheckpointFamily:
         head: Their name of an output head that may be tied to the embedding.
         prefix: Common prefix of their names, which some files omit.
         derived: Names of tensors that follow from the settings and are not read.
+        layers: Setting with the number of layers.
     """
 
     model_type: str
@@ -62,6 +63,24 @@ class CheckpointFamily:
     head: str = "lm_head.weight"
     prefix: str = ""
     derived: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    layers: str = "num_hidden_layers"
+
+    def stored_layers(self, names: Iterable[str], ours: bool) -> int:
+        """Number of layers of which a checkpoint has tensors.
+
+        Args:
+            names: Names of the checkpoint's tensors.
+            ours: Whether they are our names. Their names may lack the common prefix.
+        """
+        (begin,) = {
+            (row.ours if ours else row.theirs[0]).partition("{i}")[0]
+            for row in self.rows
+            if "{i}" in row.ours
+        }
+        prefix = "" if ours else self.prefix
+        pattern = re.compile(rf"(?:{re.escape(prefix)})?{re.escape(begin.removeprefix(prefix))}(\d+)\.")
+        found = (pattern.match(name) for name in names)
+        return len({match[1] for match in found if match is not None})
 
 
 _OURS = "layers.{i}."
@@ -226,6 +245,7 @@ FAMILIES = {
             ),
             prefix="transformer.",
             derived=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),
+            layers="n_layer",
         ),
         CheckpointFamily("llama", _llama_settings, LLAMA_ROWS),
         CheckpointFamily("mistral", _mistral_settings, LLAMA_ROWS),

@@ -62,6 +62,7 @@ class Checkpoint:
         ours = (folder / OURS).is_file()
         if not ours and not (folder / THEIRS).is_file():
             raise ValueError(f"{folder} holds neither {THEIRS} nor {OURS}; give the folder of a checkpoint")
+        shards = Shards.open(folder)
         if ours:
             path = folder / OURS
             content = read_json(path)
@@ -71,17 +72,15 @@ class Checkpoint:
                 raise ValueError(
                     f"{path} is not of format {FORMAT}, with config and decoder; convert the checkpoint again"
                 )
-            config = family_named(settings.get("model_type")).settings(Settings(settings, str(path)))
+            config = _checked_config(Settings(settings, str(path)), shards, ours)
             if DecoderConfig.read(decoder, str(path)) != config:
                 raise ValueError(
                     f"{path}: its decoder is not the one of its config; convert the checkpoint again"
                 )
         else:
             settings = read_json(folder / THEIRS)
-            family = family_named(settings.get("model_type"))
-            config = family.settings(Settings(settings, str(folder / THEIRS)))
+            config = _checked_config(Settings(settings, str(folder / THEIRS)), shards, ours)
         correspondence = Correspondence.of(family_named(settings.get("model_type")), config)
-        shards = Shards.open(folder)
         if ours:
             names = {name: name for name in shards.files if not name.endswith(EXTRA_STATE)}
         else:
@@ -128,6 +127,29 @@ class Checkpoint:
 
     def source(self) -> dict[str, Any]:
         return {"family": self.correspondence.family.model_type, "config": self.settings}
+
+
+def _checked_config(settings: Settings, shards: Shards, ours: bool) -> DecoderConfig:
+    """Convert settings to a config; raise ValueError for sizes that the stored tensors cannot have.
+
+    The config's sizes determine the time and memory of all further steps.
+    """
+    family = family_named(settings.content.get("model_type"))
+    layers, stored = settings.integer(family.layers), family.stored_layers(shards.files, ours)
+    remedy = "take the config.json that belongs to the weights"
+    if layers != stored:
+        raise ValueError(
+            f"{settings.source}: {family.layers}={layers}, but the weights have {stored} layers; {remedy}"
+        )
+    config = family.settings(settings)
+    longest = max((max(shards.described(name).shape, default=1) for name in shards.files), default=1)
+    for name in ("vocabulary", "hidden", "feed_forward", "heads", "groups", "head_size"):
+        if getattr(config, name) > longest:
+            raise ValueError(
+                f"{settings.source}: {name}={getattr(config, name)}, but no dimension of the weights exceeds "
+                f"{longest}; {remedy}"
+            )
+    return config
 
 
 def load_model(

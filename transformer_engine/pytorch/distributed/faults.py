@@ -159,6 +159,8 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         "tp_size": parallel.size,
         "ub flags": tuple(parallel.overlap),
     }
+    if parallel.layer is not None:
+        settings |= parallel.layer.shared_settings()
     if torch._C._current_graph_task_id() == _OUTSIDE:
         state = current()
         settings["recipe"] = state.recipe if state.enabled else None

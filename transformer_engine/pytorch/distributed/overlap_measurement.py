@@ -16,15 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...common import env
-from ..runtime.warn_once import warn_once
+from ...common.store import Store
 from .overlapped_rows import GatheredRows, PeerBuffers, ScatteredRows
 
 _WIDTH = 4096  # of the multiplied rows
 _SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
 _REPEATS = 8
 _NEVER = -1
-_VERSION = 2  # of the measurement, part of the file's name
+_VERSION = 3  # of the measurement, part of the key
+MEASUREMENTS = Store(
+    "overlap",
+    b"TEOVERL1",
+    "measurements of overlap",
+    logger="transformer_engine.overlap",
+    remedy="set TE_CACHE_DIR",
+)
 
 
 class Thresholds(NamedTuple):
@@ -47,38 +53,23 @@ def thresholds_of(buffers: PeerBuffers, group: Any, device: torch.device) -> Thr
     dist.broadcast_object_list(found, group_src=0, group=group)
     if found[0] is None:
         found[0] = _measured(buffers, group, device)
-        if buffers.rank == 0:
-            _store(path, found[0])
+        if buffers.rank == 0 and path is not None:
+            MEASUREMENTS.write(path, json.dumps(found[0]).encode())
     return Thresholds(*[None if size == _NEVER else size for size in found[0]])
 
 
-def _path(buffers: PeerBuffers, device: torch.device) -> Path:
+def _path(buffers: PeerBuffers, device: torch.device) -> Path | None:
     largest = buffers.capacity.bit_length()  # sizes above it are not measured
     name = (
         f"{torch.cuda.get_device_name(device)} {buffers.ranks} {largest} torch {torch.__version__} {_VERSION}"
     )
-    return env.cache_file("overlap", name)
+    return MEASUREMENTS.path_of(name)
 
 
-def _stored(path: Path) -> list[int] | None:
-    """Return the sizes in a file, or None if the file is missing or invalid."""
-    try:
-        sizes = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    valid = isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int for size in sizes)
-    return sizes if valid else None
-
-
-def _store(path: Path, sizes: list[int]) -> None:
-    """Write the sizes; warn once if the cache folder cannot be written."""
-    try:
-        env.replace_text(path, json.dumps(sizes))
-    except OSError as error:
-        warn_once(
-            "overlap measurement",
-            f"the measurement of overlap is not kept: {error}; set TE_CACHE_DIR to a folder",
-        )
+def _stored(path: Path | None) -> list[int] | None:
+    """Return the sizes in a file, or None if there is none."""
+    content = None if path is None else MEASUREMENTS.read(path)
+    return None if content is None else json.loads(content)
 
 
 def _measured(buffers: PeerBuffers, group: Any, device: torch.device) -> list[int]:

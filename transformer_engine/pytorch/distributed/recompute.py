@@ -6,6 +6,8 @@ state does the following:
 
 * In the first run, it records amaxes as usual and copies its scales to the autograd node of the checkpoint.
 * In the second run (`in_fp8_activation_recompute_phase()`), it quantizes with those scales and records no amaxes.
+
+torch.utils.checkpoint marks its runs too (`torch_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from ...common.checks import function_or_none, one_of
 from ...common.formats import ceil_div
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
-from ..quantization.autocast import here, reinstate, snapshot
-from ..quantization.recompute_states import ReplayStates, marked_by_hand, running
+from ..quantization.autocast import AutocastState, here
+from ..quantization.recompute_states import SecondRun, marked_by_hand, running
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable
@@ -34,8 +36,12 @@ from ..runtime.warn_once import warn_once
 from ..tensor.quantized_tensor import QuantizedTensor
 from .collectives import gather_along_first_dim, rank, world_size
 from .rng import CudaRNGStatesTracker, RngSnapshot
+from .torch_checkpoint import extend_torch_checkpoint
 
 _PACKAGE = __name__.split(".", 1)[0] + "."
+Contexts = tuple[AbstractContextManager, AbstractContextManager]
+
+extend_torch_checkpoint()
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -66,10 +72,45 @@ class activation_recompute_forward(running):
         super().__init__(marked_by_hand, recompute_phase, marked)
 
 
-def get_activation_recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def get_activation_recompute_contexts() -> Contexts:
     """Return the contexts of the two runs of a checkpoint, for `context_fn` of torch.utils.checkpoint."""
-    replay = _SecondRun(None)
-    return running(replay.states, False), replay
+    second_run = SecondRun()
+    again = _JoinedContexts(_RestoredRandomStates(None), second_run)
+    return running(second_run.states, False), again
+
+
+def state_without_gradients(
+    kind: str, before: AutocastState | None, state: AutocastState
+) -> AutocastState | None:
+    """Autocast state of a module's last call without gradients, which may be the first run of a checkpoint.
+
+    Reentrant checkpoints of other libraries than torch run a function without gradients first, and again in the
+    backward pass, under the autocast that is active at that time.
+
+    Args:
+        kind: Class name of the module, for messages.
+        before: Result for the module's previous call.
+        state: Autocast state of this call.
+
+    Raises:
+        RuntimeError: The call repeats a first run under another recipe: the gradients would be of another function.
+    """
+    in_backward_pass = torch._C._current_graph_task_id() != -1
+    if not torch.is_grad_enabled() and not in_backward_pass:
+        return state
+    if before is None or before is state or not in_backward_pass or here().recomputing:
+        return before
+    if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
+        return before
+    checkpoint = type(torch._C._current_autograd_node()).__name__
+    if "Checkpoint" not in checkpoint:
+        return before
+    first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
+    raise RuntimeError(
+        f"{checkpoint} runs {kind} again under {second}, its first run was under {first}: the gradients would be of "
+        "another function; use torch.utils.checkpoint or transformer_engine.pytorch.checkpoint, which repeat the "
+        "autocast, or, with a recipe without history, enter autocast inside of the function"
+    )
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
@@ -90,7 +131,7 @@ def checkpoint(
     get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None = None,
     tp_group: dist_group_type | None = None,
     use_reentrant: bool = True,
-    context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]] = noop_context_fn,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     **kwargs: Any,
@@ -138,11 +179,14 @@ def checkpoint(
         return function(*args, **kwargs)
     if not use_reentrant:
         one_of("determinism_check", determinism_check, ("default", "none"))
+        if torch.compiler.is_compiling() and context_fn is noop_context_fn and get_rng_state_tracker is None:
+            # The compiler traces no other settings; its graphs restore random states.
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         return torch_checkpoint(
             function,
             *args,
             use_reentrant=False,
-            context_fn=lambda: _both_runs(function, context_fn, get_rng_state_tracker),
+            context_fn=lambda: _with_random_states(function, context_fn, get_rng_state_tracker),
             determinism_check=determinism_check,
             debug=debug,
             **kwargs,
@@ -167,17 +211,19 @@ def checkpoint(
     return pytree.tree_unflatten(list(outputs), region.output_structure)  # pyright: ignore[reportArgumentType]
 
 
-def _both_runs(
+def _with_random_states(
     function: Callable[..., Any],
-    context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]],
+    context_fn: Callable[[], Contexts],
     get_tracker: Callable[[], CudaRNGStatesTracker] | None,
-) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the first and the second run of a checkpoint that is not reentrant."""
+) -> Contexts:
+    """Contexts of both runs for torch's checkpoint; the second run has the random states of the first.
+
+    torch saves states of the devices of positional arguments only, and none of trackers.
+    """
     first, second = context_fn()
     if get_tracker is None and not has_te_modules(function):
         return first, second
-    replay = _SecondRun(get_tracker)
-    return _JoinedContexts(first, running(replay.states, False)), _JoinedContexts(second, replay)
+    return first, _JoinedContexts(second, _RestoredRandomStates(get_tracker))
 
 
 class _JoinedContexts(AbstractContextManager):
@@ -197,29 +243,20 @@ class _JoinedContexts(AbstractContextManager):
         return self._entered.pop().__exit__(*exception)
 
 
-class _SecondRun(AbstractContextManager):
-    """The context of the second run: random states and autocast of the first run, and the phase.
-
-    Args:
-        states: Scales that modules used in the first run; the autograd node that holds this object owns them.
-    """
+class _RestoredRandomStates(AbstractContextManager):
+    """The random states of this object's creation, as a context that may be entered repeatedly."""
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None):
-        self.states = ReplayStates()
-        self._rng = RngSnapshot(get_tracker)
-        self._moment = snapshot()
-        self._stacks: list[ExitStack] = []
+        self._snapshot = RngSnapshot(get_tracker)
+        self._entered: list[AbstractContextManager] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._rng.replay())
-            stack.callback(reinstate, snapshot())
-            reinstate(self._moment)
-            stack.enter_context(running(self.states, True))
-            self._stacks.append(stack.pop_all())
+        replay = self._snapshot.replay()
+        replay.__enter__()
+        self._entered.append(replay)
 
-    def __exit__(self, *exception: object) -> None:
-        self._stacks.pop().close()
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
 
 
 class _Shard(NamedTuple):
@@ -238,7 +275,7 @@ class _Region:
         structure: pytree.TreeSpec,
         shard: _Shard | None,
         get_tracker: Callable[[], CudaRNGStatesTracker] | None,
-        contexts: tuple[AbstractContextManager, AbstractContextManager],
+        contexts: Contexts,
     ):
         self.function = function
         self.contexts = contexts
@@ -247,7 +284,8 @@ class _Region:
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.output_structure: pytree.TreeSpec | None = None
-        self.replay = _SecondRun(get_tracker)
+        self.random_states = _RestoredRandomStates(get_tracker)
+        self.second_run = SecondRun()
         cache = torch.is_autocast_cache_enabled()
         self.torch_autocast = [  # arguments of torch.autocast, for the second run
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache)
@@ -294,7 +332,7 @@ def _share(elements: Tensor, group: dist_group_type | None) -> Tensor:
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, region, anchor, *tensors):
-        with torch.no_grad(), running(region.replay.states, False), region.contexts[0]:
+        with torch.no_grad(), running(region.second_run.states, False), region.contexts[0]:
             outputs = region.run(tensors)
         ctx.region = region
         ctx.set_materialize_grads(False)
@@ -323,7 +361,10 @@ class _Checkpoint(torch.autograd.Function):
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(kept, ctx.wanted, strict=True)
         )
         torch_autocast = _JoinedContexts(*(torch.autocast(*state) for state in region.torch_autocast))
-        with torch.enable_grad(), region.replay, torch_autocast, region.contexts[1]:
+        restored = _JoinedContexts(
+            region.random_states, region.second_run, torch_autocast, region.contexts[1]
+        )
+        with torch.enable_grad(), restored:
             outputs = region.run(tensors)
         roots = [
             (output, grad)

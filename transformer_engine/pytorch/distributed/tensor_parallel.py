@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ class TensorParallel:
         sequence: Activations outside the pair of layers are sharded along their first dimension.
         symmetric: Algorithm over symmetric memory that sums the output of a row-parallel layer.
         overlap: Collectives that overlap with their products, with sequence parallelism.
+        layer: The layer's config, whose `shared_settings()` all ranks must have in common.
     """
 
     mode: str | None = None
@@ -95,6 +96,7 @@ class TensorParallel:
     sequence: bool = False
     symmetric: str | None = None
     overlap: Overlap = NO_OVERLAP
+    layer: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         one_of("parallel_mode", self.mode, GemmParallelModes)

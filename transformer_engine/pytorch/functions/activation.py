@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from torch import Tensor
-from torch.autograd import Function
 
 from ..primitives.activation import (
     DEFAULT_PARAMS,
@@ -14,6 +13,7 @@ from ..primitives.activation import (
     activation_forward,
     reference,
 )
+from ..runtime.autograd import Function
 from ..runtime.double_backward import is_recorded, replayed
 
 
@@ -23,6 +23,8 @@ def activation(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) 
 
 
 class _Activation(Function):
+    OPERATION = "an activation"
+
     @staticmethod
     def forward(ctx, x, name, params):
         ctx.save_for_backward(x)

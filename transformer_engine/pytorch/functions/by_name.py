@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.column_sums import column_sums
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..runtime.replaceable import ReplaceableFunction
 from ..runtime.tracing import result_in
@@ -32,9 +33,14 @@ def provide_extensions(load: Callable[[], Any]) -> None:
     _extensions[:] = [load]
 
 
+def extension(name: str) -> Any:
+    """Return a name of `cpp_extensions`."""
+    return getattr(_extensions[0](), name)
+
+
 def general_gemm(*args: Any, **kwargs: Any) -> Any:
     """Call `cpp_extensions.general_gemm`."""
-    return _extensions[0]().general_gemm(*args, **kwargs)
+    return extension("general_gemm")(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def _dtypes(weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dty
     return weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
-class LinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
+class LinearByName(Function, metaclass=ReplaceableFunction):
     """y [.., N] of Linear. ctx is None where no gradient is recorded."""
 
     @staticmethod
@@ -122,7 +128,7 @@ class LinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
         return grads.weight, dx, grads.bias, None, None
 
 
-class LayerNormLinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
+class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
     """y [.., N], or (y, norm(x)), of LayerNormLinear. ctx is None where no gradient is recorded."""
 
     @staticmethod
@@ -157,7 +163,7 @@ class LayerNormLinearByName(torch.autograd.Function, metaclass=ReplaceableFuncti
         return dx.view(ctx.shape), dgamma, dbeta, grads.weight, grads.bias, None, None
 
 
-class GroupedLinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
+class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
     """y [sum M_i, N] of GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
 
     @staticmethod

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from ...common.operation_settings import Labels
@@ -21,6 +20,7 @@ from ..primitives.cross_entropy import (
     cross_entropy_losses,
     cross_entropy_statistics,
 )
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 
 _MAX_NODES = 8  # autograd nodes to follow

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..primitives.column_sums import column_sums
 from ..primitives.dropout import (
@@ -16,6 +15,7 @@ from ..primitives.dropout import (
     dropout_backward,
     dropout_forward,
 )
+from ..runtime.autograd import Function
 from ..runtime.double_backward import is_recorded, transposed
 from ..runtime.tracing import export_mode
 from ..tensor.storage.quantized_tensor_storage import plain_values
@@ -49,6 +49,8 @@ def _check_export(p: float) -> None:
 
 
 class _Dropout(Function):
+    OPERATION = "dropout"
+
     @staticmethod
     def forward(ctx, x, seed, p):
         y, mask = dropout_forward(plain_values(x), p, seed=seed)
@@ -63,6 +65,8 @@ class _Dropout(Function):
 
 
 class _BiasDropoutAdd(Function):
+    OPERATION = "dropout"
+
     @staticmethod
     def forward(ctx, x, bias, residual, seed, p):
         y, mask = bias_dropout_add_forward(plain_values(x), bias, plain_values(residual), p, seed=seed)
@@ -79,6 +83,8 @@ class _BiasDropoutAdd(Function):
 
 
 class _BiasAdd(Function):
+    OPERATION = "a residual sum"
+
     @staticmethod
     def forward(ctx, x, bias, residual):
         ctx.bias_dtype = bias.dtype

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..distributed.common_scale import payload_with_common_scale
 from ..distributed.expert_parallel import ExpertRouting, Wire, exchange
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer

@@ -164,6 +164,11 @@ class StackMember:
         self._index = index
 
     @property
+    def position(self) -> tuple[Any, int]:
+        """The stack and the index in it, which identify the member."""
+        return self.whole, self._index
+
+    @property
     def shape(self) -> torch.Size:
         return self.whole.shape[1:]
 

@@ -30,7 +30,7 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import row_sums
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
@@ -56,7 +56,7 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _apply(x, call, len(weights), *weights, *(biases or ()))
-    return infer(call, _inputs(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
+    return infer("GroupedLinear", call, _inputs(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
 
 
 def _inputs(
@@ -67,7 +67,7 @@ def _inputs(
     return x, weights[0] if spec.stacked_weight else list(weights), bias
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
@@ -245,7 +245,10 @@ def _inspect(env: Environment, s: Inspection, y: Tensor) -> tuple[Tensor]:
 def _stacked_weight_gradients(
     call: GroupedCall, groups: Groups, dy: GroupedColumns, x: GroupedColumns, dtype: torch.dtype
 ) -> Any:
-    """dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad."""
+    """Compute dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad.
+
+    A main_grad that several groups share receives the sum of their gradients.
+    """
     exact = call.groups[0].accumulation.grad_weight
     n, k = call.spec.extents
     if not call.groups[0].weight_gradient.fused:
@@ -254,22 +257,24 @@ def _stacked_weight_gradients(
         return stack if call.spec.stacked_weight else list(stack.unbind(0))
     gradients = [group.weight_gradient for group in call.groups]
     results = [main_grad_of(gradient.parameter) for gradient in gradients]
-    overwritten = [
-        gradient.overwrite or getattr(gradient.parameter, "overwrite_main_grad", False)
-        for gradient in gradients
-    ]
+    overwritten = [gradient.begins_accumulation() for gradient in gradients]
     overwrite = all(overwritten)
     if not overwrite:
         for result, starts_anew in zip(results, overwritten, strict=True):
             if starts_anew:
                 result.zero_()
-    if irregular(results) is None:
+    # A launch writes all results at once, so that groups with one main_grad would overwrite each other.
+    separate = len({result.data_ptr() for result in results}) == len(results)
+    if separate and irregular(results) is None:
         product_of_columns(dy, x, groups, (n, k), results, accumulate=not overwrite, exact=exact)
     else:
         stack = torch.empty(groups.count, n, k, dtype=results[0].dtype, device=dy.codes.device)
         product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
+        written: set[int] = set()
         for result, gradient in zip(results, stack.unbind(0), strict=True):
-            result.copy_(gradient) if overwrite else result.add_(gradient)
+            first = overwrite and result.data_ptr() not in written
+            result.copy_(gradient) if first else result.add_(gradient)
+            written.add(result.data_ptr())
     if call.spec.stacked_weight:
         return stacked_gradient((), gradients[0])
     return [gradient._placeholder(dtype) for gradient in gradients]

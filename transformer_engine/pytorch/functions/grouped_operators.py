@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..quantization.delayed_scaling import scale_snapshot
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantizer import Calibrating, Quantizer
@@ -287,7 +288,7 @@ def backward_in_graph(
     return gradients
 
 
-class TracedGroups(torch.autograd.Function):
+class TracedGroups(Function):
     """One traced call as an autograd function: apply(x, rows, key, states, update, *tensors)."""
 
     @staticmethod

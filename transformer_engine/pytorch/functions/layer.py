@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
+from ..runtime.autograd import check_transforms
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -26,8 +27,9 @@ from .saving import pack, save, take_saved_before_transfer, unpack
 from .steps import leading_shape
 
 
-def infer(spec: LayerSpec, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the forward pass without saving; return its results."""
+def infer(operation: str, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Run the forward pass without saving; return its results. `operation` is the name of the layer in messages."""
+    check_transforms(operation, tensors)
     if spec.compiled is not None:
         return spec.compiled.forward([*tensors], spec, spec.beside)[0]
     return _run_forward(spec, spec.passes.inference, tensors)[0]

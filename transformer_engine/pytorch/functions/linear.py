@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier
 from .layer import backward_of_layer, forward_of, infer
 from .layer_passes import LayerPasses, layer_passes, linear_facts, linear_fusions
 from .linear_spec import LINEAR, LinearSpec, changed
@@ -25,10 +24,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
         spec = changed(spec, passes=passes_of(spec, bias is not None))
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
-    return infer(spec, (x, weight, bias))[0]
+    return infer("Linear", spec, (x, weight, bias))[0]
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
         dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)

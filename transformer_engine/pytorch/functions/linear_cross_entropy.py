@@ -17,11 +17,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ...common.operation_settings import Labels
 from ..primitives.cross_entropy import cross_entropy_rescaled
 from ..primitives.gemm import Epilogue, gemm, plain
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from .cross_entropy import CrossEntropy, counted, is_needed_again, row_losses
 from .head_gradients import HeadGradients, RowFacts, whole_tiles

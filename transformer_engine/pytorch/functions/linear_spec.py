@@ -88,6 +88,8 @@ class LinearSpec(LayerSpec):
         gather_input: How the input is gathered where its rows are sharded; see `LinearFacts`.
         gather_gradient: How the gradient of the output is gathered where its rows are sharded.
         inspector: Reads or replaces results of the products; None by default.
+        may_run_again: No gradients are recorded, but a second run of the call may record them: kernels are those of a
+            call with gradients where others round differently.
     """
 
     dtype: torch.dtype
@@ -111,6 +113,7 @@ class LinearSpec(LayerSpec):
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
     inspector: Inspector | None = None
+    may_run_again: bool = False
 
     def linears(self) -> dict[str, LinearSpec]:
         return {LINEAR: self}
@@ -144,7 +147,9 @@ Spec = TypeVar("Spec")
 def changed(spec: Spec, **fields: Any) -> Spec:
     """Return `dataclasses.replace` of a frozen spec in 1 us instead of 10, traced in 20 ms instead of 150."""
     if torch.compiler.is_compiling():
-        return type(spec)(**{**spec.__dict__, **fields})
+        # torch 2.11 does not trace the __dict__ of a frozen dataclass.
+        names = type(spec).__dataclass_fields__
+        return type(spec)(**{**{name: getattr(spec, name) for name in names}, **fields})
     made = object.__new__(type(spec))
     made.__dict__.update({**spec.__dict__, **fields})
     return made

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from ..runtime.autograd import Function, check_transforms, without_autocast
 from ..runtime.double_backward import is_recorded, replayed
 from ..runtime.tracing import result_in
 from ..tensor.storage.quantized_tensor_storage import plain_values
@@ -19,9 +19,11 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
     """
     if torch.is_grad_enabled():
         return _Normalize.apply(x, gamma, beta, norm)  # pyright: ignore[reportReturnType]
+    check_transforms(_Normalize.OPERATION, x, gamma, beta)
     return normalize_forward(x, gamma, beta, norm)[0]
 
 
+@without_autocast
 def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
 ) -> tuple[Tensor, NormStatistics]:
@@ -49,6 +51,8 @@ def normalize_backward(
 
 
 class _Normalize(Function):
+    OPERATION = "a norm"
+
     @staticmethod
     def forward(ctx, x, gamma, beta, norm):
         y, statistics = normalize_forward(x, gamma, beta, norm)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...common.passes.norm_linear import ACTIVATION, NORM
@@ -17,7 +16,7 @@ from ...common.passes.rules import (
     CODES_FROM_PRODUCER,
 )
 from ..primitives.activation import ActivationParams
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier
 from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradient, norm_output
 from .layer import backward_of_layer, forward_of, gradients_of, infer
 from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
@@ -76,13 +75,13 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = infer(spec, (x, gamma, beta, weight, bias))
+        y, norm_output, *_ = infer("LayerNormLinear", spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _norm_linear(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
-class _NormLinear(torch.autograd.Function):
+class _NormLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -197,7 +196,7 @@ class NormMLPTensors(NamedTuple):
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = infer(spec, tensors)
+        y, norm_output, *_ = infer("LayerNormMLP", spec, tensors)
         return y, norm_output
     outputs = _norm_mlp(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -227,14 +226,14 @@ def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     return gradients_of(spec, passes, given, ctx.dtypes, ctx.input_shape)
 
 
-class _NormMLP(torch.autograd.Function):
+class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
         fc1, fc2 = tensors[3].dtype, tensors[5].dtype
         dtypes = ((fc1, fc1), (fc2, fc2))
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
-            y, norm_output = infer(spec, tensors)
+            y, norm_output = infer("LayerNormMLP", spec, tensors)
             save(ctx, (*tensors, *states), (), spec.scale_update)
             ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape
         else:

@@ -61,10 +61,13 @@ class Norm:
         return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
-        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
+        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(dx, dgamma, dbeta)"""
+        """(dx + add, dgamma, dbeta); an RMSNorm rounds the sum once, a LayerNorm rounds dx first."""
         if statistics.mean is not None:
-            return layernorm_backward(dy, x, statistics.mean, statistics.rstdev, gamma, self.zero_centered)
-        dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered)
+            dx, dgamma, dbeta = layernorm_backward(
+                dy, x, statistics.mean, statistics.rstdev, gamma, self.zero_centered
+            )
+            return dx if add is None else dx + add, dgamma, dbeta
+        dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered, add)
         return dx, dgamma, None

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ...common.numbers import with_article
 from ..primitives.grouped_gemm.groups import on_device
 from ..primitives.operand import COLS
 from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
 from ..primitives.quantize import Quantized
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
 from ..tensor.storage.block_scaled import BlockScaledStorage

@@ -23,9 +23,11 @@ def check_row_count(numbers: list[int], rows: int) -> None:
 
 
 def check_experts(least: int | None) -> None:
-    """Raise ValueError if the lowest expert index is negative."""
-    if least is not None and least < 0:
-        raise ValueError(f"routing_map holds expert {least}; by index give experts 0, 1, ... of each token")
+    """Raise ValueError if the lowest expert index is below -1."""
+    if least is not None and least < -1:
+        raise ValueError(
+            f"routing_map holds expert {least}; by index give experts 0, 1, ... of each token, -1 for a dropped route"
+        )
 
 
 def check_last_row(last: int | None, rows: int) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier, check_transforms
 
 # The tensors of a memory plan share storages, too.
 _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -22,6 +22,7 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
     if torch.compiler.is_compiling() or any(type(piece) not in _NATIVE for piece in (*weights, *biases)):
         return torch.cat(list(weights)), torch.cat(list(biases)) if biases else None
     if not torch.is_grad_enabled():
+        check_transforms(_JoinPieces.OPERATION, weights, biases)
         return _joined(weights), _joined(biases) if biases else None
     return _applied(len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
 
@@ -42,7 +43,9 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-class _JoinPieces(torch.autograd.Function):
+class _JoinPieces(Function):
+    OPERATION = "a layer with split parameters"
+
     @staticmethod
     def forward(ctx, weights, *pieces):
         parts = pieces[:weights], pieces[weights:]

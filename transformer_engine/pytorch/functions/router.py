@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..primitives.router import balance_loss, choose, choose_backward
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 
 

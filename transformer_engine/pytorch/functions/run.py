@@ -19,6 +19,7 @@ from ...common.passes.step import Pass
 from ...common.passes.vocabulary import CastSettings
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
+from ..runtime.autograd import without_autocast
 from .linear_spec import Environment
 from .saving import wait_for_saved
 from .steps import OPERATIONS
@@ -169,6 +170,7 @@ def schedule_of(pass_: Pass) -> Schedule:
 watchers: list[Callable[[Pass, int, tuple[Any, ...]], None]] = []
 
 
+@without_autocast
 def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[Any], list[Any]]:
     """Run a pass.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import deferred_waits, save_deferred, tensors_of, wait_for
+from ..offload.marks import countable, deferred_waits, save_deferred, tensors_of, wait_for
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
@@ -28,6 +28,7 @@ Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
 _VALUES = True  # the form of a tensor that is saved without a conversion
 _AS_VALUES = (Tensor, Symbol)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def save(
@@ -43,6 +44,8 @@ def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Call save_for_backward, for a backward pass that may unpack the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
         tensors = [save_deferred(tensor) for tensor in tensors]
+    elif offloading.caches and not torch.compiler.is_compiling() and _hooks_on_saved(False) is not None:
+        tensors = [countable(tensor) for tensor in tensors]
     ctx.save_for_backward(*tensors)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.autograd import Function
 
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, reduce_scatter_along_first_dim
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.autograd import Function
 
 from ..primitives.softmax import reference, scaled_softmax_backward, scaled_softmax_forward
+from ..runtime.autograd import Function
 from ..runtime.double_backward import is_recorded
 
 
@@ -15,6 +15,8 @@ def scaled_softmax(x: Tensor, scale: float, mask: Tensor | None = None, causal: 
 
 
 class _ScaledSoftmax(Function):
+    OPERATION = "a scaled softmax"
+
     @staticmethod
     def forward(ctx, x, scale, mask, causal):
         y = scaled_softmax_forward(x, scale, mask=mask, causal=causal)

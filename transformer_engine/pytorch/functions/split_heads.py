@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier
 from ..runtime.double_backward import is_recorded
 from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 
@@ -64,7 +64,9 @@ def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((dq, dk.unsqueeze(axis), dv.unsqueeze(axis)), dim=axis).flatten(-3)
 
 
-class _SplitHeads(torch.autograd.Function):
+class _SplitHeads(Function):
+    OPERATION = "a layer with heads"
+
     @staticmethod
     def forward(ctx, x, queries, groups, size, interleaved):
         ctx.interleaved = interleaved
@@ -87,7 +89,7 @@ class _SplitHeads(torch.autograd.Function):
 _apply = applier(_SplitHeads)
 
 
-class SplitAlongDim(torch.autograd.Function):
+class SplitAlongDim(Function):
     """apply(x, dim, size or sizes, squeeze=False): split a tensor along a dimension, which is removed with `squeeze`.
 
     Gradients are joined without a copy if they are adjacent in memory.

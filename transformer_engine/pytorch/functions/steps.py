@@ -102,13 +102,20 @@ def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
 
 
 def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
-    """Return values with a contiguous axis. The gradient of a sum has none, and each reader would copy it."""
+    """Values in their own shape that are a matrix with a contiguous axis.
+
+    The gradient of a sum has no contiguous axis, and each reader would copy it.
+    """
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     if x.is_contiguous():
         return (x,)
-    x = as_matrix(x)
-    return (x if MatrixLayout.of(x.shape, x.stride()).stride else x.contiguous(),)
+    matrix = as_matrix(x)
+    if not MatrixLayout.of(matrix.shape, matrix.stride()).stride:
+        matrix = matrix.contiguous()
+    if not matrix.is_contiguous():
+        return (x,)  # readers see the matrix as a view of x
+    return (result_in(matrix, x.shape),)
 
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
@@ -144,7 +151,8 @@ def _product(
         return (gemm(left, right, Epilogue(out.dtype, bias, out, True, exact)),)
     epilogue = Epilogue(spec.dtype, bias=bias, exact=exact)
     if s.activation == "gelu":
-        return gemm_gelu(left, right, epilogue, s.keeps)
+        y, x = gemm_gelu(left, right, epilogue, s.keeps or spec.may_run_again)
+        return y, x if s.keeps else None
     if s.activation is not None:
         assert activated is not None
         return (gemm_gelu_gradient(left, right, activated, epilogue),)
@@ -204,10 +212,8 @@ def _norm_backward(
 ) -> tuple[Tensor | None, ...]:
     statistics = NormStatistics(mean, rstdev)
     matrices = plain_matrix(dy), plain_matrix(x)
-    dx, dgamma, dbeta = env.norms[s.norm].backward(*matrices, statistics, gamma)
-    if addend is not None:
-        dx = dx + addend.view(dx.shape)
-    return dx, dgamma, dbeta
+    add = None if addend is None else as_matrix(addend)
+    return env.norms[s.norm].backward(*matrices, statistics, gamma, add)
 
 
 def _activation(env: Environment, s: Activation, x: Tensor) -> tuple[Any, ...]:

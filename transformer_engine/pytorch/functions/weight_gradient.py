@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.memory import Memory
+from ...common.numbers import with_article
 from ..distributed_weight import ShardGroup, is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
+from ..runtime.capture import is_capturing
+from ..runtime.device_tables import keep_if_captured
 
+# Dtypes of main_grad.
+_ACCUMULATED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OUTSIDE = -1  # autograd's number outside of backward passes
 
 
@@ -129,6 +135,35 @@ class WeightGradStore:
         return len(self.context)
 
 
+# Parameters whose main_grad the next gradient overwrites: {index in a stack of weights, 0 for a single weight: captured
+# backward pass that added the gradient of another microbatch, or _OUTSIDE}.
+_unwritten: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def begin_first_microbatch(parameters: Sequence[Any]) -> None:
+    """Let the next gradient of each weight overwrite its main_grad; later gradients add to it.
+
+    The order of backward functions decides which gradient is the next one. A module that is called several times, tied
+    modules and several forward passes before a backward pass therefore accumulate the gradients of all calls.
+
+    Args:
+        parameters: The parameter of each weight; the parameter of a stack occurs once per weight.
+    """
+    for parameter in parameters:
+        _unwritten.pop(parameter, None)
+    for parameter in parameters:
+        indices: dict[int, int] = _unwritten.setdefault(parameter, {})  # pyright: ignore[reportAssignmentType]
+        indices[len(indices)] = _OUTSIDE
+
+
+def restart_sums(parameters: Iterable[Any]) -> None:
+    """Clear the main_grad that the next gradient of a parameter would overwrite, for gradients that only add."""
+    if len(_unwritten):
+        for parameter in parameters:
+            if _unwritten.pop(parameter, None) is not None:
+                main_grad_of(parameter).zero_()
+
+
 class Inspector(Protocol):
     """Reads or replaces results of the products of a linear layer.
 
@@ -152,7 +187,7 @@ class WeightGradient:
         parameters: Parameters that make up the weight along its rows. With `fused`, the single parameter's main_grad
             receives the gradient; if the gradient is delayed, the .grad of each parameter does.
         fused: Accumulate into main_grad instead of returning a gradient.
-        overwrite: Overwrite main_grad, in the first microbatch.
+        overwrite: The call belongs to the first microbatch of a step, whose first gradient overwrites main_grad.
         store: Queue the product until `store.pop()`.
     """
 
@@ -205,8 +240,39 @@ class WeightGradient:
 
     def _add_to_main(self, gradient: Tensor) -> None:
         main_grad = main_grad_of(self.parameter)
-        overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
-        (main_grad.copy_ if overwrite else main_grad.add_)(gradient)
+        (main_grad.copy_ if self.begins_accumulation() else main_grad.add_)(gradient)
+
+    def begins_accumulation(self) -> bool:
+        """Return whether this gradient overwrites main_grad. The next one of the same step then does not.
+
+        In a graph that is being captured, only gradients of calls with is_first_microbatch=True overwrite: the graph
+        replays the decision, in steps whose microbatches may come in another order.
+
+        Raises:
+            RuntimeError: In a captured backward pass, a gradient that overwrites follows one that adds.
+        """
+        parameter = self.parameter
+        if getattr(parameter, "overwrite_main_grad", False):
+            return True
+        if torch.compiler.is_compiling():
+            return self.overwrite
+        whole, index = getattr(parameter, "position", (parameter, 0))
+        indices = _unwritten.get(whole) if len(_unwritten) else None
+        if indices is None or index not in indices:
+            return False
+        running = torch._C._current_graph_task_id()
+        if not self.overwrite and is_capturing(main_grad_of(parameter).device):
+            indices[index] = running
+            return False
+        if indices[index] == running != _OUTSIDE:
+            raise RuntimeError(
+                "a captured backward pass adds the gradient of a call with is_first_microbatch=False to main_grad "
+                "before the gradient of a call with True overwrites it; pass True to both calls"
+            )
+        del indices[index]
+        if not indices:
+            del _unwritten[whole]
+        return True
 
     def _late(
         self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype
@@ -235,7 +301,7 @@ class WeightGradient:
 
     def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
         main_grad = main_grad_of(self.parameter)
-        overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
+        overwrite = self.begins_accumulation()
         gemm(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
 
     def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
@@ -271,7 +337,24 @@ def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
             "fuse_wgrad_accumulation=True, but the weight has no main_grad; set weight.main_grad to a tensor "
             "of the weight's shape (float32 recommended) before the backward pass"
         )
+    check_main_grad(parameter, main_grad)
     return main_grad
+
+
+def check_main_grad(parameter: Any, main_grad: Any) -> None:
+    """Raise TypeError or ValueError unless a weight's gradient can be accumulated into a buffer."""
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(f"weight.main_grad is {with_article(type(main_grad))}; set it to a tensor")
+    if main_grad.dtype not in _ACCUMULATED:
+        raise TypeError(
+            f"weight.main_grad has dtype {main_grad.dtype}, in which gradients cannot be accumulated; use float32, "
+            "bfloat16 or float16"
+        )
+    if main_grad.shape != parameter.shape:
+        raise ValueError(
+            f"weight.main_grad is {list(main_grad.shape)} and the weight {list(parameter.shape)}; set it to a tensor "
+            "of the weight's shape"
+        )
 
 
 Placeholder = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -293,7 +376,7 @@ def dummy_gradient(
     """Return a shared tensor per shape, dtype and device, whose values are never read (zeros if requested)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
-    dummy = _dummy_wgrads[shape, dtype, device]
+    dummy = keep_if_captured(_dummy_wgrads[shape, dtype, device], device)
     if zero:
         dummy.zero_()
     return dummy.detach()

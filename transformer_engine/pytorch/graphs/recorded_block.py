@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..functions.scale_update import update_at_end_of_pass
+from ..functions.weight_gradient import restart_sums
 from ..module.base import TransformerEngineBaseModule
 from ..ops.recipe_slots import RecipeSlots
 from ..quantization import FP8GlobalStateManager, delayed_scaling
+from ..runtime.autograd import Function
 from ..runtime.capture import Recording
 from ..runtime.double_backward import once_differentiable
 from .saved_state import delayed_states_of
@@ -45,7 +46,6 @@ class RecordedBlock:
         self.backward: Recording | None = None
         self.weight_gradients: Recording | None = None
         self.number = 0
-        self.first: bool | None = None
         self._leaf_inputs = [tensor.requires_grad for tensor in block.inputs]
         self._states: object = None
         self._updates_scales = False
@@ -77,7 +77,10 @@ class RecordedBlock:
                 else:
                     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
             self._states = delayed_scaling.pools()
-        outputs = _GraphReplay.apply(self, first, stream, event, *tensors, *self.block.parameters)
+        if first and self.backward is not None:
+            for layer in self.block.layers:
+                layer.begin_microbatch(True)
+        outputs = _GraphReplay.apply(self, stream, event, *tensors, *self.block.parameters)
         assert self.block.outputs is not None
         return self.block.outputs.of_tensors(outputs)  # pyright: ignore[reportArgumentType]
 
@@ -110,14 +113,10 @@ class RecordedBlock:
                     static.zero_()
                 elif static.data_ptr() != given.data_ptr():
                     static.copy_(given)
-        if self.first:
-            # As without a graph, sums of weight gradients restart with the first microbatch of a step.
-            for layer in self.block.layers:
-                if layer.fuse_wgrad_accumulation:
-                    for name in (name for names in layer._config._weights for name in names):
-                        main_grad = getattr(getattr(layer, name), "main_grad", None)
-                        if isinstance(main_grad, Tensor):
-                            main_grad.zero_()
+        # As without a graph, sums of weight gradients restart with the first gradient of a step.
+        restart_sums(
+            p for layer in self.block.layers if layer.fuse_wgrad_accumulation for p in layer.parameters()
+        )
         self.backward.replay(stream, event)
         for parameter in self._announcing:
             parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,11 +156,9 @@ class RecordedBlock:
         self.forward = self.backward = self.weight_gradients = None
 
 
-class _GraphReplay(torch.autograd.Function):
+class _GraphReplay(Function):
     @staticmethod
-    def forward(
-        ctx: Any, graph: RecordedBlock, first: bool | None, stream: Any, event: Any, *surface: Tensor
-    ) -> Any:
+    def forward(ctx: Any, graph: RecordedBlock, stream: Any, event: Any, *surface: Tensor) -> Any:
         count = len(graph.block.inputs)
         graph._leaf_inputs = [tensor.requires_grad and tensor.is_leaf for tensor in surface[:count]]
         assert graph.forward is not None
@@ -174,7 +171,6 @@ class _GraphReplay(torch.autograd.Function):
             outputs = [None if result is None else result.clone() for result in graph.forward.results]
         else:
             outputs = [None if result is None else result.detach() for result in graph.forward.results]
-        graph.first = first
         ctx.ticket = graph.ticket()
         ctx.graph, ctx.number, ctx.stream, ctx.event = graph, graph.number, stream, event
         ctx.set_materialize_grads(False)
@@ -192,4 +188,4 @@ class _GraphReplay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.ticket.used = True
         found = ctx.graph.replay_backward(ctx.number, grads, ctx.stream, ctx.event)
-        return (None, None, None, None, *found)
+        return (None, None, None, *found)

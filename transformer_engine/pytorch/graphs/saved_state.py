@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..distributed.rng import get_all_rng_states
 from ..module.base import TransformerEngineBaseModule
+from ..module.weight_cache import parts_of
 from ..ops.recipe_slots import RecipeSlots
 from ..quantization import delayed_scaling
 from ..runtime.device import has_cuda
-from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 _ADDED_FLAG = "grad_added_to_main_grad"  # of a parameter, by its backward
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
@@ -129,10 +129,9 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         for layer in layers
         if isinstance(layer, TransformerEngineBaseModule)
         for workspace in layer.numerics.workspaces.values()
-        if isinstance(workspace, QuantizedTensorStorage)
     ]
     weights = _Values.of(
-        part for workspace in workspaces for part in workspace.as_storage().flatten()[0] if part is not None
+        part for workspace in workspaces for part in parts_of(workspace)[0] if part is not None
     )
     # Scales of other modules too: an autocast inside of a module ends with an update of all modules.
     pooled = [state for pool in delayed_scaling.pools().values() for state in pool.states]

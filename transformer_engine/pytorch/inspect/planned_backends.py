@@ -27,6 +27,7 @@ from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec
 from ..primitives.quantize.fused_codes import in_row_blocks
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.elements import empty_quantized
 
@@ -171,7 +172,7 @@ class PlannedAttention(nn.Module):
         return _PlannedAttentionFunction.apply(query_layer, key_layer, value_layer)  # pyright: ignore[reportReturnType]
 
 
-class _PlannedAttentionFunction(torch.autograd.Function):
+class _PlannedAttentionFunction(Function):
     """Saves q, k, v, out and the logarithm of the softmax's denominator, float32 [h] a token."""
 
     @staticmethod

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.recompute import in_fp8_activation_recompute_phase
+from ..distributed.recompute import state_without_gradients
 from ..distributed_weight import finalize_delayed_grads
-from ..functions.scale_update import ScaleUpdate, in_backward_pass, update_at_end_of_pass
+from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
@@ -21,6 +21,7 @@ from ..quantization import (
     load_extra_state,
 )
 from ..quantization.autocast import AutocastState
+from ..quantization.checked_loading import check_states
 from ..quantization.model_init import current_model_init
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
@@ -42,6 +43,7 @@ from .userbuffers import (  # noqa: F401
     initialize_ub,
     is_ub_initialized,
 )
+from .weight_cache import WeightCache
 
 # Flags of delayed scaling for split accumulation, under the original's names.
 _2X_ACC_FPROP = False
@@ -160,8 +162,8 @@ class TransformerEngineBaseModule(ForwardInterface):
         return self.numerics.workspaces
 
     @_fp8_workspaces.setter
-    def _fp8_workspaces(self, workspaces: dict[str, QuantizedTensorStorage]) -> None:
-        self.numerics.workspaces = workspaces
+    def _fp8_workspaces(self, workspaces: dict[str, Any]) -> None:
+        self.numerics.workspaces = WeightCache(workspaces)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
@@ -250,29 +252,10 @@ class TransformerEngineBaseModule(ForwardInterface):
         return active.products
 
     def check_repetition(self, state: AutocastState) -> None:
-        """Reject a second run by another library's checkpoint outside of the autocast of the first run.
-
-        Reentrant checkpoints, such as torch.utils.checkpoint with use_reentrant=True, run the function without
-        gradients first, and again in the backward pass, under the autocast that is active at that time.
-
-        Raises:
-            RuntimeError: The two runs have different recipes, so the gradients would belong to another function.
-        """
-        before = self.numerics.state_without_gradients
-        if not torch.is_grad_enabled() and not in_backward_pass():
-            self.numerics.state_without_gradients = state
-        elif before is not None and before is not state and in_backward_pass():
-            if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
-                return
-            checkpoint = type(torch._C._current_autograd_node()).__name__
-            if "Checkpoint" not in checkpoint or in_fp8_activation_recompute_phase():
-                return
-            first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
-            raise RuntimeError(
-                f"{checkpoint} runs {type(self).__name__} again under {second}, its first run was under {first}: the "
-                "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
-                "autocast, or, with a recipe without history, enter autocast inside of the function"
-            )
+        """Raise RuntimeError if another library's checkpoint repeats a call under another autocast state."""
+        numerics = self.numerics
+        before = numerics.state_without_gradients
+        numerics.state_without_gradients = state_without_gradients(type(self).__name__, before, state)
 
     def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
         """Return the scale update of delayed scaling after this call's backward pass; None without a backward pass.
@@ -330,29 +313,40 @@ class TransformerEngineBaseModule(ForwardInterface):
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
         return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 
+    def read_extra_state(self, state: Any) -> dict[str, Any] | None:
+        """Decode a state and check that it fits the module; nothing is changed. Returns None for an empty state."""
+        content = decode_extra_state(state)
+        if content is not None:
+            # Quantizers in each direction, by the suffix of the states' keys.
+            products = self._products_of(content)
+            check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
+        return content
+
+    def _products_of(self, content: dict[str, Any]) -> int:
+        """Number of products that a state determines: some classes fix it, in others it follows from the scales."""
+        stored = content["extra_fp8_variables"].get("num_gemms")
+        if self.products_grow and isinstance(stored, int) and "scale_fwd" in content:
+            return max(self.num_products, stored)
+        return self.num_products
+
     def set_extra_state(self, state) -> None:
         """Restore the state of `get_extra_state`, in place where tensors exist. It is read through an allow-list.
 
         A state of another kind of recipe than that of the quantized parameters is dropped with a warning.
         """
-        content = decode_extra_state(state)
+        content = self.read_extra_state(state)
         if content is None:
             return
-        # Some classes fix the number of products; in others it follows from the state.
-        products, kept = self.num_products, content.get("extra_fp8_variables", {}).get("num_gemms")
-        if self.products_grow and isinstance(kept, int):
-            products = max(products, kept)
-        # Quantizers in each direction, by the suffix of the states' keys.
-        check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
         if loading.quantized_otherwise(self, content["recipe"]):
             loading.drop_state(self, content["recipe"])
             return
-        self._grow_to(products)
+        self._grow_to(self._products_of(content))
         self.numerics.renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_states(self, state_dict, prefix)
         loading.prepare(self, state_dict, prefix)
         # Quantized parameters are copied with their quantizer's scale, so the scale must be loaded first.
         if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:

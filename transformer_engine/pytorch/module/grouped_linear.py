@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ from .grouped_parameters import (
 )
 from .grouped_spec import build, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
-from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
 from .specs import unsupported_product_reason
@@ -227,6 +227,8 @@ class GroupedLinear(ProductsModule):
         buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, *outputs, tensors)
         config, shape = self._config, inp.shape
         spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
+        if is_first_microbatch:
+            self.begin_microbatch(True)
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
         count = len(config.weight_names)
         weights, dtype = tensors[:count], spec.groups[0].dtype
@@ -264,16 +266,13 @@ class GroupedLinear(ProductsModule):
             layout, cached = groups_of(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
             if is_first_microbatch is not None and quantizer is not None:
-                columnwise = groups[0].needs_grad_input
-                # All weights, as quantized for the first microbatch of a step.
-                workspaces: dict[str, Any] = self.numerics.workspaces
-                cached = workspaces.get(_ALL_WEIGHTS)
-                if is_first_microbatch or cached is None or (columnwise and cached.codes_t is None):
-                    stacked = self._config.single_grouped_weight
-                    matrices = Matrices.of(members_of(weights[0]) if stacked else weights)
-                    cached = made_to_keep(lambda: quantizer.matrices(matrices, True, columnwise))
-                    workspaces.clear()
-                    workspaces[_ALL_WEIGHTS] = cached
+                members = members_of(weights[0]) if self._config.single_grouped_weight else weights
+                encode = partial(quantizer.matrices, Matrices.of(members), True)
+                for i in range(count if is_first_microbatch else 0):
+                    self.numerics.workspaces.pop(f"weight{i}", None)
+                cached = self.numerics.workspaces.weight_of_call(
+                    _ALL_WEIGHTS, members, encode, groups[0].needs_grad_input, is_first_microbatch
+                )
             return GroupedCall(spec, groups, (), layout, buffers, cached)
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)

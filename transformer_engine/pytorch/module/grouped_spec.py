@@ -122,9 +122,9 @@ def _groups(
                 weight=product.weight,
                 grad_output=product.grad_output,
                 weight_gradient=gradient,
-                needs_grad_input=call.gradients and call.input.requires_grad,
-                needs_grad_weight=call.gradients and weight.requires_grad,
-                needs_grad_bias=call.gradients
+                needs_grad_input=call.records and call.input.requires_grad,
+                needs_grad_weight=call.records and weight.requires_grad,
+                needs_grad_bias=call.records
                 and bias is not None
                 and bias.requires_grad
                 and not config.return_bias,

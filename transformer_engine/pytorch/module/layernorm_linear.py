@@ -61,9 +61,9 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
     before = (call.input, *of_norm)
     needs = (
-        call.gradients and any(facts is not None and facts.requires_grad for facts in before),
-        call.gradients and weight.requires_grad,
-        call.gradients and bias is not None and bias.requires_grad and not config.return_bias,
+        call.records and any(facts is not None and facts.requires_grad for facts in before),
+        call.records and weight.requires_grad,
+        call.records and bias is not None and bias.requires_grad and not config.return_bias,
     )
     update = scale_update(call, any(needs))
     linear = product_spec(
@@ -224,6 +224,7 @@ class LayerNormLinear(ProductsModule):
         config, is_first_microbatch = self._config, options[0]
         spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
         if is_first_microbatch is not None:
+            self.begin_microbatch(is_first_microbatch)
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = changed(spec, linear=linear, beside=linear.beside)
         dtype = spec.linear.dtype

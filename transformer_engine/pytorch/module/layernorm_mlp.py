@@ -284,6 +284,7 @@ class LayerNormMLP(ProductsModule):
             inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
         )
         if is_first_microbatch is not None:
+            self.begin_microbatch(is_first_microbatch)
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
             spec = changed(spec, fc1=fc1, fc2=fc2, beside=fc1.beside + fc2.beside)

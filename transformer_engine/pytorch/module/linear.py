@@ -46,9 +46,9 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     (quantizers,) = quantizable(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
-        call.gradients and call.input.requires_grad,
-        call.gradients and weight.requires_grad,
-        call.gradients and adds_bias and bias is not None and bias.requires_grad,
+        call.records and call.input.requires_grad,
+        call.records and weight.requires_grad,
+        call.records and adds_bias and bias is not None and bias.requires_grad,
     )
     update = scale_update(call, any(needs))
     spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
@@ -169,8 +169,9 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None quantizes the
-                weight for this call only.
+            is_first_microbatch: True quantizes the weight into its cache, whose memory stays the same from step to
+                step, False reads the cache, None quantizes the weight for this call only. With
+                fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 
@@ -202,6 +203,7 @@ class Linear(ProductsModule):
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
+            self.begin_microbatch(is_first_microbatch)
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is None:
             y = product(inp, weight, None, spec)

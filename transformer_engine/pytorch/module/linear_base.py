@@ -23,9 +23,11 @@ from ..distributed.tensor_parallel import (
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
 from ..functions.sequence import gather_sequence
+from ..functions.weight_gradient import begin_first_microbatch
 from ..quantization import QuantizerRole, delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
+from ..runtime.autograd import gradients_expected, in_first_run
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from ..runtime.tracing import export_mode
@@ -36,6 +38,7 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_recomputed, repeatable
+from .shared_settings import Entries, settings_of
 from .specs import AccumulationTarget, Call, check_call, facts_of, quantizable, runs_of
 
 _KEPT = 64  # cached specs per module
@@ -50,6 +53,7 @@ class ProductsConfig(ModuleConfig):
         _options: Names of the switches of `forward`, in order; is_first_microbatch is the first.
         _tensors: Names of the tensors that `forward` reads in addition to the input, in order.
         _weights: Names of the parameters that make up each product's weight.
+        _layer: Settings of the layer that contains this one; see `hand_down_settings`.
     """
 
     fuse_wgrad_accumulation: bool = False
@@ -63,6 +67,7 @@ class ProductsConfig(ModuleConfig):
     _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
     _weights: tuple[tuple[str, ...], ...] = ()
+    _layer: Entries = ()
 
     def input_features(self) -> int:
         """Size of the last dimension of the input."""
@@ -71,7 +76,11 @@ class ProductsConfig(ModuleConfig):
     def boundary(self, mode: str | None) -> TensorParallel:
         """Return the boundary of a product to the tensor-parallel group."""
         tp = self.tp_group, self.tp_size, self.sequence_parallel
-        return TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode))
+        return TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode), self)
+
+    def shared_settings(self) -> dict[str, object]:
+        """Settings that all ranks of the tensor-parallel group must have in common, of the containing layer too."""
+        return dict((*settings_of(self, self._kind), *self._layer))
 
     @property
     def is_sharded(self) -> bool:
@@ -256,7 +265,7 @@ class ProductsModule(TransformerEngineBaseModule):
             return self._traced_spec(inp, tensors, options)
         thread = eager_thread_state()
         state, numerics, config = thread.state, self.numerics, self._config
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() or (None if gradients_expected(self.training) else False)
         before = numerics.state_without_gradients
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
@@ -309,7 +318,8 @@ class ProductsModule(TransformerEngineBaseModule):
             self._config,
             active,
             options,
-            torch.is_grad_enabled(),
+            torch.is_grad_enabled()
+            or (None if not compiling and gradients_expected(self.training) else False),
             autocast_dtype(inp.device.type),
             0 if compiling else env.generation(),
             self.wgrad_store,
@@ -380,6 +390,13 @@ class ProductsModule(TransformerEngineBaseModule):
         if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
             return norm_output
         return gather_sequence(norm_output, config.tp_group)
+
+    def begin_microbatch(self, first: bool) -> None:
+        """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""
+        if not (first and self._config.fuse_wgrad_accumulation) or _is_compiling() or in_backward_pass():
+            return
+        if torch.is_grad_enabled() or in_first_run():
+            begin_first_microbatch([weights[0].parameter for weights in self._holders()])
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """Return the spec with the weight as quantized for the first microbatch of the step."""

@@ -35,7 +35,8 @@ def create_parameters(
     if len(pieces) > 1 and (config.fuse_wgrad_accumulation or config.primary_weights_in_fp8):
         what = "fuse_wgrad_accumulation" if config.fuse_wgrad_accumulation else "quantized_model_init"
         raise ValueError(
-            f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out"
+            f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out, or construct "
+            "MultiheadAttention and TransformerLayer with fuse_qkv_params=True"
         )
     weights, biases = [f"{prefix}weight" for prefix in pieces], [f"{prefix}bias" for prefix in pieces]
     init = ParameterInit(

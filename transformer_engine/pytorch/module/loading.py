@@ -9,10 +9,9 @@ import torch
 
 from ...common import env
 from ...common.recipe import Recipe
+from ..quantization.checked_loading import EXTRA_STATE
 from ..quantization.family import family_of
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-
-EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def forgive_missing(missing_keys: list[str], prefix: str) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.autograd import Function
 from ..runtime.checks import is_distributed
 from ..runtime.double_backward import once_differentiable
 
 
-class _SummedGradient(torch.autograd.Function):
+class _SummedGradient(Function):
     """The identity of a replicated DTensor, whose gradient is summed over the ranks if it is Partial."""
 
     @staticmethod
@@ -37,7 +38,7 @@ class _SummedGradient(torch.autograd.Function):
         return gradient.redistribute(placements=ctx.placements)
 
 
-class _BiasOfFirstRank(torch.autograd.Function):
+class _BiasOfFirstRank(Function):
     """Add the bias on the first rank only, before a sum over ranks; all ranks receive the gradient of the sum."""
 
     @staticmethod

@@ -28,6 +28,7 @@ from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ModuleRecipe, unquantized
 from .watched import Active, Slots, WatchedDict
+from .weight_cache import WeightCache, made_to_keep
 
 
 class Owner(Protocol):
@@ -84,7 +85,7 @@ class Numerics:
             "scaling_fwd": Slots(self._active),
             "scaling_bwd": Slots(self._active),
         }
-        self.workspaces: dict[str, Any] = {}
+        self.workspaces = WeightCache()
         self.state: AutocastState = OUTSIDE
         self.state_without_gradients: AutocastState | None = None
         self.initialized = False
@@ -274,15 +275,25 @@ class Numerics:
         """
         if isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
             return None
-        cached = self.workspaces.get(key)
-        stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
+        if torch.compiler.is_compiling():
+            return self._traced_cached_weight(key, weight, quantizer, columnwise, first)
         # A client that captures without this package, such as Megatron-core, sets the flag itself.
         flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
         skip = flag if flag is not None and is_captured(self.state) else None
-        if skip is not None and cached is not None and not stale:
+        if skip is not None and (cached := self.workspaces.find(key, columnwise)) is not None:
             # There is one flag, on the GPU if the machine has one; a layer on the CPU reads a copy.
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
-        elif first or stale:
+            return cached
+        return self.workspaces.weight_of_call(
+            key, (weight,), lambda columns: quantizer.encode(weight, True, columns), columnwise, first
+        )
+
+    def _traced_cached_weight(
+        self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, first: bool
+    ) -> QuantizedTensorStorage:
+        """Return `cached_weight` in a compiled graph, which allocates new memory in every first microbatch."""
+        cached = self.workspaces.get(key)
+        if first or cached is None or (columnwise and not cached.get_usages()["columnwise"]):
             cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
             self.workspaces[key] = cached
         return cached
@@ -298,15 +309,6 @@ def state_flag(flag: str, what: str) -> Any:
         self.numerics.state = self.numerics.state._replace(**{flag: value})
 
     return property(read, write, doc=what)
-
-
-def made_to_keep(make: Callable[[], Any]) -> Any:
-    """Return make() without gradients, as tensors that can be trained later even if inference mode is on now."""
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return make()
-    with torch.no_grad():
-        return make()
 
 
 # A compiler calls the functions below while it traces. They take only strings, so every module has a string key.

@@ -8,7 +8,7 @@ import torch
 
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import in_backward_pass
-from ..quantization.recompute_states import runs
+from ..quantization.recompute_states import repeated_quantizers
 from .products import ModuleRecipe, ProductQuantizers
 
 
@@ -33,40 +33,26 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     """
     if not is_fp8_activation_recompute_enabled():
         # A checkpoint of another library repeats the autocast, but scales may have been updated since its first run.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-        without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-        if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
+        if "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
             warnings.warn(
-                f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
-                "they have moved since its first run, the gradients are of another function; use "
-                "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
+                f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where they have "
+                "moved since its first run, the gradients are of another function; use torch.utils.checkpoint or "
+                "transformer_engine.pytorch.checkpoint, which repeat them, or a recipe without history",
                 stacklevel=3,
             )
         return active
-    products = active.products
-    for run in runs():
-        if not run.again:
-            run.states.keep(tracing_key, [tuple([q.replay_state() for q in p.forward]) for p in products])
-            continue
-        states = run.next(tracing_key)
-        if states is None:
-            raise RuntimeError(
-                f"{kind} is called in the second run of a checkpointed function, but was not called "
-                "under this recipe so often in its first; let the function do the same both times"
-            )
-        replayed: list[ProductQuantizers] = []
-        for product, of_product in zip(products, states, strict=True):
-            of_input, of_weight, of_output = (
-                quantizer.replaying(state)
-                for quantizer, state in zip(product.forward, of_product, strict=True)
-            )
-            gradients = (product.grad_output, product.grad_input)
-            replayed.append(
-                ProductQuantizers(of_input, of_weight, of_output, *gradients, inspector=product.inspector)
-            )
-        products = tuple(replayed)
-    if products is active.products:
+    forward = [product.forward for product in active.products]
+    repeated = repeated_quantizers(kind, tracing_key, forward)
+    if repeated is forward:
         return active
+    products = tuple(
+        [
+            ProductQuantizers(
+                *quantizers, product.grad_output, product.grad_input, inspector=product.inspector
+            )
+            for quantizers, product in zip(repeated, active.products, strict=True)
+        ]
+    )
     made = ModuleRecipe(products, active.recipe, active.group, quantizes=True)
     made.unquantized_products = active.unquantized_products
     return made

@@ -89,7 +89,7 @@ class Call(NamedTuple):
         config: Settings of the module.
         active: Quantizers of the module, and the recipe's options for products.
         options: Switches of `forward`, named by `config._options`.
-        gradients: Whether autograd records.
+        gradients: Whether autograd records; None if it does not, but a second run of the call may record.
         autocast: Dtype of torch.autocast, if it is active.
         environment: `env.generation()`.
         store: Queue of delayed weight gradients, or None.
@@ -104,7 +104,7 @@ class Call(NamedTuple):
     config: Any
     active: ModuleRecipe
     options: tuple[Any, ...]
-    gradients: bool
+    gradients: bool | None
     autocast: torch.dtype | None
     environment: int
     store: WeightGradStore | None
@@ -132,9 +132,14 @@ class Call(NamedTuple):
         return rows if shape[-1] else 0
 
     @property
+    def records(self) -> bool:
+        """Whether autograd records."""
+        return self.gradients is True
+
+    @property
     def wants(self) -> bool:
         """Whether the input or a parameter requires a gradient."""
-        return self.gradients and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
+        return self.records and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
 
 
 def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -243,8 +248,7 @@ def quantizable(
     return active.products if _pays(call, rows, shapes) else active.unquantized_products
 
 
-# Configurations of the layers that have warned: one warning per layer, until its settings change. Without this set,
-# sizes that vary from call to call would repeat the warning.
+# Configurations of the layers that have warned, so that sizes that vary do not repeat the warning.
 _warned_configs: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -382,6 +386,7 @@ def product_spec(
         ),
         communicates=communicates,
         inspector=quantizers.inspector,
+        may_run_again=call.gradients is None,
     )
     if shard is None or not (communicates and parallel.sequence):
         return spec

@@ -1,10 +1,13 @@
 """Marks of saved tensors: tensors that stay on the device, and the moment from which others may be copied.
 
-Three marks are attributes of a tensor, which autograd preserves:
+Four marks are attributes of a tensor, which autograd preserves:
 
 * `_TE_do_not_offload`: parameters, and tensors derived from them.
 * `start_reload_event`: the moment from which the values are complete.
 * `offload_base_tensor`: copy the base of this view once for all views; implied for views with gaps.
+
+* `_TE_cached_weight`: weights that are quantized once for several microbatches. Their memory is written again when
+  no backward pass holds it, which is counted in references to this memory.
 
 Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix is complete, well
 before the layer ends (`mark_ready`), and the moment at which a backward pass reads a tensor (`wait_for`).
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +33,7 @@ from ..tensor.quantizer import Matrix
 # The copy of fewer elements costs more time than their memory is worth.
 SMALLEST = 256 * 1024
 STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_base_tensor"
+CACHED = "_TE_cached_weight"
 READY_MOMENT, READ_LATE = "_TE_ready_moment", "_TE_read_late"
 
 
@@ -38,10 +42,12 @@ class _Active(threading.local):
 
     Attributes:
         used: Whether a context was opened in any thread, because autograd runs backward passes in other threads.
+        caches: Whether any layer has cached a quantized weight.
     """
 
     synchronizer: Any = None
     used: ClassVar[bool] = False
+    caches: ClassVar[bool] = False
 
 
 class _DeferredWaits(threading.local):
@@ -80,6 +86,27 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
         setattr(part, STAYS, True)
 
 
+def mark_cached(parts: Sequence[Tensor | None]) -> None:
+    """Mark the tensors of a cached weight, of which `countable` makes aliases."""
+    type(active).caches = True
+    for part in parts:
+        if part is not None:
+            setattr(part, CACHED, True)
+
+
+def countable(tensor: Tensor | None) -> Tensor | None:
+    """Return an alias of a cached weight's tensor, for hooks that hold the tensor itself; another tensor unchanged.
+
+    The references from Python to a tensor count for nothing, but every alias counts as a reference to its memory.
+    """
+    if tensor is None or not getattr(tensor, CACHED, False):
+        return tensor
+    alias = tensor.detach()
+    if getattr(tensor, STAYS, False):
+        setattr(alias, STAYS, True)
+    return alias
+
+
 def mark_ready(saved: Any) -> None:
     """Mark the saved input of a layer inside of a context as complete; without a context, do nothing."""
     if active.synchronizer is None or torch.compiler.is_compiling():
@@ -108,7 +135,7 @@ def save_deferred(tensor: Tensor | None) -> Tensor | None:
         or not moves(tensor)
         or not _is_dense(tensor)
     ):
-        return tensor
+        return countable(tensor)
     own = tensor.detach()
     if hasattr(tensor, READY):
         setattr(own, READY, getattr(tensor, READY))

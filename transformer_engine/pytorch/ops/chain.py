@@ -64,6 +64,7 @@ class ChainEnvironment:
         leading: Unused; results keep their dimensions in buffers.
         of_call: Operations whose entry of `linears` depends on values of their first extra input: the function from
             that tensor to the entry. A prepared chain calls it in every call.
+        records: Gradients are recorded, so that a later reader of a result may need it in the backward pass.
     """
 
     linears: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class ChainEnvironment:
     objects: dict[tuple[str, str], Any] = field(default_factory=dict)
     leading: tuple[int, ...] = ()
     of_call: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
+    records: bool = False
 
 
 @dataclass(slots=True)
@@ -155,7 +157,8 @@ def run_forward(
     Returns:
         The output, and the extra outputs by operation.
     """
-    environment = ChainEnvironment() if environment is None else environment
+    if environment is None:
+        environment = ChainEnvironment(records=torch.is_grad_enabled() or ctxs[-1].requires_grad)
     members, parameters = describe(ops, ctxs, x, extra_inputs, options, environment, first)
     given: list[Any] = [x]
     for tensors, extra in zip(parameters, extra_inputs, strict=True):
@@ -296,5 +299,4 @@ def grad_facts(grad: Tensor | None) -> GradFacts | None:
     """Return the facts of the gradient of an extra output; None if it is absent."""
     if grad is None:
         return None
-    # Autograd may pass an expanded gradient, whose elements share memory.
-    return GradFacts(not isinstance(grad, QuantizedTensorStorage) and grad.is_contiguous())
+    return GradFacts(isinstance(grad, QuantizedTensorStorage))

@@ -67,9 +67,9 @@ class ForwardPlan(NamedTuple):
 
 
 class GradFacts(NamedTuple):
-    """Whether the gradient of an extra output is there, and may be written in place."""
+    """Facts of the gradient of an extra output that is present."""
 
-    writable: bool
+    quantized: bool
 
 
 class BackwardKey(NamedTuple):
@@ -82,12 +82,14 @@ class BackwardKey(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """A backward pass, and the numbers of gradients of parameters and of extra inputs by operation."""
+    """A backward pass, the numbers of gradients of parameters and of extra inputs by operation, and whether the
+    gradient of an input may be quantized."""
 
     schedule: Schedule
     parameters: tuple[int, ...]
     extra_inputs: tuple[int, ...]
     steps: Pass
+    quantized: bool
 
 
 def _allowed(members: dict[str, Contribution]) -> Callable[[str, Step, Step], bool]:
@@ -158,12 +160,13 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     for member, kept, given in reversed(list(zip(members, saved, extra, strict=True))):
         grads = []
         for i, facts in enumerate(given):
-            grads.append(None if facts is None else Value(f"{member.name}.grad_extra{i}"))
+            grads.append(
+                None if facts is None else Value(f"{member.name}.grad_extra{i}", None, facts.quantized)
+            )
             inputs += [] if facts is None else [f"{member.name}.grad_extra{i}"]
         names = tuple([name for name, _ in kept])
-        writable = tuple([facts is not None and facts.writable for facts in given])
-        contribution = member.contribution.with_writable_gradients(writable)
-        part = contribution.backward(steps, member.name, value, BackwardInputs(names, tuple(grads)))
+        grads_and_saved = BackwardInputs(names, tuple(grads))
+        part = member.contribution.backward(steps, member.name, value, grads_and_saved)
         parts.insert(0, part)
         for name, source in kept:
             if source is not None and source not in inputs:
@@ -175,12 +178,11 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
                 )
         if part.grad_input is not None:
             value = part.grad_input
-    first = parts[0].grad_input
-    grad_input = None if first is None else first.name if first.quantized else steps.shaped(first).name
-    parameters = [name for part in parts for name in part.grad_parameters]
-    extras = [
-        None if made is None else steps.shaped(made).name for part in parts for made in part.grad_extra_inputs
+    gradients = [parts[0].grad_input, *[grad for part in parts for grad in part.grad_extra_inputs]]
+    grad_input, *extras = [
+        grad and (grad.name if grad.quantized else steps.shaped(grad).name) for grad in gradients
     ]
+    parameters = [name for part in parts for name in part.grad_parameters]
     # A buffer may be saved by several operations.
     read_columns = {step.results: step for step in columns}.values()
     made_pass = Pass(tuple(inputs), (grad_input, *parameters, *extras), (), (*read_columns, *steps.steps))
@@ -195,6 +197,7 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
         tuple([len(part.grad_parameters) for part in parts]),
         tuple([len(part.grad_extra_inputs) for part in parts]),
         read,
+        any(gradient is not None and gradient.quantized for gradient in gradients),
     )
 
 
@@ -239,7 +242,7 @@ def traced_plans(
 ) -> tuple[ForwardPlan, BackwardPlan | None]:
     """Return both passes of operations that a compiler traces, which takes them as constants.
 
-    The graph of a backward pass has all gradients of extra outputs, and writes none in place.
+    The graph of a backward pass has all gradients of extra outputs, unquantized.
     """
     described = [
         (m.name, _constant_of(m.contribution), m.parameters, m.extra_inputs, m.saves) for m in members

@@ -13,13 +13,15 @@ from ..distributed_weight import is_distributed_weight
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
+from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from .chain import ChainEnvironment, run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
-from .step_operation import contributes_backward, contributes_forward
+from .step_operation import StepOperation, contributes_backward, contributes_forward
 from .tracing import update_of
+from .user_results import backward_results, forward_results
 
 # Operations in order, each with the indices of its basic operations.
 Fused = list[tuple[FusibleOperation, list[int]]]
@@ -115,7 +117,7 @@ class ChainRun:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
         self.contexts = contexts_of(count, self.first, x)
-        environment = ChainEnvironment()
+        environment = ChainEnvironment(records=torch.is_grad_enabled() or self.first < count)
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
         ops_of_steps = _unfused(self.forward_ops, contributes_forward)
@@ -132,7 +134,9 @@ class ChainRun:
             if indices[0] in stepwise:
                 x, made = run_forward(ops, ctxs, x, received, options, environment, indices[0])
             else:
-                x, made = self._run_opaque(segment[0][0], indices, x, received, options)
+                op, given_x = segment[0][0], x
+                x, made = self._run_opaque(op, indices, x, received, options)
+                self._save_missing_state(op, indices, given_x, received, options)
             for i, extra in zip(indices, made, strict=True):
                 outputs[i] = tuple(extra)
                 self.links.check_outputs(i, outputs[i])
@@ -154,7 +158,7 @@ class ChainRun:
         following_op = self.basic_ops[behind] if behind < len(self.basic_ops) else None
         tensors = [x, *op.parameters(), *[tensor for extra in received for tensor in extra]]
         _keep_storage(tensors)
-        output, extra = op.fuser_forward(
+        returned = op.fuser_forward(
             [self.contexts[i] for i in indices],
             x,
             basic_op_extra_inputs=[tuple(tensors) for tensors in received],
@@ -162,9 +166,51 @@ class ChainRun:
             next_op_input_quantizer=None if following_op is None else following_op.get_input_quantizer(),
             basic_op_kwargs=options,
         )
-        made = [tuple(tensors) for tensors in extra]
+        output, made = forward_results(op, [self.basic_ops[i] for i in indices], returned)
         _keep_storage([output, *[tensor for tensors in made for tensor in tensors]])
         return output, made
+
+    def _save_missing_state(
+        self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
+    ) -> None:
+        """Run the basic operations of a user's forward pass whose backward pass lacks the state of their steps.
+
+        A forward pass of a user may save what it likes, and the steps of a backward pass read what the forward steps
+        save. The output of this run is discarded.
+
+        Raises:
+            RuntimeError: The steps would not repeat the user's forward pass.
+        """
+        lacking = [
+            i
+            for i in indices
+            if self.contexts[i].requires_grad
+            and i not in self._opaque_backward
+            and contributes_backward(self.basic_ops[i])
+            and not hasattr(self.contexts[i], "step_state")
+        ]
+        if not lacking:
+            return
+        members = [self.basic_ops[i] for i in indices]
+        for member in members:
+            drops = member.training and getattr(member, "dropout_probability", 0.0) > 0.0
+            if drops or not isinstance(member, StepOperation):
+                raise RuntimeError(
+                    f"{type(op).__name__} saved no state for the backward pass of "
+                    f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
+                    "save it; call fuser_forward of the basic operations with their contexts, or implement "
+                    "fuser_backward and register the fusion with register_forward_backward_fusion"
+                )
+        scratch = [
+            OperationContext(None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad)
+            for i in indices
+        ]
+        environment = ChainEnvironment(records=True)
+        run_forward(members, scratch, x, received, options, environment, indices[0])
+        for i, ctx in zip(indices, scratch, strict=True):
+            if i in lacking:
+                self.contexts[i].to_save = ctx.to_save
+                self.contexts[i].step_state = ctx.step_state  # pyright: ignore[reportAttributeAccessIssue]
 
     def backward(
         self, saved: Sequence[Any], grad_output: Any, grad_extra: Sequence[Any]
@@ -193,11 +239,12 @@ class ChainRun:
             if self._stepwise(indices):
                 dy, made, extra = run_backward(ctxs, dy, grads)
             else:
-                dy, made, extra = segment[0][0].fuser_backward(  # pyright: ignore[reportAssignmentType]
-                    ctxs, dy, basic_op_grad_extra_outputs=grads
-                )
+                op = segment[0][0]
+                returned = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=grads)
+                members = [self.basic_ops[i] for i in indices]
+                dy, made, extra = backward_results(op, members, returned, indices[0] > self.first)
             for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
-                parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(of_inputs)
+                parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_returned, of_inputs))
                 if len(parameters[i]) != self.parameters[i]:
                     raise RuntimeError(
                         f"the backward pass of {type(self.basic_ops[i]).__name__} returned {len(parameters[i])} "
@@ -209,7 +256,7 @@ class ChainRun:
             dy = None
         flat = [grad for group in parameters for grad in group]
         of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
-        return _returned(dy), flat, [_returned(gradient) for gradient in of_inputs]
+        return _returned(dy), flat, of_inputs
 
     def _backward_of_steps(self, op: FusibleOperation) -> bool:
         """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
@@ -277,15 +324,17 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
     if torch.compiler.is_compiling():
         return
     for tensor in tensors:
-        if tensor is not None:
-            tensor._do_not_clear = True
+        if isinstance(tensor, (Tensor, QuantizedTensorStorage)):
+            tensor._do_not_clear = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # A graph that torch 2.11 compiles does not add the gradients of two results that share memory, so they are cloned.
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
-class FusedChain(torch.autograd.Function):
+class FusedChain(Function):
+    KEEPS_AUTOCAST = True  # operations of users; `run` turns it off for the package's own steps
+
     @staticmethod
     def forward(ctx, x, call, *tensors):
         count = sum(call.parameters)
@@ -306,11 +355,27 @@ class FusedChain(torch.autograd.Function):
         if grad_output is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
             grad_output = torch.zeros(shape, dtype=dtype, device=device)
+        gradients = grad_output, *grad_extra
         grad_input, parameters, extra = call.backward(take_saved(ctx), grad_output, grad_extra)
         update: ScaleUpdate | None = ctx.scale_update
         if update is not None:
             update.run()
+        grad_input, *extra = own_quantized([grad_input, *extra], gradients)
         return grad_input, None, *parameters, *extra
+
+
+def own_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Clone quantized results that are one of the gradients, or occur twice.
+
+    Autograd keeps the codes of a leaf's gradient only if nothing else refers to the tensor; otherwise it copies the
+    values, rounded to the dtype of the leaf.
+    """
+    owned: list[Any] = []
+    for result in results:
+        if isinstance(result, QuantizedTensor) and any(result is other for other in (*gradients, *owned)):
+            result = result.clone()
+        owned.append(result)
+    return owned
 
 
 def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:

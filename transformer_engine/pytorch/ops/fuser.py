@@ -17,19 +17,22 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.recipe import DelayedScaling, Recipe, revision_of
+from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import in_backward_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
+from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, describe, rules_apply
 from .chain_plans import forward_plan
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
-from .links import Links
+from .links import Links, check_tensor
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
-from .step_operation import contributes_backward, contributes_forward
-from .tracing import NOT_TRACED, Followed, following
+from .step_operation import check_parameters, contributes_backward, contributes_forward
+from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
+from .user_results import fused_operations
 
 _MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
 
@@ -78,6 +81,7 @@ class OperationFuser:
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._registered_now()
         self._followed = NOT_TRACED
+        self._state_without_gradients: AutocastState | None = None
 
     def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
         """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
@@ -115,6 +119,7 @@ class OperationFuser:
             The main output, or a tuple of the main output and the extra outputs.
 
         Raises:
+            TypeError: An input is not a tensor.
             ValueError: The number of extra inputs or of keyword arguments does not fit.
         """
         if len(extra_inputs) != self.num_extra_inputs:
@@ -122,10 +127,9 @@ class OperationFuser:
                 f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
                 "operations; give one tensor for each extra input, in the order of the operations"
             )
-        for tensor in extra_inputs:
-            if not isinstance(tensor, Tensor):
-                extra_inputs = self._links.accepted(extra_inputs)
-                break
+        check_tensor("the main input", input)
+        if extra_inputs:
+            extra_inputs = self._links.accepted(input, extra_inputs)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
@@ -138,6 +142,9 @@ class OperationFuser:
         if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = eager_thread_state()
             state = thread.state
+            before = self._state_without_gradients
+            if before is not state and (before is not None or not torch.is_grad_enabled()):
+                self._state_without_gradients = state_without_gradients("te.ops", before, state)
             recipe = state.recipe if state.enabled or state.calibrating else None
             if not self._followed.is_current(recipe, state.group, self._basic_ops):
                 ops = self._basic_ops
@@ -169,6 +176,7 @@ class OperationFuser:
     ) -> Any:
         """Run a chain that is not prepared: operations of users, channels, recomputation, tracing."""
         options = [{}] * self._num_basic_ops if basic_op_kwargs is None else basic_op_kwargs
+        check_parameters(self._basic_ops)
         state = current()
         following(self._basic_ops, state)
         parameters = self._basic_op_params
@@ -187,9 +195,10 @@ class OperationFuser:
             state,
         )
         if first < self._num_basic_ops:
-            x, *tensors = _distinct_while_tracing((x, *flat, *extra_inputs))
+            x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
             results = FusedChain.apply(x, call, *tensors)
         else:
+            check_transforms(FusedChain.OPERATION, x, flat, extra_inputs)
             results = call.forward(x, extra_inputs)[0]
         made: Any = results
         return made if len(made) > 1 else made[0]
@@ -247,6 +256,7 @@ class OperationFuser:
 
         All operations contribute steps; fused operations of users may not.
         """
+        check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
@@ -256,7 +266,8 @@ class OperationFuser:
         ):
             for op, indices in self._forward_ops:
                 op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-            environment, extra = ChainEnvironment(), self._links.given(extra_inputs)
+            environment = ChainEnvironment(records=torch.is_grad_enabled())
+            extra = self._links.given(extra_inputs)
             contexts = contexts_of(self._num_basic_ops, first, x)
             options: list[dict[str, Any]] = [{}] * self._num_basic_ops
             members, read = describe(self._basic_ops, contexts, x, extra, options, environment)  # pyright: ignore
@@ -324,7 +335,7 @@ class OperationFuser:
     ) -> list[FusibleOperation]:
         ops = list(ops)
         for function in functions:
-            ops = list(function(ops, recipe=recipe))
+            ops = fused_operations(function, function(ops, recipe=recipe))
         basic = [member for op in ops for member in op.basic_operations()]
         same = len(basic) == self._num_basic_ops and all(
             member is own for member, own in zip(basic, self._basic_ops, strict=True)
@@ -345,21 +356,6 @@ class OperationFuser:
             fused.append((op, list(range(at, at + count))))
             at += count
         return fused
-
-
-def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
-    """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
-
-    The numbers of rows of two grouped layers, and shared parameters, are the same tensors. A graph that has read id()
-    of an input is compiled again for each other input.
-    """
-    if not torch.compiler.is_compiling():
-        return list(tensors)
-    made: list[Any] = []
-    for number, tensor in enumerate(tensors):
-        repeated = any(tensor is other for other in tensors[:number])
-        made.append(tensor.view_as(tensor) if repeated else tensor)
-    return made
 
 
 def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:

@@ -5,9 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .operation import BasicOperation
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or (not torch.compiler.is_compiling() and torch._C._is_alias_of(a, b))  # pyright: ignore
+
+
+def summed_values(a: Any, b: Any) -> Tensor:
+    """a + b in a's dtype. A sum with a quantized tensor is computed in float32 and rounded once."""
+    if not (isinstance(a, QuantizedTensorStorage) or isinstance(b, QuantizedTensorStorage)):
+        return a + b
+    wide = [
+        tensor.dequantize(dtype=torch.float32)
+        if isinstance(tensor, QuantizedTensorStorage)
+        else tensor.float()
+        for tensor in (a, b)
+    ]
+    return (wide[0] + wide[1]).to(a.dtype)
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {with_article(type(value))}; give a torch.Tensor")
 
 
 class Slot(NamedTuple):
@@ -68,21 +94,46 @@ class Links:
                         f"operation {op}; put the producer first"
                     )
                 self.sources[Slot(op, index)] = source
+        # Places of the caller's extra inputs that an operation adds into.
+        self._written = [
+            place
+            for place, slot in enumerate(self.public_inputs)
+            if getattr(ops[slot.op], "_in_place", False)
+        ]
 
     def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
         """Return whether one of some operations reads a channel of one of others."""
         return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
 
-    def accepted(self, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the caller's extra inputs, with values that are not tensors converted by their operations."""
-        return tuple(
-            [
-                value
-                if isinstance(value, Tensor)
-                else self._ops[slot.op].accept_extra_input(slot.index, value)
-                for slot, value in zip(self.public_inputs, extra_inputs, strict=True)
-            ]
-        )
+    def accepted(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Extra inputs of a call as tensors that the operations may write to.
+
+        Operations convert values that are not tensors. An extra input that an operation adds into is cloned if another
+        input shares its memory, or if it is a leaf that requires a gradient.
+
+        Args:
+            x: The main input.
+            extra_inputs: The caller's extra inputs.
+
+        Raises:
+            TypeError: A value is not a tensor, and its operation does not convert it.
+        """
+        tensors: list[Any] = []
+        for slot, value in zip(self.public_inputs, extra_inputs, strict=True):
+            if not isinstance(value, Tensor):
+                operation = self._ops[slot.op]
+                converted = operation.accept_extra_input(slot.index, value)
+                name = f"extra input {slot.index} of {type(operation).__name__} (operation {slot.op})"
+                check_tensor(name, converted)
+                value = converted
+            tensors.append(value)
+        for place in self._written:
+            tensor, others = tensors[place], (x, *tensors[:place], *tensors[place + 1 :])
+            if (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()) or any(
+                _share_memory(tensor, other) for other in others
+            ):
+                tensors[place] = tensor.clone()
+        return tuple(tensors)
 
     def given(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """Return the caller's extra inputs by operation; None for those of channels."""
@@ -123,6 +174,11 @@ class Links:
                     f"{type(operation).__name__} returned None for extra output {index}, which the caller or a later "
                     "operation reads; return a tensor"
                 )
+            if tensor is not None and not isinstance(tensor, (Tensor, QuantizedTensorStorage)):
+                raise TypeError(
+                    f"{type(operation).__name__} returned {with_article(type(tensor))} for extra output {index}; "
+                    "return a tensor"
+                )
 
     def gradients_of_outputs(
         self, op: int, given: dict[Slot, Tensor | None], extra_inputs: list[tuple[Any, ...]]
@@ -135,6 +191,6 @@ class Links:
             for reader, source in self.sources.items():
                 grad = extra_inputs[reader.op][reader.index] if source == slot else None
                 if grad is not None:
-                    total = grad if total is None else total + grad
+                    total = grad if total is None else summed_values(total, grad)
             sums.append(total)
         return tuple(sums)

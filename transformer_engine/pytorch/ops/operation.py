@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
+from ..quantization.checked_loading import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
 from .recipe_slots import RecipeSlots
@@ -49,7 +51,7 @@ class OperationContext:
         self.to_save = tensors
 
 
-class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
+class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     """An operation that can be part of a fused chain.
 
     Args:
@@ -305,16 +307,25 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
                 f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
                 "outputs, which op_backward cannot pass; override fuser_forward and fuser_backward"
             )
-        grad_input, grad_parameters = self.op_backward(basic_op_ctxs[0], grad_output)
-        return grad_input, [grad_parameters], [()]
+        returned: Any = self.op_backward(basic_op_ctxs[0], grad_output)
+        pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+        if not pair or not isinstance(returned[1], Iterable) or isinstance(returned[1], Tensor):
+            found = returned[1] if pair else returned
+            raise TypeError(
+                f"{type(self).__name__}.op_backward returned {with_article(type(found))}"
+                f"{' as the gradients of the parameters' if pair else ''}; return a tuple (grad_input, gradients of "
+                "the parameters), with () for no parameters"
+            )
+        return returned[0], [returned[1]], [()]
 
 
 class FusedOperation(FusibleOperation):
     """An operation that replaces several consecutive basic operations.
 
-    It holds neither parameters nor state. Derived classes implement `fuser_forward` or `fuser_backward`, or
-    both. A class that replaces only one of the passes keeps in the contexts exactly what the other pass of the basic
-    operations expects.
+    It holds neither parameters nor state. Derived classes implement `fuser_forward` or `fuser_backward`, or both. A
+    class that replaces only the backward pass reads what the forward pass of the basic operations saves. A class that
+    replaces only the forward pass calls `fuser_forward` of the basic operations with their contexts; for operations of
+    this package without saved state, the chain runs that forward pass again, and their gradients belong to its result.
 
     Args:
         basic_ops: The basic operations, in order.

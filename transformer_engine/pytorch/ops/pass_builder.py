@@ -41,6 +41,8 @@ class PassBuilder:
     """
 
     mark: str = ""
+    # Buffers of extra outputs, which later steps may not write in place.
+    shared: set[str] = field(default_factory=set, init=False)
     steps: list[Step] = field(default_factory=list, init=False)
     _made: dict[tuple[str, str, Hashable], str] = field(default_factory=dict, init=False)
 
@@ -156,10 +158,6 @@ class Contribution:
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         """Append the steps of the backward pass, which reads what `kept` names."""
         return BackwardPart(dy)
-
-    def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:
-        """Return the contribution for gradients of extra outputs that may be written in place, or not."""
-        return self
 
     def is_plain(self, layer: str) -> bool:
         """Return whether the casts of one of the operation's linear layers leave matrices unchanged."""

@@ -22,12 +22,12 @@ from ..functions.linear_spec import LinearSpec
 from ..functions.run import run
 from ..functions.saving import keep, pack, take_saved_before_transfer, unpack
 from ..functions.scale_update import update_at_end_of_pass
-from ..runtime.autograd import applier
+from ..runtime.autograd import Function, applier, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, grad_facts
 from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
-from .chain_run import Fused, ShardPlaces, distinct
+from .chain_run import Fused, ShardPlaces, distinct, own_quantized
 
 # Steps of forward passes whose launches, products and collectives, and those of their backward passes, a compiled pass
 # may list.
@@ -149,7 +149,9 @@ class PreparedChain:
         environment = self._environment_of(given) if self._of_call else self.environment
         if self.first < len(self.members):
             results = _prepared(self, environment, *given)
-        elif self.compiled is None:
+            return results if self.outputs > 1 else results[0]
+        check_transforms(_PreparedChain.OPERATION, given)
+        if self.compiled is None:
             results = _forward_pass(given, self, environment)[0]
         else:
             results = self.compiled.forward(given, self)[0]
@@ -239,12 +241,15 @@ def _backward_pass(given: list[Any], chain: PreparedChain, ctx: Any) -> tuple[tu
     for i, constant in constants.items():
         values[count + i] = constant
     inputs = [values[place] for place in places]
+    gradients = values[:count] if plan.quantized else ()
     del values
     results, _ = run(plan.schedule, ctx.environment, inputs)  # pyright: ignore[reportArgumentType]
+    if plan.quantized:
+        results = own_quantized(results, gradients)
     return tuple([None if place < 0 else results[place] for place in order]), None
 
 
-class _PreparedChain(torch.autograd.Function):
+class _PreparedChain(Function):
     @staticmethod
     def forward(ctx: Any, chain: PreparedChain, environment: ChainEnvironment, *tensors: Any) -> Any:
         ctx.chain, ctx.environment = chain, environment

@@ -22,9 +22,10 @@ from ..quantization.extra_state import (
     decode_extra_state,
     encode_extra_state,
     load_extra_state,
+    validated_state,
 )
 from ..quantization.family import family_of
-from ..quantization.recompute_states import runs
+from ..quantization.recompute_states import repeated_quantizers
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
@@ -166,18 +167,8 @@ class RecipeSlots:
         quantizers = self._quantizers["forward"]
         if not (is_fp8_activation_recompute_enabled() and self.has_scaling_state()):
             return quantizers
-        for run in runs():
-            if not run.again:
-                run.states.keep(self._replay_key, [tuple([q.replay_state() for q in quantizers])])
-                continue
-            states = run.next(self._replay_key)
-            if states is None:
-                raise RuntimeError(
-                    f"{type(self).__name__} is called in the second run of a checkpointed function, but was not called "
-                    "under this recipe so often in its first; let the function do the same both times"
-                )
-            quantizers = [q.replaying(state) for q, state in zip(quantizers, states[0], strict=True)]
-        return quantizers
+        (repeated,) = repeated_quantizers(type(self).__name__, self._replay_key, (quantizers,))
+        return list(repeated)
 
     def has_scaling_state(self) -> bool:
         """Return whether an active quantizer has scales that change between calls."""
@@ -217,18 +208,29 @@ class RecipeSlots:
             return ResizableState.of(torch.empty(0, dtype=torch.uint8, device="cpu"))
         return ResizableState.of(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
 
-    def set_extra_state(self, state: Tensor | io.BytesIO | None) -> None:
-        """Restore the state that `get_extra_state` returned, read through an allow-list.
+    def read_extra_state(self, state: Tensor | io.BytesIO | None) -> dict[str, dict[str, Any]] | None:
+        """Decode a state and check that it fits the operation; nothing is changed. Returns a state per mode.
 
         Raises:
             ExtraStateError: The state is damaged, names something that may not be loaded, or does not fit.
         """
         content = decode_extra_state(state)
         if content is None:
-            return
-        saved = {mode: content[mode] for mode in MODES if content.get(mode)}
+            return None
+        saved = {mode: validated_state(content[mode]) for mode in MODES if content.get(mode)}
         for mode, part in saved.items():
             check_extra_state(part, {_SUFFIX[mode]: self.num_quantizers(mode)})
+        return saved
+
+    def set_extra_state(self, state: Tensor | io.BytesIO | None) -> None:
+        """Restore the state that `get_extra_state` returned, read through an allow-list.
+
+        Raises:
+            ExtraStateError: The state is damaged, names something that may not be loaded, or does not fit.
+        """
+        saved = self.read_extra_state(state)
+        if saved is None:
+            return
         for mode, part in saved.items():
             self._make(mode, part["recipe"], None)
             meta = self._fp8_metas[mode]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
+from ..quantization.checked_loading import CheckedLoading
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 
 
-class Sequential(torch.nn.Module):
+class Sequential(CheckedLoading):
     """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
 
     Other modules may stand between operations; they separate fused chains.

@@ -20,7 +20,8 @@ from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.storage.quantized_tensor_storage import plain_values
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, plain_values
+from .links import summed_values
 
 Shape = tuple[int, ...]
 
@@ -130,12 +131,16 @@ OPERATIONS.update(
         "shape": lambda env, s, x: (tuple(x.shape),),
         "rows": lambda env, width, x: (as_matrix(x) if width is None else x.reshape(-1, width),),
         "unflatten": _unflatten,
-        "reshape": lambda env, s, x, shape: (x.reshape(shape),),
+        "reshape": lambda env, s, x, shape: (
+            (x if isinstance(x, Tensor) else plain_values(x)).reshape(shape),
+        ),
         "to_shape": lambda env, shape, x: (x.reshape(shape),),
         "to_dtype": lambda env, dtype, x: (x.to(dtype),),
         "alias": lambda env, s, x: (x.detach(),),
         "values": lambda env, s, x: (plain_values(x),),
-        "quantize_values": lambda env, s, x: (env.objects[s.operation, s.slot].quantize(x),),
+        "quantize_values": lambda env, s, x: (
+            x if isinstance(x, QuantizedTensorStorage) else env.objects[s.operation, s.slot].quantize(x),
+        ),
         "constant_scale": lambda env, constant, x: (x * constant,),
         "row_scale": _row_scale,
         "row_scale_backward": _row_scale_backward,
@@ -148,7 +153,8 @@ OPERATIONS.update(
         "dropout_backward": lambda env, s, dy, mask: (
             dropout_backward(dy, mask, env.objects[s.dropout, "p"]),
         ),
-        "copy": lambda env, s, x: (x.clone(),),
+        "sum_values": lambda env, s, a, b: (summed_values(a, b),),
+        "copy": lambda env, s, x: (x.clone(memory_format=torch.contiguous_format),),
         "members": lambda env, s, *members: (list(members),),
         "separate": lambda env, s, members: tuple(members),
         "copy_into": _copy_into,

@@ -51,6 +51,10 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
         parameters = {name: getattr(self, name) for name in self.parameter_names}
         return {name: parameter for name, parameter in parameters.items() if parameter is not None}
 
+    def required_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters without which the operation cannot run."""
+        return self.parameter_names
+
     def pre_first_fuser_forward(self) -> None:
         if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
             self.reset_parameters()
@@ -127,6 +131,17 @@ def _without_extra_tensors(op: BasicOperation, method: str, instead: str) -> Non
             f"{type(op).__name__}.{method} cannot pass {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} "
             f"extra outputs; call {instead}"
         )
+
+
+def check_parameters(ops: Iterable[BasicOperation]) -> None:
+    """Raise RuntimeError if a required parameter of an operation is None."""
+    for op in ops:
+        for name in op.required_parameters() if isinstance(op, StepOperation) else ():
+            if getattr(op, name) is None:
+                raise RuntimeError(
+                    f"{type(op).__name__}.{name} is None; assign a torch.nn.Parameter, or construct the layer "
+                    "without it"
+                )
 
 
 class StepFusedOperation(FusedOperation):

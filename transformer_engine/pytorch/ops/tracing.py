@@ -103,3 +103,18 @@ def _first_call_while_tracing(key: str) -> bool:
         return trace is None
     _traced[op] = weakref.ref(trace)
     return True
+
+
+def distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
+    """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
+
+    The numbers of rows of two grouped layers, and shared parameters, are the same tensors. A graph that has read id()
+    of an input is compiled again for each other input.
+    """
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    made: list[Any] = []
+    for number, tensor in enumerate(tensors):
+        repeated = any(tensor is other for other in tensors[:number])
+        made.append(tensor.view_as(tensor) if repeated else tensor)
+    return made

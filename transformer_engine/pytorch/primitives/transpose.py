@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ...common.dispatch import Backend, Table
+from ...common.kernels.launch import LARGEST_EXTENT
 from ..runtime.launching import operator, run, unsupported_elementwise
 from ..runtime.symbols import Symbol
 from .operand import Operand
 from .quantize import pack_fp4, unpack_fp4
 
 __all__ = ["TABLE", "TransposeRequest", "transposed_codes", "transposed_operand"]
-
-_LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 
 
 class TransposeRequest(NamedTuple):
@@ -68,8 +67,8 @@ def unsupported_reason(request: TransposeRequest) -> str | None:
         return "the codes are not a plain tensor"
     if not request.contiguous or 0 in request.shape:
         return "the codes are not contiguous" if not request.contiguous else "the codes are empty"
-    if max(request.shape) >= _LIMIT:
-        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
+    if max(request.shape) >= LARGEST_EXTENT:
+        return f"an extent of {list(request.shape)} reaches {LARGEST_EXTENT}"
     return unsupported_elementwise(request.device)
 
 

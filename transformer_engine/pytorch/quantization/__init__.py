@@ -12,6 +12,7 @@ from .extra_state import (
     decode_extra_state,
     encode_extra_state,
     load_extra_state,
+    validated_state,
 )
 from .families import *  # noqa: F403 - the states, by the list in __all__
 from .family import Family, all_families, family_named, family_of

@@ -1,17 +1,21 @@
 """bytes in a uint8 tensor = encode_extra_state(fp8_meta): a module's recipe, scales and histories.
 
 The bytes are a pickle, because that is the format of existing checkpoints, but a checkpoint is never trusted:
-reading substitutes an inert record for every class that the pickle names, rejects names that are not on a
-short list, and builds recipes and tensors from the records afterwards. No callable that the pickle names ever runs.
+`pickle_reader.py` substitutes an inert record for every class that the pickle names, in linear time.
+This file rejects names that are not on a short list, and builds recipes and tensors from the records afterwards. No
+callable that the pickle names ever runs.
 """
 
 from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
+import struct
 import sys
 import warnings
+import zipfile
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +26,18 @@ from ...common import recipe as recipes
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Format, MMParams, QParams, Recipe
 from .family import all_families, family_of
+from .pickle_reader import (
+    MAXIMUM_BYTES,
+    MAXIMUM_DEPTH,
+    MAXIMUM_OPCODES,
+    ExtraStateError,
+    Record,
+    StoredTensor,
+    Unpickler,
+    is_legacy_file,
+    read_archive,
+    read_legacy_file,
+)
 
 BUFFER_INFO = "buffer_index_and_autocast_key"
 _RECIPE_MODULE = recipes.__name__
@@ -35,8 +51,9 @@ _TORCH_FUNCTIONS = (
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 )
+MAXIMUM_HISTORY = 1 << 16  # steps of a history that is not in the checkpoint
 _UNSAVED = ("fp8_checkpoint_recompute", "global_fp8_buffer_pos_fwd_recompute", BUFFER_INFO)
-# The exceptions of the pickle module on malformed input, by its documentation and source.
+# The exceptions of the pickle and zipfile modules on malformed input, by their documentation and source.
 _MALFORMED = (
     pickle.UnpicklingError,
     EOFError,
@@ -50,11 +67,11 @@ _MALFORMED = (
     RecursionError,
     MemoryError,
     UnicodeDecodeError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+    zipfile.BadZipFile,
 )
-
-
-class ExtraStateError(ValueError):
-    """A module's extra state is damaged, or refers to an object that may not be loaded."""
 
 
 def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
@@ -96,23 +113,28 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
     if state is None:
         return None
     if isinstance(state, io.BytesIO):
-        decoded = _load_archive(state.getvalue())
+        decoded = _load(state.getvalue())
     elif isinstance(state, Tensor):
         if state.numel() == 0:
             return None
         if state.dtype not in (torch.uint8, torch.int8):
             raise ExtraStateError(f"extra state is {state.dtype}; give the uint8 tensor of get_extra_state()")
         data = bytes(state.detach().cpu().contiguous().view(torch.uint8).numpy())
-        decoded = _load_archive(data) if data[:2] == b"PK" else _load_pickle(data)
+        decoded = _load(data)
     else:
         raise ExtraStateError(
             f"extra state is {with_article(type(state))}; it must be a uint8 tensor, io.BytesIO or None"
         )
     if decoded is None:
         return None
+    return validated_state(decoded)
+
+
+def validated_state(decoded: Any) -> dict[str, Any]:
+    """Validate the types of a decoded state's entries, and apply the rules for states of earlier versions."""
     if not isinstance(decoded, dict):
         raise ExtraStateError(f"extra state holds {with_article(type(decoded))}; it must hold a dict")
-    # Apply the rules for states of earlier versions, which only had delayed scaling.
+    # Earlier versions only had delayed scaling.
     modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
     if "recipe" not in modern:
         modern["recipe"] = DelayedScaling(backward_override=None)
@@ -129,8 +151,23 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
     if not isinstance(variables, dict):
         raise ExtraStateError("extra state's extra_fp8_variables is not a dict")
     reserved = ("recipe", "scaling_fwd", "scaling_bwd", "fp8_group", *_UNSAVED)
-    modern["extra_fp8_variables"] = {k: v for k, v in variables.items() if k not in reserved}
+    modern["extra_fp8_variables"] = {
+        key: value for key, value in variables.items() if key not in reserved and _is_plain(value)
+    }
+    _check_history_length(modern)
     return modern
+
+
+def _check_history_length(state: dict[str, Any]) -> None:
+    """Raise ExtraStateError if the recipe would allocate histories far longer than the stored ones."""
+    length = getattr(state["recipe"], "amax_history_len", 0)  # only delayed scaling has one
+    histories = [state[name] for name in ("amax_history_fwd", "amax_history_bwd") if name in state]
+    longest = max([MAXIMUM_HISTORY, *(history.shape[0] for history in histories if history.dim())])
+    if length > longest:
+        raise ExtraStateError(
+            f"extra state's recipe has amax_history_len={length}, but its histories have at most {longest} steps; "
+            "load an undamaged checkpoint"
+        )
 
 
 def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
@@ -191,52 +228,6 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (bool, int, float, str)
 
 
-class _Record:
-    """An inert record of an object of the pickle: its arguments, attributes and entries."""
-
-    target: tuple[str, str] = ("", "")
-
-    def __new__(cls, *arguments: Any) -> _Record:
-        record = super().__new__(cls)
-        record.__dict__.update(arguments=arguments, attributes={}, entries={})
-        return record
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__["attributes"] = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.__dict__["entries"][key] = value
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that creates inert records; each record class exists for one load only.
-
-    Attributes:
-        foreign: Record classes of names that a checkpoint may not load.
-    """
-
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file)
-        self._classes: dict[tuple[str, str], type[_Record]] = {}
-        self.foreign: set[type[_Record]] = set()
-
-    def find_class(self, module: str, name: str) -> type[_Record]:
-        target = (module, name)
-        if target not in self._classes:
-            self._classes[target] = type("Record", (_Record,), {"target": target})
-            if module == _RECIPE_MODULE:
-                known = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
-                allowed = name in known or any(name == kind.__name__ for kind in _recipe_classes())
-            else:
-                allowed = target in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
-            if not allowed:
-                self.foreign.add(self._classes[target])
-        return self._classes[target]
-
-
 def _recipe_classes() -> list[type[Recipe]]:
     return [family.recipe for family in all_families() if family.checkpointed]
 
@@ -249,88 +240,141 @@ def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
     return next((kind for kind in _recipe_classes() if kind in candidate.__mro__), None)
 
 
-def _load_pickle(data: bytes) -> Any:
-    unpickler = _Unpickler(io.BytesIO(data))
+def _load(data: bytes) -> Any:
+    """Return the content of a pickle, or of a file of torch.save; raise ExtraStateError unless it is harmless."""
+    if len(data) == 0:
+        return None
+    if len(data) > MAXIMUM_BYTES:
+        raise ExtraStateError(f"extra state has {len(data)} bytes; the limit is {MAXIMUM_BYTES}")
+    archive = data[:2] == b"PK"
     try:
-        content = unpickler.load()
-        # Replace a recipe's functions by the defaults, as encode_extra_state does; they are never loaded.
-        recipe = content.get("recipe") if isinstance(content, dict) else None
-        fields_of: Any = recipe.__dict__["attributes"] if isinstance(recipe, _Record) else None
-        for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
-            function = fields_of.get(name) if isinstance(fields_of, dict) else None
-            if isinstance(function, type) and function in unpickler.foreign:
-                unpickler.foreign.discard(function)
-                del fields_of[name]
-                warnings.warn(
-                    f"extra state's recipe has {name}={'.'.join(function.target)}, which is not loaded; the recipe of "
-                    "autocast takes its place",
-                    stacklevel=2,
-                )
+        if archive:
+            content, unpickler = read_archive(data, _is_allowed)
+        elif is_legacy_file(data):
+            content, unpickler = read_legacy_file(data, _is_allowed)
+        else:
+            unpickler = Unpickler(io.BytesIO(data), _is_allowed)
+            content = unpickler.load()
+        _drop_functions(content, unpickler.foreign)
         for record in unpickler.foreign:
             raise ExtraStateError(
                 f"extra state names {'.'.join(record.target)}, which a checkpoint may not load; only recipes, plain "
                 "containers and tensors are read. If you trust the file, load that part yourself"
             )
-        return _built(content)
+        return _Builder().built(content)
     except ExtraStateError:
         raise
     except _MALFORMED as error:
         raise ExtraStateError(
-            f"extra state is not a readable pickle: {error}; load an undamaged checkpoint, or remove the entry "
-            "'_extra_state' to start with new scales"
+            f"extra state is not a readable {'torch.save archive' if archive else 'pickle'}: {error}; load an "
+            "undamaged checkpoint, or remove the entry '_extra_state' to start with new scales"
         ) from error
 
 
-def _load_archive(data: bytes) -> Any:
-    """Return torch.load restricted to the same classes; recipes are rebuilt, so that their validation runs."""
-    allowed = [*_recipe_classes(), *_DATA_CLASSES.values(), Format]
-    if len(data) == 0:
-        return None
-    try:
-        with torch.serialization.safe_globals(allowed):
-            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return _revalidated(loaded)
-    except (*_MALFORMED, RuntimeError) as error:
-        raise ExtraStateError(
-            f"extra state is not a readable, harmless torch.save archive: {error}"
-        ) from error
+def _is_allowed(module: str, name: str) -> bool:
+    """Return whether a checkpoint may contain an object of this module and name."""
+    if module == _RECIPE_MODULE:
+        known = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
+        return name in known or any(name == kind.__name__ for kind in _recipe_classes())
+    return (module, name) in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
 
 
-def _revalidated(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _revalidated(item) for key, item in value.items()}
-    if isinstance(value, Recipe):
-        return _recipe(type(value), vars(value))
-    return value
+def _drop_functions(content: Any, foreign: set[type[Record]]) -> None:
+    """Drop the functions of a delayed-scaling recipe, as encode_extra_state does; they are never loaded."""
+    recipe = content.get("recipe") if isinstance(content, dict) else None
+    attributes: Any = recipe.__dict__["attributes"] if isinstance(recipe, Record) else None
+    for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+        function = attributes.get(name) if isinstance(attributes, dict) else None
+        if isinstance(function, type) and function in foreign:
+            foreign.discard(function)
+            del attributes[name]
+            warnings.warn(
+                f"extra state's recipe has {name}={'.'.join(function.target)}, which is not loaded; the recipe of "
+                "autocast takes its place",
+                stacklevel=2,
+            )
 
 
-def _built(value: Any) -> Any:
-    """Return the object that a record describes; containers are converted recursively, plain values are unchanged."""
-    if isinstance(value, _Record):
-        module, name = value.target
-        arguments = value.__dict__["arguments"]
+class _Builder:
+    """Recipes, containers and tensors of inert records.
+
+    Objects that the pickle shares are built once per reference, so that results share nothing. The number of objects,
+    their depth and the memory of the tensors are limited.
+    """
+
+    def __init__(self) -> None:
+        self._objects = MAXIMUM_OPCODES
+        self._bytes = MAXIMUM_BYTES
+        self._storages: dict[int, StoredTensor] = {}  # by the id of their bytes, which the records keep alive
+
+    def built(self, value: Any, depth: int = 0) -> Any:
+        """Return the object that a record describes; containers are converted recursively, plain values unchanged."""
+        self._objects -= 1
+        if depth > MAXIMUM_DEPTH or self._objects < 0:
+            raise ExtraStateError(
+                f"extra state nests objects deeper than {MAXIMUM_DEPTH}, or has more than {MAXIMUM_OPCODES} objects; "
+                "it is not a module's state"
+            )
+        if isinstance(value, Record):
+            return self._of_record(value, depth + 1)
+        if isinstance(value, dict):
+            return {self.built(key, depth + 1): self.built(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple, set)):
+            return type(value)([self.built(item, depth + 1) for item in value])
+        if isinstance(value, type):
+            raise ExtraStateError("extra state holds a class where it must hold a value")
+        return value
+
+    def _of_record(self, record: Record, depth: int) -> Any:
+        module, name = record.target
         if name == "OrderedDict" and module == "collections":
-            return {_built(k): _built(v) for k, v in value.__dict__["entries"].items()}
-        if module == _RECIPE_MODULE:
-            if name == "Format":
-                return Format(_built(arguments[0]))
-            if name in _DATA_CLASSES:
-                # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
-                attributes = _built(value.__dict__["attributes"])
-                return _DATA_CLASSES[name](*[_built(a) for a in arguments], **attributes)  # pyright: ignore
-            if name == "_OverrideLinearPrecision":
-                return tuple(_built(a) for a in arguments)
-            return _recipe(getattr(recipes, name), _built(value.__dict__["attributes"]))
+            return self.built(record.__dict__["entries"], depth)
         if (module, name) in _TORCH_FUNCTIONS:
-            return _torch_object(name, [_built(a) for a in arguments])
-        return _recipe(_derived_recipe(module, name), _built(value.__dict__["attributes"]))
-    if isinstance(value, dict):
-        return {_built(key): _built(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return type(value)(_built(item) for item in value)
-    if isinstance(value, type):
-        raise ExtraStateError("extra state holds a class where it must hold a value")
-    return value
+            return self._torch_object(name, [self.built(a, depth) for a in record.__dict__["arguments"]])
+        if module == _RECIPE_MODULE and name == "Format":
+            return Format(self.built(record.__dict__["arguments"][0], depth))
+        if module == _RECIPE_MODULE and name == "_OverrideLinearPrecision":
+            return self.built(record.__dict__["arguments"], depth)
+        attributes = self.built(record.__dict__["attributes"], depth)
+        if module == _RECIPE_MODULE and name in _DATA_CLASSES:
+            # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
+            arguments = self.built(record.__dict__["arguments"], depth)
+            return _DATA_CLASSES[name](*arguments, **attributes)  # pyright: ignore
+        kind = getattr(recipes, name) if module == _RECIPE_MODULE else _derived_recipe(module, name)
+        return _recipe(kind, attributes)
+
+    def _torch_object(self, name: str, arguments: list[Any]) -> Any:
+        if name in ("_load_from_bytes", "safe_load_from_bytes"):
+            (data,) = arguments
+            if not isinstance(data, bytes):
+                raise ExtraStateError(f"a tensor's storage is {with_article(type(data))}; it must be bytes")
+            if id(data) not in self._storages:
+                storage, _ = read_legacy_file(data, _is_allowed)
+                if not isinstance(storage, StoredTensor):
+                    raise ExtraStateError(f"a tensor's storage is {with_article(type(storage))}")
+                self._storages[id(data)] = storage
+            return self._storages[id(data)]
+        if name == "Size":
+            return torch.Size(arguments[0])
+        if name == "_rebuild_parameter":
+            return arguments[0]
+        return self._tensor(*arguments[:4])
+
+    def _tensor(self, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
+        """Return a tensor within its storage; hooks and flags in the pickle are ignored."""
+        if not isinstance(storage, StoredTensor):
+            raise ExtraStateError(f"a tensor is made of {with_article(type(storage))}")
+        whole = storage.tensor
+        extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        count = math.prod(size)
+        if min((offset, *size, *stride)) < 0 or (count and max(extent, count) > whole.numel()):
+            raise ExtraStateError(
+                f"a tensor of size {tuple(size)} exceeds its storage of {whole.numel()} elements"
+            )
+        self._bytes -= count * whole.itemsize
+        if self._bytes < 0:
+            raise ExtraStateError(f"extra state has tensors of more than {MAXIMUM_BYTES} bytes")
+        return whole.as_strided(tuple(size), tuple(stride), offset).clone()
 
 
 def _recipe(kind: Any, attributes: Any) -> Recipe:
@@ -350,34 +394,3 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
                 raise ExtraStateError(f"extra state's {kind.__name__}.{name} is not a QParams")
             setattr(recipe, name, value)
     return recipe
-
-
-def _torch_object(name: str, arguments: list[Any]) -> Any:
-    if name in ("_load_from_bytes", "safe_load_from_bytes"):
-        (data,) = arguments
-        if not isinstance(data, bytes):
-            raise ExtraStateError(f"a tensor's storage is {with_article(type(data))}; it must be bytes")
-        storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if not isinstance(storage, torch.storage.TypedStorage):
-            raise ExtraStateError(f"a tensor's storage is {with_article(type(storage))}")
-        return storage
-    if name == "Size":
-        return torch.Size(arguments[0])
-    if name == "_rebuild_parameter":
-        return arguments[0]
-    return _tensor(*arguments[:4])
-
-
-def _tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-    """Return a tensor within its storage; hooks and flags in the pickle are ignored."""
-    if not isinstance(storage, torch.storage.TypedStorage):
-        raise ExtraStateError(f"a tensor is made of {with_article(type(storage))}")
-    whole = torch.tensor([], dtype=storage.dtype, device=storage._untyped_storage.device).set_(
-        storage._untyped_storage
-    )
-    extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if min((offset, *size, *stride)) < 0 or (0 not in size and extent > whole.numel()):
-        raise ExtraStateError(
-            f"a tensor of size {tuple(size)} exceeds its storage of {whole.numel()} elements"
-        )
-    return whole.as_strided(tuple(size), tuple(stride), offset).clone()

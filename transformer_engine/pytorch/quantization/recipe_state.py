@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import with_article
 from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, is_unchanged, revision_of
 from ..constants import DType
 from ..runtime.device import canonical_device
@@ -261,6 +262,14 @@ class CustomRecipeState(RecipeState):
                 )
             elif answer is None:
                 answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
+            elif not isinstance(answer, Quantizer):
+                found = (
+                    f"the class {answer.__name__}" if isinstance(answer, type) else with_article(type(answer))
+                )
+                raise TypeError(
+                    f"the qfactory of CustomRecipe returned {found} for {roles[slot]!r}; return a quantizer object, a "
+                    "DelayedScalingRequest, or None for high precision"
+                )
         before = self._delayed
         self._delayed = {request: self._state_of(request, members) for request, members in slots.items()}
         for request, (_, state) in before.items():

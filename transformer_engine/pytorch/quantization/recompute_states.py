@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
-from .autocast import here
+from ..runtime.tracing import hidden_from_selective_checkpoints
+from ..tensor.quantizer import Quantizer
+from .autocast import AutocastState, here, reinstate, snapshot
 
 # Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
 CallStates = Sequence[tuple[tuple[Tensor, ...], ...]]
@@ -112,10 +115,67 @@ class running(AbstractContextManager):
     def __enter__(self) -> None:
         holder = here()
         self._before = (holder.recomputes, holder.recomputing)
-        holder.recomputes, holder.recomputing = self._marked, self._again
+        # A first run within a second run belongs to the second run: it updates no scales.
+        holder.recomputes, holder.recomputing = self._marked, self._again or self._before[1]
         _thread.runs.append(RecomputedRun(self._states, self._again))
 
     def __exit__(self, *exception: object) -> None:
         _thread.runs.pop()
         holder = here()
         holder.recomputes, holder.recomputing = self._before
+
+
+class SecondRun(AbstractContextManager):
+    """Context of second runs: the autocast state of this object's creation, and the scales of the first run.
+
+    Attributes:
+        states: Scales that modules used in the first run.
+    """
+
+    def __init__(self) -> None:
+        self.states = ReplayStates()
+        self._autocast = snapshot()
+        self._entered: list[tuple[running, tuple[AutocastState, bool]]] = []
+
+    def __enter__(self) -> None:
+        run = running(self.states, True)
+        self._entered.append((run, snapshot()))
+        reinstate(self._autocast)
+        run.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        run, before = self._entered.pop()
+        run.__exit__(*exception)
+        reinstate(before)
+
+
+def repeated_quantizers(
+    kind: str, module: str, products: Sequence[Sequence[Quantizer]]
+) -> Sequence[Sequence[Quantizer]]:
+    """Forward quantizers of a call in a recomputed function, by product: second runs replay the states of first runs.
+
+    Args:
+        kind: Class name of the module, for messages.
+        module: Tracing key of the module.
+        products: Quantizers of the call, by product.
+
+    Raises:
+        RuntimeError: The second run calls the module more often than the first one.
+    """
+    tracing = torch.compiler.is_compiling()
+    with nullcontext() if tracing else hidden_from_selective_checkpoints():
+        for run in runs():
+            if not run.again:
+                run.states.keep(module, [tuple([q.replay_state() for q in product]) for product in products])
+                continue
+            states = run.next(module)
+            if states is None:
+                raise RuntimeError(
+                    f"{kind} is called in the second run of a checkpointed function, but was not called "
+                    "under this recipe so often in its first; let the function do the same both times"
+                )
+            products = [
+                [quantizer.replaying(state) for quantizer, state in zip(product, saved, strict=True)]
+                for product, saved in zip(products, states, strict=True)
+            ]
+    return products

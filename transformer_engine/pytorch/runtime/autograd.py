@@ -1,8 +1,15 @@
-"""Host costs of autograd: applying a function, and the thread that runs backward passes.
+"""Autograd functions: their base class, torch's autocast and transforms, and host costs.
 
-`Function.apply` checks in every call whether the function has a `setup_context`, which no function here has, and
-unwraps its arguments with a generator. Without both, a warm forward and backward pass takes 2 to 4 percent less host
-time: Linear 137 us instead of 140, LayerNormMLP 183 us instead of 190 (bfloat16, `benchmarks/pretended_gpu.py`).
+torch.autocast chooses the dtype of activations, which the layers read before they compute. Inside a computation it
+would change more: float32 products of dequantized codes would become bfloat16 products, and sums of half-precision
+tensors float32 tensors. `without_autocast` therefore turns it off, in backward passes too.
+
+Kernels read memory. The transforms of torch.func and forward-mode differentiation pass wrapped tensors, whose tangents
+or samples a kernel does not see. `check_transforms` raises instead.
+
+`Function.apply` of torch checks in every call whether the function has a `setup_context`, which no function here has,
+and unwraps its arguments with a generator. Without both, a warm forward and backward pass takes 2 to 4 percent less
+host time: Linear 137 us instead of 140, LayerNormMLP 183 us instead of 190 (bfloat16, `benchmarks/pretended_gpu.py`).
 
 torch runs the backward pass of CUDA tensors on one thread per GPU, so that several GPUs of one process work at once.
 With one GPU this thread gains nothing and costs two wake-ups and, for nodes written in Python, every cache line that
@@ -12,18 +19,25 @@ layer on an H200 host. `torch.autograd.set_multithreading_enabled(False)` disabl
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_iter
 
 from ...common import env
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Both queries take less than 0.1 us; entering a context that turns autocast off takes 1 us.
+_autocast_is_active = torch._C._is_any_autocast_enabled
 _transforms_are_active = torch._C._are_functorch_transforms_active
 _unwrapped = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Thread(threading.local):
@@ -33,12 +47,92 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def without_autocast(function: F) -> F:
+    """Decorate a function that computes with torch.autocast off, whether or not its caller has turned it on.
+
+    No effect while a compiler traces: it may trace a backward pass twice, and the state of the first, abandoned trace
+    would then stay in force. Traced code multiplies by `matrix_product`.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _autocast_is_active() or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run  # pyright: ignore[reportReturnType]
+
+
+def matrix_product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a [M, K] @ b [K, N] in their dtype, also in code that a compiler traces under torch.autocast."""
+    if torch.compiler.is_compiling() and _autocast_is_active():
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.mm(a, b)
+    return torch.mm(a, b)
+
+
+def check_transforms(operation: str, *values: Any) -> None:
+    """Raise RuntimeError if torch.func transforms a value, or forward mode differentiates it.
+
+    Args:
+        operation: Name of the operation, for the message.
+        values: Tensors, containers of tensors, and other values, which are ignored.
+    """
+    level = forward_ad._current_level
+    if torch.compiler.is_compiling() or (level < 0 and not _transforms_are_active()):
+        return
+    for value in tree_iter(values):
+        if not isinstance(value, Tensor):
+            continue
+        if _is_wrapped(value):
+            raise RuntimeError(
+                f"{operation} does not support the transforms of torch.func (grad, vjp, jvp, vmap, jacrev, ..); "
+                "compute gradients by torch.autograd.grad or backward(), and pass a batch as leading dimensions"
+            )
+        if level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                f"{operation} does not support forward-mode differentiation; compute gradients in reverse mode, by "
+                "torch.autograd.grad or backward()"
+            )
+
+
+class Function(torch.autograd.Function):
+    """Base class of this package's autograd functions, whose passes run with torch.autocast off.
+
+    Attributes:
+        OPERATION: Name in messages, by default the argument of `once_differentiable` or the name of the class.
+        KEEPS_AUTOCAST: The passes call code of users, which runs under the user's torch.autocast.
+    """
+
+    OPERATION: str = ""
+    KEEPS_AUTOCAST = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("forward", "backward"):
+            if name in vars(cls) and not cls.KEEPS_AUTOCAST:
+                # A metaclass may watch assignments by users; this one is not by a user.
+                type.__setattr__(cls, name, staticmethod(without_autocast(getattr(cls, name))))
+        if "OPERATION" not in vars(cls):
+            named = getattr(cls.backward, "once_differentiable", cls.__name__.lstrip("_"))
+            type.__setattr__(cls, "OPERATION", named)
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Compute the function, as a node of autograd's graph; see `check_transforms`."""
+        check_transforms(cls.OPERATION, args)
+        if _transforms_are_active():  # but of no argument: torch's apply would raise an error
+            return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().apply(*args)
+
+
 def applier(function: type[Function]) -> Callable[..., Any]:
-    """Return a faster function.apply; compilers and the transforms of functorch get function.apply itself."""
-    node: Any = super(Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+    """Return a faster function.apply; compilers and torch's transforms get function.apply itself."""
+    node: Any = super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _transforms_are_active():
+        if torch.compiler.is_compiling() or _transforms_are_active() or forward_ad._current_level >= 0:
             return function.apply(*args)
         return node(*[_unwrapped(value) if isinstance(value, Tensor) else value for value in args])
 
@@ -57,3 +151,20 @@ def run_backward_on_calling_thread() -> None:
     if (distributed or torch.cuda.device_count() == 1) and not _thread.switched:
         _thread.switched = True
         torch.autograd.set_multithreading_enabled(False)
+
+
+def in_first_run() -> bool:
+    """Return whether an autograd function is computing its forward pass, as the first run of a reentrant checkpoint.
+
+    torch disables gradients and forward-mode gradients there, for the checkpoints of every library; `torch.no_grad()`
+    leaves the second mode enabled, and inference mode admits no backward pass.
+    """
+    return not torch.is_grad_enabled() and gradients_expected(training=False)
+
+
+def gradients_expected(training: bool) -> bool:
+    """Return whether a call without recorded gradients may have a second run with them, whose results must be equal.
+
+    True for modules in training mode and for the first run of a reentrant checkpoint, outside of inference mode.
+    """
+    return (training or not torch._C._is_fwd_grad_enabled()) and not torch.is_inference_mode_enabled()

@@ -64,6 +64,11 @@ def is_graph_capturing() -> bool:
     return _state.capturing
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether work on a device is being captured in a CUDA graph, by any library."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class CudaRecording:
     """A CUDA graph and the tensors that it writes."""
 

@@ -97,6 +97,18 @@ def cuda_version() -> tuple[int, int]:
     return (int(major), int(minor))
 
 
+def _check_available(device: torch.device, name: str) -> None:
+    """Raise ValueError unless this build of torch allocates tensors on a device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"{name}={str(device)!r}: this installation of torch has no such device ({reason}); give 'cpu', or "
+            "'cuda' for an NVIDIA GPU"
+        ) from None
+
+
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
     """Return the device on which a module allocates: "cuda", the default, means the CPU without a GPU.
 
@@ -122,6 +134,8 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
         raise ValueError(
             f"{name}={device!r} is not a device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
         ) from None
+    if device.type not in ("cuda", "cpu", "meta"):
+        _check_available(device, name)
     if device.type != "cuda":
         return device
     if device.index is not None:

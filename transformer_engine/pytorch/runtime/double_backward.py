@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+
+from .autograd import Function
 
 
 def is_recorded() -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 F = TypeVar("F", bound=Callable)
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -40,6 +43,23 @@ def in_eager_mode(function: F) -> F:
         return function(*args, **kwargs)
 
     return run  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def hidden_from_selective_checkpoints() -> Iterator[bool]:
+    """Context of operators that selective checkpointing does not count; its value is whether any is active.
+
+    It matches the operators of both runs of a function by their order. A state that only one of the runs copies or
+    updates must not shift that order.
+    """
+    hidden: list[Any] = []
+    while isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+        hidden.append(_pop_mode())
+    try:
+        yield bool(hidden)
+    finally:
+        for mode in reversed(hidden):
+            _push_mode(mode)
 
 
 def warn_deprecated(name: str, instead: str) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ...common.numbers import with_article
 from .checkpoint_reads import COLLECTED, READS, narrowed
+from .cut_views import cut_view
 from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -48,11 +49,11 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func.is_view and isinstance(args[0], QuantizedTensorStorage):
         values = _plain(args[0])
         return cut_view(func(values, *args[1:], **kwargs), values, args[0])
-    plain_args, plain_kwargs = tree_map(_plain, tuple(args)), tree_map(_plain, kwargs)
+    plain_args, plain_kwargs = _plain_arguments(func, args, kwargs)
     result = func(*plain_args, **plain_kwargs)
     written = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        if not _writes(argument):
             continue
         if position < len(args):
             written.append((args[position], plain_args[position]))
@@ -70,6 +71,57 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _plain(leaf: Any) -> Any:
     return leaf.decode(leaf.dtype) if isinstance(leaf, QuantizedTensorStorage) else leaf
+
+
+def _decoded(tensor: Any, dtype: torch.dtype) -> Tensor:
+    """Return the values for a tensor of this dtype, rounded at most once: codes times scales are float32."""
+    return tensor.decode(dtype if dtype in _DECODED else torch.float32)
+
+
+_DECODED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _plain_arguments(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Dequantize the arguments of an operation.
+
+    An operation that promotes dtypes reads values in the promoted dtype. The nominal dtype would round them first:
+    master weights in float32 would lose bits. Tensors that the operation writes to have their nominal dtype.
+    """
+    promotes = torch.Tag.pointwise in func.tags or func in _PROMOTING
+    foreach = func.name().startswith("aten::_foreach_")
+    if not (promotes or foreach):
+        return tree_map(_plain, tuple(args)), tree_map(_plain, kwargs)
+    dtype: torch.dtype | None = None
+    for leaf in tree_iter((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            dtype = leaf.dtype if dtype is None else torch.promote_types(dtype, leaf.dtype)
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedTensorStorage):
+            return leaf
+        return _decoded(leaf, leaf.dtype if dtype is None else dtype)
+
+    plain = [
+        tree_map(_plain if _is_written(func, position) else read, argument)
+        for position, argument in enumerate(args)
+    ]
+    written = {argument.name for argument in func._schema.arguments if _writes(argument)}
+    named = {name: tree_map(_plain if name in written else read, value) for name, value in kwargs.items()}
+    return tuple(plain), named
+
+
+# Operations without the tag `pointwise` that promote the dtypes of their arguments.
+_PROMOTING = frozenset({aten.cat.default, aten.stack.default})
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_written(func: Any, position: int) -> bool:
+    return _writes(func._schema.arguments[position])
 
 
 def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
@@ -166,12 +218,12 @@ def _to_copy(
 @_handles(aten.copy_.default)
 def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, QuantizedTensorStorage):
-        return target.copy_(_plain(source), non_blocking)
+        return target.copy_(_decoded(source, target.dtype), non_blocking)
     if isinstance(source, QuantizedTensorStorage):
         if target.payload_is_like(source):
             write_quantized(source, target)
             return target
-        source = source.decode(target.dtype)
+        source = source.decode(torch.float32)
     write(source.to(target.device, non_blocking=non_blocking).expand(target.shape), target)
     return target
 
@@ -237,7 +289,19 @@ def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], stora
     if tuple(strides) != tensor.stride() or not shape or tuple(shape[1:]) != tuple(tensor.shape[1:]):
         return NotImplemented
     start, rest = divmod(storage_offset or 0, max(tensor.stride(0), 1))
-    return NotImplemented if rest else _rows(tensor, start, start + shape[0])
+    if rest:
+        return NotImplemented
+    stop = start + shape[0]
+    if (
+        stop > tensor.shape[0]
+    ):  # rows behind a narrowed tensor, which belong to the tensor that it is a part of
+        place = vars(tensor).get(ROWS_OF)
+        if place is None or place.whole.shape[1:] != tensor.shape[1:]:
+            return NotImplemented
+        tensor, start, stop = place.whole, place.start + start, place.start + stop
+        if stop > tensor.shape[0]:
+            return NotImplemented
+    return _rows(tensor, start, stop)
 
 
 @_handles(aten.new_zeros.default)
@@ -302,71 +366,3 @@ for _operation in (
     aten.new_ones.default,
 ):
     _TABLE[_operation] = functools.partial(_run_on_plain, _operation)
-
-
-class CutView(Tensor):
-    """A decoded copy of a part of a quantized tensor that is not a view of its codes; a write to it raises.
-
-    Rows that cut a block of one scale, columns, a transpose or a single element have no codes and scales, so that
-    indexing returns a copy. torch counts the writes to a tensor and its views, and the count is compared after each
-    function that has one as an argument. Results are plain tensors, except views of the same memory.
-    """
-
-    _cut_of: str
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        cut = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, CutView)]
-        with torch._C.DisableTorchFunctionSubclass():
-            before = [view._version for view in cut]
-            result = func(*args, **kwargs)
-            for view, version in zip(cut, before, strict=True):
-                if view._version != version:
-                    raise NotImplementedError(
-                        f"{getattr(func, '__name__', func)} writes to {list(view.shape)} of {view._cut_of}, which it "
-                        "would not reach: they are not whole rows of codes and scales, but a copy of their values. "
-                        "Change rows that end where blocks do, or dequantize the tensor, change that, and copy_ it back"
-                    )
-            memory = {view.untyped_storage()._cdata: view._cut_of for view in cut}
-
-            def mark(leaf: Any) -> Any:
-                """Mark results that share memory with an argument."""
-                if type(leaf) is not Tensor:
-                    return leaf
-                of = memory.get(leaf.untyped_storage()._cdata)
-                return leaf if of is None else _marked(leaf, of)
-
-            return tree_map(mark, result) if memory else result
-
-
-def _marked(values: Tensor, of: str) -> Tensor:
-    cut = values.as_subclass(CutView)
-    cut._cut_of = of
-    return cut
-
-
-def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
-    """Mark the results of a view operation on a tensor's decoded values as CutView where a write is possible.
-
-    Autograd itself rejects a write to a view of a tensor that requires a gradient, and torch.compile does not see the
-    subclass. Values that share the payload's memory are written directly.
-    """
-    if torch.compiler.is_compiling() or (tensor.requires_grad and torch.is_grad_enabled()):
-        return result
-    payload = [getattr(tensor, name) for name in tensor.TENSORS]
-    if any(
-        part is not None and part.untyped_storage()._cdata == values.untyped_storage()._cdata
-        for part in payload
-    ):
-        return result
-    of = f"{with_article(type(tensor))} {list(tensor.shape)}"
-    return tree_map(lambda leaf: _marked(leaf, of) if type(leaf) is Tensor else leaf, result)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..primitives.quantize import Quantized
 from ..runtime.device import canonical_device
 from ..runtime.symbols import Symbol
+from .elements import check_scalar
 
 
 class RecordsScale:
@@ -28,10 +29,22 @@ class RecordsScale:
         """max|x| of the last tensor, float32 [1]; 0 before."""
         return self._buffers()[0]
 
+    @amax.setter
+    def amax(self, amax: Tensor) -> None:
+        """Record maxima in another tensor from now on."""
+        check_scalar("amax", amax)
+        self._recorded = (amax, self._buffers()[1])
+
     @property
     def scale(self) -> Tensor:
         """The factor that the values of the last tensor were multiplied by, float32 [1]; 1 before."""
         return self._buffers()[1]
+
+    @scale.setter
+    def scale(self, scale: Tensor) -> None:
+        """Record scales in another tensor from now on."""
+        check_scalar("scale", scale)
+        self._recorded = (self._buffers()[0], scale)
 
     def copy(self) -> Any:
         """Return a quantizer whose usages can change alone, with copies of the buffers."""

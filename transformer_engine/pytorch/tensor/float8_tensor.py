@@ -204,6 +204,11 @@ class Float8Quantizer(_PerTensorQuantizer):
         assert self._scale is not None
         return self._scale
 
+    @scale.setter
+    def scale(self, scale: Tensor) -> None:
+        """Use another tensor from now on; a quantizer of a recipe state no longer reads its scale from the state."""
+        self._leave_state(scale, None if self._state is None and self._amax is None else self.amax)
+
     @property
     def amax(self) -> Tensor:
         """float32 [1]: max|x| of everything quantized since the owner reset it."""
@@ -211,6 +216,17 @@ class Float8Quantizer(_PerTensorQuantizer):
             return self._state.amax_history[0, self._index : self._index + 1]
         assert self._amax is not None
         return self._amax
+
+    @amax.setter
+    def amax(self, amax: Tensor) -> None:
+        """Record maxima in another tensor from now on; see `scale`."""
+        self._leave_state(None if self._state is None and self._scale is None else self.scale, amax)
+
+    def _leave_state(self, scale: Tensor | None, amax: Tensor | None) -> None:
+        """Read and write these tensors instead of a slot of a recipe state."""
+        check_scalar("scale", scale)
+        check_scalar("amax", amax)
+        self._scale, self._amax, self._state, self._slot = scale, amax, None, None
 
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
@@ -246,7 +262,9 @@ class Float8Quantizer(_PerTensorQuantizer):
         """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
         state = self._state
         if state is None:
-            return self.scale.view(1), self.amax.view(1)
+            # No view of a vector: selective checkpointing counts the operators of a second run, which reads no state.
+            scale, amax = self.scale, self.amax
+            return scale if scale.ndim == 1 else scale.view(1), amax if amax.ndim == 1 else amax.view(1)
         slot = self._slot
         if slot is not None and slot[0] is state.scale_in_place and slot[1] is state.amax_history:
             return slot[2:]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
+from ..runtime.autograd import Function
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
@@ -259,8 +260,10 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         if quantized:
             super().__setitem__(index, value)
             return
-        values = self.dequantize()
-        values[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        # In float32: values in the nominal dtype would be rounded before they are quantized again.
+        values = self.dequantize(dtype=torch.float32)
+        # `float` is exact; assignments by lists of indices need equal dtypes.
+        values[index] = value.float() if isinstance(value, Tensor) else value
         self.copy_(values)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -386,7 +389,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         return aten.dispatch(func, args, kwargs or {})
 
 
-class _Dequantize(torch.autograd.Function):
+class _Dequantize(Function):
+    OPERATION = "dequantize"
+
     @staticmethod
     def forward(ctx, tensor, dtype):
         ctx.dtype = tensor.dtype

@@ -15,6 +15,7 @@ from ...common.numbers import to_bool, to_float, with_article
 from ..constants import dist_group_type
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, Quantized
+from ..runtime.autograd import Function, check_transforms
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
@@ -164,6 +165,7 @@ class Quantizer:
             values_dtype("dtype", dtype)
         if tensor.requires_grad and not self.internal and is_grad_enabled():
             return _Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
+        check_transforms(_Quantize.OPERATION, tensor)
         return self._quantize(tensor, dtype)
 
     def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
@@ -357,7 +359,9 @@ def amax_floor(amax_epsilon: Any) -> float:
     return max(floor, 0.0)
 
 
-class _Quantize(torch.autograd.Function):
+class _Quantize(Function):
+    OPERATION = "a quantizer"
+
     @staticmethod
     def forward(ctx, tensor, quantizer, dtype):
         return quantizer._quantize(tensor, dtype)

@@ -92,8 +92,8 @@ def mhc_fused_scale(
         n: Number of streams.
 
     Returns:
-        `(H_pre [M, n], H_post [M, n], H_res [M, n * n])`, float32, with z = H alpha / sqrt(ms) + beta: sigmoid(z),
-        2 sigmoid(z) and z.
+        `(H_pre [M, n], H_post [M, n], H_res [M, n * n])` in the dtype of `H`, computed in float32, with
+        z = H alpha / sqrt(ms) + beta: sigmoid(z), 2 sigmoid(z) and z.
     """
     sizes = (n, n, n * n)
     normalized = H[:, : sum(sizes)].float() * torch.rsqrt(ms.float())[:, None]
@@ -103,7 +103,8 @@ def mhc_fused_scale(
         part * alpha[index].float() + offset
         for index, (part, offset) in enumerate(zip(parts, offsets, strict=True))
     )
-    return torch.sigmoid(before), 2.0 * torch.sigmoid(after), residual
+    results = torch.sigmoid(before), 2.0 * torch.sigmoid(after), residual
+    return tuple(result.to(H.dtype) for result in results)  # pyright: ignore[reportReturnType]
 
 
 def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, iters: int = 20) -> Tensor:

@@ -91,8 +91,13 @@ _CURVES: dict[str, Callable[[Array, ActivationParams], Array]] = {
     "quick_gelu": lambda x, p: x * jax.nn.sigmoid(1.702 * x),
     "squared_relu": lambda x, p: jnp.square(jax.nn.relu(x)),
     "linear": lambda x, p: x,
-    "clamped_silu": lambda x, p: (clamped := jnp.minimum(x, p.limit)) * jax.nn.sigmoid(p.alpha * clamped),
-    "clamped_linear": lambda x, p: jnp.clip(x, -p.limit, p.limit) + p.glu_linear_offset,
+    # The derivative is 1 at the bounds, where that of jnp.minimum is 0.5.
+    "clamped_silu": lambda x, p: (
+        (clamped := jnp.where(x > p.limit, p.limit, x)) * jax.nn.sigmoid(p.alpha * clamped)
+    ),
+    "clamped_linear": lambda x, p: (
+        jnp.where(x > p.limit, p.limit, jnp.where(x < -p.limit, -p.limit, x)) + p.glu_linear_offset
+    ),
 }
 
 

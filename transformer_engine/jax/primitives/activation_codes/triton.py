@@ -18,6 +18,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
+from ....common.kernels.launch import LARGEST_EXTENT
 from ....common.kernels.program import Program
 from ...platform import processors
 from ..activation import triton as activation
@@ -30,7 +31,6 @@ from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
 from .separate import ActivationCodesRequest, CodedActivation
 
-_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _BLOCK = 128
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
@@ -42,8 +42,8 @@ def unsupported_reason(request: ActivationCodesRequest) -> str | None:
         return reason
     spec, backward = request.cast.spec, request.activation.operation == "backward"
     columns = request.width * len(request.activation.names)
-    if columns >= _LIMIT:
-        return f"{columns} columns reach {_LIMIT}"
+    if columns >= LARGEST_EXTENT:
+        return f"{columns} columns reach {LARGEST_EXTENT}"
     if not backward or not spec.format.block:
         return None
     if len(request.activation.names) == 2 and request.width % _BLOCK:

@@ -93,7 +93,9 @@ def run(call: AttentionOperands, packed: bool) -> Array:
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], call.query.shape[1], call.key.shape[1]))
     query, key, value, bias, lengths = align(call.query, call.key, call.value, bias, call.lengths or ())
     queries, keys = lengths or (None, None)
-    window = None if call.window is None or call.window[0] < 0 else (call.window[0], 0)
+    window = None
+    if call.window is not None and call.window[0] >= 0:
+        window = (min(call.window[0], max(call.query.shape[1], call.key.shape[1])), 0)
     out = jax.nn.dot_product_attention(
         query,
         key,

@@ -16,6 +16,8 @@ from .descriptor import Segments, SequenceDescriptor
 from .enums import AttnMaskType
 
 Window = tuple[int, int]
+# Longer than every sequence; kernels and masks add it to positions in 32 bits.
+_WIDEST = 1 << 29
 _UNREAD = {
     AttnMaskType.NO_MASK: ("no_mask", "padding"),
     AttnMaskType.CAUSAL_MASK: ("causal", "padding_causal"),
@@ -25,6 +27,8 @@ _UNREAD = {
 
 def check_window(window_size: object) -> Window | None:
     """Return (left, right), -1 for no limit; None if neither side has a limit.
+
+    Sides are clamped to a length above every sequence's.
 
     Raises:
         ValueError: window_size is neither None nor a pair of integers from -1 on.
@@ -39,7 +43,9 @@ def check_window(window_size: object) -> Window | None:
     counts = all(isinstance(side, Integral) and not isinstance(side, bool) for side in (left, right))
     if not counts or min(left, right) < -1:
         raise ValueError(f"window_size={described(window_size)}; both sides are whole numbers from -1 on")
-    return None if (left, right) == (-1, -1) else (int(left), int(right))
+    if (left, right) == (-1, -1):
+        return None
+    return min(int(left), _WIDEST), min(int(right), _WIDEST)
 
 
 def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:

@@ -11,6 +11,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import E4M3, E5M2
+from ....common.kernels.launch import LARGEST_EXTENT
 from ...platform import hardware, processors
 from ..kernels import Kernel, call
 from ..launching import run, unsupported_on
@@ -38,6 +39,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return "a product without elements"
     if request.result not in _RESULTS:
         return f"a result in {request.result}; it writes bfloat16, float16 and float32"
+    if max(request.n, request.k) >= LARGEST_EXTENT:
+        return f"an extent of {max(request.n, request.k)} reaches {LARGEST_EXTENT}"
     odd = [extent for extent in (request.n, request.k) if extent % 16]
     return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
 

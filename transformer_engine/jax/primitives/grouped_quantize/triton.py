@@ -12,6 +12,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import Element
+from ....common.kernels.launch import LARGEST_EXTENT
 from .. import exact
 from ..kernels import Kernel, call
 from ..launching import run, unsupported_on
@@ -25,6 +26,8 @@ def unsupported_reason(request: StackRequest | RowsRequest) -> str | None:
         return reason
     if 0 in request[:3]:
         return "groups without elements"
+    if max(request[1:3]) >= LARGEST_EXTENT:
+        return f"matrices of {request[1]} by {request[2]} elements; their extents reach {LARGEST_EXTENT}"
     if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"{request.dtype}; it takes float32, bfloat16 and float16"
     if isinstance(request, RowsRequest):

@@ -59,7 +59,8 @@ def quantize(
         spec: Format, options and directions.
         multiplier: FLOAT8: multiplier in place of one derived from the absolute maximum (delayed scaling); 0 is read
             as 1.
-        amax: FLOAT8, NVFP4: absolute maximum in place of the measured one.
+        amax: FLOAT8, NVFP4: absolute maximum in place of the measured one; NVFP4 also accepts one per tile of rows of a
+            matrix, [tiles, 1], or one per tile along K, [1, tiles].
         amax_t: NVFP4: the same for the columnwise direction.
         random: NVFP4, stochastic: uniform float32 in [0, 1) of the shape of the rowwise and of the columnwise codes, or
             matrices [M, K] and [K, M]. If two_dimensional, only the first is read: the columnwise codes are its
@@ -91,8 +92,9 @@ def quantize(
     if spec.stochastic and random is not None:
         turned_shape = (*x.shape[axis:], *x.shape[:axis])
         random = random[0].reshape(x.shape), None if random[1] is None else random[1].reshape(turned_shape)
+    per_tile = any(one is not None and one.ndim == 2 for one in (amax, amax_t))
     return compute(
-        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
+        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis, per_tile), x,
         QuantizeInputs(multiplier, amax, amax_t, random, over),
     )  # fmt: skip
 

@@ -99,6 +99,7 @@ class Request:
         platform: Platform of the program, "cpu" or "cuda".
         multiplier_given: Whether the caller passes a multiplier.
         axis: Where the columns of the array begin; its rows and columns may be several axes each.
+        maxima_per_tile: Whether the caller passes one maximum per tile of NVFP4.
     """
 
     spec: QuantizeSpec
@@ -107,6 +108,7 @@ class Request:
     platform: str
     multiplier_given: bool = False
     axis: int = 1
+    maxima_per_tile: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ....common.kernels.launch import LARGEST_EXTENT
 from ...platform import hardware
 from ..launching import unsupported_on
 from .elements import value_for_inf
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ....common.kernels.block_cast import Blocks
     from ....common.kernels.cast import OneScale
 
-_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _NAMES = ("QuantizePrimitive", "DBiasQuantizePrimitive")
 
 
@@ -34,11 +34,13 @@ def unsupported_reason(request: Request) -> str | None:
             return reason
     if (reason := hardware().lacks("triton fp8 casts")) is not None:
         return f"{reason}: Triton rounds a cast to FP8 twice there, or has none"
+    if request.maxima_per_tile:
+        return "one maximum per tile, which the kernels do not read"
     rows, depth = request.shape
     if not rows * depth:
         return "a matrix without elements"
-    if rows >= _LIMIT or depth >= _LIMIT:
-        return f"{rows} rows or {depth} columns reach {_LIMIT}"
+    if max(rows, depth) >= LARGEST_EXTENT:
+        return f"{rows} rows or {depth} columns reach {LARGEST_EXTENT}"
     return None
 
 

@@ -71,7 +71,7 @@ def describe_call(
     """Return the AttentionCall of the arguments of an attention, and its sequences.
 
     Args:
-        gradient: A gradient of an input is needed.
+        gradient: A gradient of an input is needed, or may be needed in a second run of the call.
         deterministic: torch.use_deterministic_algorithms is on.
 
     The other arguments are those of `describe_sequences`; so are the errors.
@@ -82,6 +82,7 @@ def describe_call(
         qkv, a = whole_sequence(config, q_format, qkv, a)
     q, k, v = qkv
     queries, keys, bias = sequences.queries, sequences.keys, a.core_attention_bias
+    seqlen_q, seqlen_kv = known(queries.size), known(keys.size)
     page_size = 0
     if cached is not None:
         k, v, kv_format, page_size = cached.key, cached.value, cached.tensor_format, cached.page_size
@@ -96,8 +97,8 @@ def describe_call(
         batch=known(queries.batch),
         heads=known(q.shape[-2]),
         groups=known(k.shape[-2]),
-        seqlen_q=known(queries.size),
-        seqlen_kv=known(keys.size),
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
         head_dim_qk=known(q.shape[-1]),
         head_dim_v=known(v.shape[-1]),
         q_format=q_format,
@@ -106,7 +107,8 @@ def describe_call(
         bias_shape=None if bias is None else _known_shape(bias.shape),
         slopes_shape=None if slopes_shape is None else _known_shape(slopes_shape),
         masked_shape=_known_shape(a.attention_mask.shape) if sequences.arbitrary else None,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        mask=mask,
+        # A comparison would fix the symbolic sizes of an export.
+        mask=mask if export_mode.onnx else mask.within(max(seqlen_q, seqlen_kv)),
         scale=scale,
         bias=a.core_attention_bias_type,
         softmax=config.softmax_type,

@@ -26,7 +26,7 @@ from ...primitives.attention.operators import choose_when_exported, choose_when_
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime import checks
-from ...runtime.autograd import run_backward_on_calling_thread
+from ...runtime.autograd import gradients_expected, run_backward_on_calling_thread
 from ...runtime.tracing import export_mode, in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_tensors, settled, sink_of
@@ -65,7 +65,7 @@ class PlanKey(NamedTuple):
 
     Attributes:
         config, training: Settings of the layer, and its mode.
-        gradient: A gradient of an input is needed.
+        gradient: A gradient of an input is needed, or may be needed in a second run of the call.
         deterministic: torch.use_deterministic_algorithms is on.
         environment: env.generation().
         renewed: How often callers requested a new choice of all backends.
@@ -267,6 +267,8 @@ def prepare(
         or (bias is not None and bias.requires_grad)
         or (sink is not None and sink.requires_grad)
     )
+    if not gradient and a.inference_params is None and not export_mode.onnx:
+        gradient = gradients_expected(training)
     settings, plan = (config, training, gradient), checked.ahead
     if (
         plan is None

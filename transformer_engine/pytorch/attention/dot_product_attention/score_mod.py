@@ -18,6 +18,7 @@ from ....common.checks import described, function_or_none
 from ....common.dispatch import is_tracing
 from ....common.score_graph import ScoreGraph, builds_a_graph
 from ....common.score_program import FIRST_OPERAND, GRADIENT, SCORE, RecordedScoreMod, ScoreProgram, record
+from ...runtime.autograd import Function
 from ...runtime.double_backward import once_differentiable
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -123,7 +124,7 @@ def _numbered(score: Tensor, *named: Mapping[str, Tensor]) -> dict[int, Tensor]:
     return {SCORE: score, **dict(enumerate(tensors, FIRST_OPERAND))}
 
 
-class _WithGradient(torch.autograd.Function):
+class _WithGradient(Function):
     """Scores modified by a function whose gradient is given; the tensors get none."""
 
     @staticmethod

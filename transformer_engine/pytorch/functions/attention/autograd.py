@@ -22,7 +22,7 @@ from ...primitives.attention.call import Attended, AttentionCall, AttentionInput
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Differentiable, Passes, separate_passes
-from ...runtime.autograd import applier
+from ...runtime.autograd import Function, applier, check_transforms
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
 from ..split_heads import joined, parts_of, split_heads
@@ -161,11 +161,16 @@ def attend(
         )
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
-    return backend.run(call, inputs) if type(backend) is Differentiable else backend(call, inputs)  # pyright: ignore[reportFunctionMemberAccess]
+    if type(backend) is Differentiable:
+        return backend.run(call, inputs)
+    check_transforms(_CoreAttention.OPERATION, inputs)
+    return backend(call, inputs)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class _CoreAttention(torch.autograd.Function):
+class _CoreAttention(Function):
     """Autograd node of a backend's two passes."""
+
+    OPERATION = "attention"
 
     @staticmethod
     def forward(ctx: Any, passes: Passes, call: AttentionCall, *tensors: Any) -> Any:
@@ -206,11 +211,13 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     return None, None, *of_tensors
 
 
-class _ProjectedAttention(torch.autograd.Function):
+class _ProjectedAttention(Function):
     """Autograd node of the split of a projection and of a backend's two passes.
 
     The last arguments are the `AttentionInputs` after q, k and v, or none if they are all None.
     """
+
+    OPERATION = "attention"
 
     @staticmethod
     def forward(

@@ -13,6 +13,7 @@ from ....common.kernels import launch
 from ...primitives.attention.call import AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ...primitives.attention.operators import BIAS, SINK
 from ...primitives.attention.passes import Passes
+from ...runtime.autograd import Function
 from ...runtime.double_backward import once_differentiable
 from ...runtime.launching import run_into
 from ...tensor.elements import float8_dtype
@@ -159,7 +160,7 @@ def launched_values(
     return values
 
 
-class _FP8Attention(torch.autograd.Function):
+class _FP8Attention(Function):
     """Autograd node of the two passes."""
 
     @staticmethod

@@ -18,6 +18,7 @@ from ...distributed_weight import is_distributed_weight
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import gathering
 from ...functions.weight_gradient import WeightGradient
+from ...functions.weight_gradient import check_main_grad as check_buffer
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
@@ -262,12 +263,12 @@ def tensor_parallel_boundary(
 
 
 def check_main_grad(kind: str, weight: Any) -> None:
-    """Raise RuntimeError unless a weight has a buffer that its gradient can be accumulated into."""
-    if (
-        hasattr(weight, "__fsdp_param__")
-        or is_distributed_weight(weight)
-        or getattr(weight, "main_grad", None) is not None
-    ):
+    """Raise an error unless a weight has a buffer that its gradient can be accumulated into."""
+    if hasattr(weight, "__fsdp_param__") or is_distributed_weight(weight):
+        return
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        check_buffer(weight, main_grad)
         return
     raise RuntimeError(
         f"{kind} accumulates its weight gradient into main_grad, but the weight has none; set weight.main_grad to a "

@@ -16,7 +16,7 @@ from ..chain import ChainEnvironment, InputFacts, OperationCall
 from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
-# Steps whose first result nothing else reads later.
+# Steps whose first result nothing else reads later, unless it is an extra output.
 _FRESH = frozenset({"product", "add_bias"})
 
 
@@ -48,7 +48,9 @@ class CollectiveContribution(Contribution):
 
 
 def _communicated(steps: PassBuilder, collective: str, name: str, x: Value, made: str) -> Value:
-    fresh = any(step.op in _FRESH and x.name in step.results for step in steps.steps)
+    fresh = x.name not in steps.shared and any(
+        step.op in _FRESH and x.name in step.results for step in steps.steps
+    )
     x = steps.shaped(x)
     if collective == "all_reduce" and not fresh:
         x = Value(steps.one("copy", (x.name,), f"{made}.copy"))  # the sum is written in place

@@ -36,8 +36,9 @@ class ReshapeContribution(Contribution):
         return ForwardPart(Value(steps.one("to_shape", (x.name,), f"{name}.y", self.shape)), (before,))
 
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        dx = steps.one("reshape", (steps.shaped(dy).name, kept.saved[0]), f"{name}.dx")
-        return BackwardPart(Value(dx))
+        gradient = dy.name if dy.quantized else steps.shaped(dy).name
+        dx = steps.one("reshape", (gradient, kept.saved[0]), f"{name}.dx")
+        return BackwardPart(Value(dx, None, dy.quantized))
 
 
 class Reshape(StepOperation):
@@ -162,9 +163,9 @@ class QuantizeContribution(Contribution):
         return ForwardPart(Value(y, None, True))
 
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        if not self.gradient or dy.quantized:
+        if not self.gradient:
             return BackwardPart(dy)
-        dy = steps.shaped(dy)
+        dy = dy if dy.quantized else steps.shaped(dy)
         dx = steps.one("quantize_values", (dy.name,), f"{name}.dx", Named(name, "gradient"))
         return BackwardPart(Value(dx, None, True))
 
@@ -208,7 +209,8 @@ class Quantize(StepOperation):
         )
         if contribution.output:
             quantizer = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
-            quantizer.set_usage(rowwise=True, columnwise=call.saves and override is None)
+            # A later product with a trained weight reads columns even if no gradient reaches this operation.
+            quantizer.set_usage(rowwise=True, columnwise=environment.records and override is None)
             quantizer.internal = call.traced
             environment.objects[name, "output"] = quantizer
         if contribution.gradient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ....common.numbers import to_bool
 from ..chain import ChainEnvironment, InputFacts, OperationCall
@@ -12,9 +12,10 @@ from ..step_operation import StepOperation
 
 @dataclass(frozen=True)
 class AddContribution(Contribution):
-    """Steps of AddExtraInput."""
+    """Steps of AddExtraInput; `shared`: other operations read the memory of the extra input."""
 
     in_place: bool
+    shared: bool = False
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.matrix(x)
@@ -22,7 +23,12 @@ class AddContribution(Contribution):
         if not self.in_place:
             other = steps.rows(extra)
             return ForwardPart(Value(steps.one("add", (x.name, other), f"{name}.y"), x.leading))
-        total = steps.rows(steps.one("alias", (extra,), f"{name}.total"))
+        if self.shared:
+            values = steps.one("values", (extra,), f"{name}.extra_values")
+            memory = steps.one("copy", (values,), f"{name}.total")
+        else:
+            memory = steps.one("alias", (extra,), f"{name}.total")
+        total = steps.rows(memory)
         steps.one("accumulate", (total, x.name), f"{name}.y")
         return ForwardPart(Value(f"{name}.y", x.leading))
 
@@ -35,7 +41,8 @@ class AddExtraInput(StepOperation):
 
     Args:
         in_place: Add x into the memory of the extra input and return that memory. A preceding linear product then
-            accumulates into it without storing x.
+            accumulates into it without storing x. Memory that others read is copied first: an extra input from a
+            channel, one that shares memory with another input of the chain, and a leaf that requires a gradient.
     """
 
     num_extra_inputs = 1
@@ -54,33 +61,36 @@ class AddExtraInput(StepOperation):
                 f"AddExtraInput adds an extra input {list(extra.shape)} to an input {list(x.shape)}; give both the "
                 "same shape"
             )
-        return AddContribution(self._in_place), InputFacts(
+        shared = self._extra_input_channels[0] is not None
+        return AddContribution(self._in_place, shared), InputFacts(
             x.shape, extra.dtype if self._in_place else x.dtype, x.device
         )
 
 
 @dataclass(frozen=True)
 class ExtraOutputContribution(Contribution):
-    """Steps of MakeExtraOutput; `writable`: the gradient of the extra output may be accumulated into."""
+    """Steps of MakeExtraOutput."""
 
     in_place: bool
-    writable: bool = False
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
+        steps.shared.add(x.name)
         return ForwardPart(x, (), (x,))
-
-    def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:
-        return replace(self, writable=writable[0])
 
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         (extra,) = kept.grad_extra_outputs
         if extra is None:
             return BackwardPart(dy)
-        dy, other = steps.matrix(dy), steps.rows(extra.name)
-        if self.in_place and self.writable:
-            steps.one("accumulate", (other, dy.name), f"{name}.dx")
+        if dy.quantized or extra.quantized:
+            dy = dy if dy.quantized else steps.shaped(dy)
+            return BackwardPart(Value(steps.one("sum_values", (dy.name, extra.name), f"{name}.dx")))
+        dy = steps.matrix(dy)
+        if self.in_place:
+            # Autograd may pass the same gradient tensor to others.
+            total = steps.rows(steps.one("copy", (extra.name,), f"{name}.total"))
+            steps.one("accumulate", (total, dy.name), f"{name}.dx")
         else:
-            steps.one("add", (dy.name, other), f"{name}.dx")
+            steps.one("add", (dy.name, steps.rows(extra.name)), f"{name}.dx")
         return BackwardPart(Value(f"{name}.dx", dy.leading))
 
 
@@ -88,9 +98,8 @@ class MakeExtraOutput(StepOperation):
     """y = x, which is also an extra output.
 
     Args:
-        in_place: In the backward pass, add the gradient of y into the memory of the extra output's gradient. The input
-            gradient of a following linear product then accumulates into it. Use it only if nothing else reads that
-            gradient.
+        in_place: In the backward pass, add the gradient of y into a copy of the extra output's gradient. The input
+            gradient of a following linear product then accumulates into it.
     """
 
     num_extra_outputs = 1

@@ -172,4 +172,5 @@ def linear_spec(
         traced=call.traced,
         communicates=parallel.mode is not None and parallel.size > 1,
         plain=plain,
+        may_run_again=not (call.traced or call.saves),
     )

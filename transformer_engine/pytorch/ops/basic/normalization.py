@@ -94,6 +94,9 @@ class NormalizationOperation(StepOperation):
     eps: float
     zero_centered_gamma: bool
 
+    def required_parameters(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.has_bias else ("weight",)
+
     def contribute(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
     ) -> tuple[Contribution, InputFacts]:

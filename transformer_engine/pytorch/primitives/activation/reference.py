@@ -61,8 +61,7 @@ def value(name: str, x: Tensor, constants: Constants) -> Tensor:
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
         limit, alpha, offset = constants
-        gate = gate.clamp(max=limit)
-        linear = linear.clamp(min=-limit, max=limit)
+        gate, linear = _clamped(gate, linear, limit)
         y = gate * torch.sigmoid(alpha * gate) * (linear + offset)
     else:
         y = _CURVES[name].value(gate) * linear
@@ -78,8 +77,7 @@ def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
         limit, alpha, offset = constants
-        gate_clamped = gate.clamp(max=limit)
-        linear_clamped = linear.clamp(min=-limit, max=limit)
+        gate_clamped, linear_clamped = _clamped(gate, linear, limit)
         sigmoid = torch.sigmoid(alpha * gate_clamped)
         slope = sigmoid + alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
         dgate = dy_wide * slope * (linear_clamped + offset)
@@ -91,6 +89,12 @@ def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:
         dgate = dy_wide * curve.slope(gate) * linear
         dlinear = dy_wide * curve.value(gate)
     return torch.cat((dgate, dlinear), dim=-1).to(x.dtype)
+
+
+def _clamped(gate: Tensor, linear: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """min(gate, limit) and linear within +-limit, with derivative 1 at the bounds; that of torch's clamp varies."""
+    bounded = torch.where(linear > limit, limit, torch.where(linear < -limit, -limit, linear))
+    return torch.where(gate > limit, limit, gate), bounded
 
 
 # Literal constants: torch.compile turns a global float into a symbol while shapes are dynamic, and cannot use it in two

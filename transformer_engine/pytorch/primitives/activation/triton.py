@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
+from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..column_sums import column_sums
@@ -17,7 +18,6 @@ from ..quantize.format_row import as_float32
 from .reference import with_cast
 from .request import ActivationRequest
 
-_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _HALVES = 256  # two halves of whole blocks
 
 
@@ -35,7 +35,11 @@ def bind(request: ActivationRequest) -> Callable[..., Any]:
 
 def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
     """Return whether the kernel writes the codes; blocks of a gate's gradient must end where the other half begins."""
-    if not cast.inside or len(request.shape) != 2 or max(request.shape[1], request.strides[0]) >= _LIMIT:
+    if (
+        not cast.inside
+        or len(request.shape) != 2
+        or max(request.shape[1], request.strides[0]) >= LARGEST_EXTENT
+    ):
         return False
     if not request.backward:
         return True

@@ -76,6 +76,7 @@ class AttentionCall:
         score_mod: score_mod(score, b, h, i, j) -> score, applied to scale * q k^T + bias.
         hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
+        needs_gradient: A gradient is needed, or may be needed if a checkpoint runs the call again.
     """
 
     dtype: torch.dtype
@@ -144,6 +145,14 @@ class AttentionCall:
     def features(self) -> tuple[Feature, ...]:
         """Features that a backend must support, in the order in which they are reported as unsupported."""
         return tuple(feature for feature, needed in _NEEDED.items() if needed(self))
+
+    @property
+    def demands_determinism(self) -> bool:
+        """Whether the backend must have deterministic gradients, by the environment and not by needs_gradient.
+
+        Evaluation then has the backend of training. Steps over a cache of keys and values never have a backward pass.
+        """
+        return self.deterministic and (self.needs_gradient or not self.cached)
 
     @property
     def packed(self) -> bool:
@@ -241,7 +250,7 @@ _NEEDED: dict[Feature, Callable[[AttentionCall], bool]] = {
     Feature.TWO_SIZES: lambda call: call.head_dim_qk != call.head_dim_v,
     Feature.CACHED: lambda call: call.cached or call.q_format != call.kv_format,
     Feature.PAGED: lambda call: call.page_size > 0,
-    Feature.DETERMINISTIC: lambda call: call.deterministic and call.needs_gradient,
+    Feature.DETERMINISTIC: lambda call: call.demands_determinism,
 }
 assert _NEEDED.keys() == set(Feature), "a feature without a condition"
 

@@ -23,6 +23,8 @@ NAMES = (
     "arbitrary",
 )
 UNLIMITED = (-1, -1)
+# Longer than every sequence; kernels add it to positions in 32 bits.
+WIDEST = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Mask:
         """Whether the band hides the keys behind the diagonal and no others."""
         return self.window == (-1, 0)
 
+    def within(self, longest: int) -> Mask:
+        """Clamp the window to `longest` tokens, which hides the same keys in sequences of at most that length."""
+        left, right = self.window
+        return Mask(self.name, (min(left, longest), min(right, longest)), self.bottom_right)
+
 
 def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str:
     """Return the canonical name of a mask type: "causal,padding" and "padding,causal" are "padding_causal"."""
@@ -82,7 +89,7 @@ def resolve(
         bottom_right = name.endswith("bottom_right")
     else:
         bottom_right = bottom_right_diagonal is not False
-    return Mask(name, check_set_window_size(name, window_size), bottom_right)
+    return Mask(name, check_set_window_size(name, window_size), bottom_right).within(WIDEST)
 
 
 def over_cached_keys(name: str) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
+from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import ColumnSumsRequest, with_cast
 
-_LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
@@ -24,20 +24,20 @@ def unsupported_reason(request: ColumnSumsRequest) -> str | None:
         return reason
     if 0 in request.shape:
         return f"{list(request.shape)} has no elements"
-    if max(request.shape) >= _LIMIT:
-        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
+    if max(request.shape) >= LARGEST_EXTENT:
+        return f"an extent of {list(request.shape)} reaches {LARGEST_EXTENT}"
     return None
 
 
 def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     """Return x -> sums or, with a cast, (x, multiplier, record) -> (codes, sums)."""
     cast = request.cast
-    if cast is not None and cast.inside and request.strides[0] < _LIMIT:
+    if cast is not None and cast.inside and request.strides[0] < LARGEST_EXTENT:
         return _with_codes(request, cast)
     from ....common.kernels import column_sums as kernels  # it imports triton
 
     # Strips of rows, then the partial sums; torch's sum uses 128 MiB of scratch memory at 4096 x 4096.
-    dense = request.strides[1] == 1 and request.strides[0] < _LIMIT
+    dense = request.strides[1] == 1 and request.strides[0] < LARGEST_EXTENT
     stride = request.strides[0] if dense else request.shape[1]
     program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result])
     performed = Performed(program, request.device)

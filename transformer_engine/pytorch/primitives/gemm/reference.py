@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
+from ...runtime.autograd import matrix_product
 from ..operand import Operand
 from ..quantize import dequantize
 from .request import EPILOGUES, Epilogue, GemmRequest
@@ -24,10 +25,10 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     Where an operand has a second-level scale per row, the second level of both is applied to the sum.
     """
     if _has_row_scales(a, b):
-        product = torch.mm(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
+        product = matrix_product(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
         product = _with_second_level(product, a, b)
     else:
-        product = torch.mm(_values(a), _values(b).t())
+        product = matrix_product(_values(a), _values(b).t())
     for operand in (a, b):
         if operand.format == FLOAT8:
             assert operand.scale is not None

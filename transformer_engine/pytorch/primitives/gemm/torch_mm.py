@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, round_up
+from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
 from ..operand import Operand
 from .block_scales import BLOCK, aligned_scale, block_scale
@@ -50,16 +51,16 @@ def _finished(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
             return torch.addmm(out, a_mk, b_kn, out_dtype=torch.float32, out=out)
         return torch.mm(a_mk, b_kn, out_dtype=torch.float32, out=out)
     if a_mk.is_cuda or a_mk.dtype == torch.float64:
-        return epilogue.finish(torch.mm(a_mk, b_kn))
+        return epilogue.finish(matrix_product(a_mk, b_kn))
     # On a CPU matmul has no output dtype: multiply in float32, so that the result is rounded once.
-    return epilogue.finish(torch.mm(a_mk.float(), b_kn.float()))
+    return epilogue.finish(matrix_product(a_mk.float(), b_kn.float()))
 
 
 def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
     if request.into or request.dtype != request.a_element:
         return _finished
     if request.bias is None:
-        return lambda a, b, epilogue: torch.mm(a[0], b[0].t())
+        return lambda a, b, epilogue: matrix_product(a[0], b[0].t())
     return _product_and_bias
 
 

@@ -1,28 +1,34 @@
-"""Choosing the fastest of cuBLASLt's candidate algorithms for a plan: timed once, kept in a file of the user's.
+"""Choosing the fastest of cuBLASLt's candidate algorithms for a plan: timed once, stored for later processes.
 
 The heuristic is usually right. Tuning is off by default, because two algorithms may add in a
-different order: with it, results depend on the measured times. The file holds text only, one for a GPU model and a
-version of cuBLASLt; an algorithm read from it is checked by the library before it is used.
+different order: with it, results depend on the measured times. Each choice is one file, for a GPU model, a version of
+cuBLASLt and a problem. The library checks an algorithm that is read before it is used.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ....common import env
+from ....common.store import Store
 from ..operand import Operand
 from . import cublaslt_library as library
 from .cublaslt_plan import CublasPlan
 from .request import Epilogue
 
+CHOICES = Store(
+    "autotune",
+    b"TETUNED1",
+    "tuned algorithms",
+    logger="transformer_engine.autotune",
+    remedy="set TE_CACHE_DIR",
+    limit=16384,
+)
 CANDIDATES = 8
 _ROUNDS = 3
 _DUELS = 9  # of the fastest candidate with the heuristic's first
@@ -48,11 +54,13 @@ def tune(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
     if plan.tuned or torch.cuda.is_current_stream_capturing():
         return
     plan.tuned = True
-    choices = choices_of(plan.problem.device)
-    known = choices.algorithms.get(plan.problem.key)
-    if known is not None and plan.adopt(known):
+    path = file_of(plan)
+    stored = None if path is None else CHOICES.read(path)
+    if stored is not None and plan.adopt(stored):
         return
-    choices.put(plan.problem.key, _fastest(plan, a, b, epilogue))
+    algorithm = _fastest(plan, a, b, epilogue)
+    if path is not None:
+        CHOICES.write(path, algorithm)
 
 
 def _fastest(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> bytes:
@@ -96,38 +104,12 @@ def _seconds(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> fl
     return start.elapsed_time(end) * 1e-3 / runs
 
 
-class Choices:
-    """Algorithms by problem, in a JSON file {problem: hexadecimal bytes}; every change is written at once.
-
-    A file is replaced as a whole, so readers need no lock. Two processes that write at the same instant may lose one
-    choice, which is then measured again; a lock would add a dependency (`filelock`) for that alone.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.algorithms = self._read()
-
-    def put(self, key: str, algorithm: bytes) -> None:
-        """Add a choice to the file, and keep the choices that other processes have added since."""
-        self.algorithms = {**self._read(), **self.algorithms, key: algorithm}
-        algorithms = {key: code.hex() for key, code in sorted(self.algorithms.items())}
-        env.replace_text(self.path, json.dumps(algorithms, indent=1))
-
-    def _read(self) -> dict[str, bytes]:
-        if not self.path.exists():
-            return {}
-        try:
-            content = json.loads(self.path.read_text())
-            return {str(key): bytes.fromhex(code) for key, code in content.items()}
-        except (ValueError, AttributeError, TypeError) as error:
-            warnings.warn(
-                f"{self.path} is not a file of tuned algorithms ({error}); it will be replaced", stacklevel=2
-            )
-            return {}
-
-
 @functools.cache
-def choices_of(device: int) -> Choices:
-    """Return the choices for this model of GPU and this version of cuBLASLt."""
-    name = f"{torch.cuda.get_device_name(device)}-cublaslt-{library.bindings().get_version()}"
-    return Choices(env.cache_file("autotune", name))
+def _library_and_gpu(device: int) -> str:
+    """What the choice for a problem depends on: the model of GPU, and the version of cuBLASLt."""
+    return f"{torch.cuda.get_device_name(device)} cublaslt {library.bindings().get_version()}"
+
+
+def file_of(plan: CublasPlan) -> Path | None:
+    """Return the file with the algorithm of a plan's problem; None without a cache folder."""
+    return CHOICES.path_of(_library_and_gpu(plan.problem.device), plan.problem.key)

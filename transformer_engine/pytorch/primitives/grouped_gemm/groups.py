@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....common.formats import ceil_div
 from ....common.kernels import launch
-from ....common.memory import Memory
+from ...runtime.device_tables import DeviceTables
 from ...runtime.launching import run
 
 TILE_ROWS = 128  # equal to common/kernels/grouped_layout, whose import requires Triton
@@ -25,41 +25,28 @@ _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
 
 
-# By numbers, then by stream: a stream must not read a table that another one is still filling.
-_tables: Memory[_Numbers, dict[int, Tensor]] = Memory(lambda numbers: {}, _KEPT_TABLES)
-
-
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on the device, cached for later calls; the host does not wait.
 
     Raises:
         RuntimeError: A graph is being captured, and no earlier call has cached the numbers.
     """
-    tables = _tables[device, dtype, numbers]
-    on_gpu = device.type == "cuda" and device.index is not None and launch.missing() is None
-    stream = launch.current_stream(device.index) if on_gpu else 0
-    table = tables.get(stream)
+    table = _tables.get((device, dtype, numbers), device)
     if table is None:
-        table = _copied(numbers, dtype, device, tables)
-        tables[stream] = table
+        raise RuntimeError(
+            "a graph is being captured, and sizes or addresses of the groups that it needs are not on the GPU yet; "
+            "call the layer once with the same sizes before capturing"
+        )
     return table
 
 
-def _copied(
-    numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, others: dict[int, Tensor]
-) -> Tensor:
+def _copied(key: _Numbers) -> Tensor:
+    device, dtype, numbers = key
     table = torch.tensor(numbers, dtype=dtype, device="cpu")
-    if device.type != "cuda":
-        return table
-    if not torch.cuda.is_current_stream_capturing():
-        return table.pin_memory().to(device, non_blocking=True)
-    # A capture begins with a synchronization, after which every stream may read every table.
-    for known in others.values():
-        return known
-    raise RuntimeError(
-        "a graph is being captured, and sizes or addresses of the groups that it needs are not on the GPU yet; "
-        "call the layer once with the same sizes before capturing"
-    )
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+_tables: DeviceTables[_Numbers, Tensor] = DeviceTables(_copied, _KEPT_TABLES)
 
 
 class Groups(NamedTuple):

@@ -40,6 +40,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return reason
     if request.n % 16 or request.k % 16:
         return f"N={request.n} or K={request.k} is not a multiple of 16"
+    if max(request.n, request.k) >= launch.LARGEST_EXTENT:
+        return f"N={request.n} or K={request.k} reaches {launch.LARGEST_EXTENT}"
     if request.result not in _RESULTS:
         return f"the result is {request.result}; it writes bfloat16, float16 and float32"
     return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
+from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime.launching import Performed, run_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec, torch_dtype
@@ -26,6 +27,8 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
         return reason
     if request.shape[0] == 0 or request.shape[1] == 0:
         return "there is nothing to quantize"
+    if max(request.shape) >= LARGEST_EXTENT:
+        return f"an extent of {list(request.shape)} reaches {LARGEST_EXTENT}"
     if request.matrices and request.shape[0] % 2:
         return f"{request.shape[0]} rows are odd: codes are transposed in pairs"
     return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ....common.formats import round_up
 from ...runtime.launching import run, unsupported_elementwise
 from .reference import CacheRequest
 
@@ -24,13 +25,22 @@ def bind(request: CacheRequest) -> Callable[..., None]:
     """(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None"""
     if request.longest == 0 or request.empty or request.batch < 1:
         return lambda *_: None
-    # A power of two: prompts of any length share a few launches.
-    launch = _launch(request._replace(longest=1 << (request.longest - 1).bit_length()))
+    launch = _launch(request._replace(longest=_rounded(request.longest)))
 
     def append(*tensors: Tensor | None) -> None:
         run(launch, tensors)
 
     return append
+
+
+def _rounded(longest: int) -> int:
+    """Round a length up to one of a few, so that prompts of all lengths share launches.
+
+    Short lengths are rounded to powers of two. Long lengths are rounded to one of eight lengths per power of two:
+    at most an eighth of the programs finds no token.
+    """
+    power = 1 << (longest - 1).bit_length()
+    return power if longest <= 1024 else round_up(longest, power // 16)
 
 
 @functools.lru_cache(maxsize=1024)

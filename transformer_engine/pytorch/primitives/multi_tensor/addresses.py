@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...runtime.capture import is_capturing
+from ...runtime.device_tables import DeviceTables, stream_of
+
 Lists = Sequence[Sequence[Tensor]]
-_Kind = tuple[
-    tuple[int, ...], int, torch.device
-]  # bytes per element of each list, elements per chunk, device
+# Bytes per element of each list, elements per chunk, device.
+_Kind = tuple[tuple[int, ...], int, torch.device]
+_Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], _Kind]  # addresses by list, sizes, kind
 _ALIGNMENT = 16
 
 
@@ -37,11 +39,11 @@ class Extents:
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self.sizes = tuple(sizes)
-        # Kind, addresses, their indices, table of the last call.
-        self.last: tuple[_Kind, list[int], list[int], ChunkTable] | None = None
+        # Kind and stream, addresses, their indices, table of the last call.
+        self.last: tuple[tuple[_Kind, int], list[int], list[int], ChunkTable] | None = None
 
-    def table_of(self, lists: Lists, kind: _Kind) -> ChunkTable | None:
-        """Return the table of the last call if the addresses of all tensors are unchanged."""
+    def table_of(self, lists: Lists, kind: tuple[_Kind, int]) -> ChunkTable | None:
+        """Return the table of the last call if its stream and the addresses of all tensors are unchanged."""
         if self.last is None or _addresses_equal is None:
             return None
         known, addresses, places, chunks = self.last
@@ -54,12 +56,6 @@ class Extents:
 # a call of data_ptr() for each.
 _addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
-# Addresses, sizes and widths determine a table, so that an entry is never stale; the oldest entries are dropped.
-_tables: OrderedDict[tuple[Any, ...], ChunkTable] = OrderedDict()
-_KEPT = 64
-# A captured graph reads its table at every replay, also after the table has been dropped above.
-_captured: dict[tuple[Any, ...], ChunkTable] = {}
-
 
 def chunks_of(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
     """Return the table of the lists in chunks of at most `size` elements.
@@ -68,32 +64,19 @@ def chunks_of(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
     """
     device = lists[0][0].device
     kind = (tuple([tensors[0].element_size() for tensors in lists]), size, device)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if not capturing and (found := extents.table_of(lists, kind)) is not None:
+    capturing, stream = is_capturing(device), stream_of(device)
+    if not capturing and (found := extents.table_of(lists, (kind, stream))) is not None:
         return found
     addresses = tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists])
-    key = (addresses, extents.sizes, kind)
-    found = _tables.get(key)
-    if capturing:
-        if found is not None:
-            _captured[key] = found
-        return found
-    if found is None:
-        found = _tables[key] = _build_table(addresses, extents.sizes, *kind)
-        if len(_tables) > _KEPT:
-            _tables.popitem(last=False)
-    flat = [address for part in addresses for address in part]
-    extents.last = (kind, flat, list(range(len(flat))), found)
+    found = _tables.get((addresses, extents.sizes, kind), device)
+    if not capturing and found is not None:
+        flat = [address for part in addresses for address in part]
+        extents.last = ((kind, stream), flat, list(range(len(flat))), found)
     return found
 
 
-def _build_table(
-    addresses: tuple[tuple[int, ...], ...],
-    sizes: tuple[int, ...],
-    widths: tuple[int, ...],
-    size: int,
-    device: torch.device,
-) -> ChunkTable:
+def _build_table(key: _Key) -> ChunkTable:
+    addresses, sizes, (widths, size, device) = key
     bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     elements = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     each = (elements + size - 1) // size
@@ -108,3 +91,7 @@ def _build_table(
         table = table.pin_memory().to(device, non_blocking=True)
         each = each.pin_memory().to(device, non_blocking=True)
     return ChunkTable(table, aligned, each)
+
+
+# Addresses, sizes and widths determine a table, so that an entry is never stale.
+_tables: DeviceTables[_Key, ChunkTable] = DeviceTables(_build_table, 64)

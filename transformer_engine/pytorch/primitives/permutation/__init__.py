@@ -40,13 +40,15 @@ def rows_of_mask(mask: Tensor) -> Tensor:
 def rows_of_indices(experts: Tensor, rows: int) -> Tensor:
     """Return the map by index, int32 [J * T], of the experts [T, J] of each token.
 
-    Rows are ordered by expert, then by token and route; routes beyond the last row are dropped, -1.
+    Rows are ordered by expert, then by token and route. Routes to expert -1 and routes beyond the last row are dropped,
+    -1.
     """
-    order = (
-        experts.reshape(-1).sort(stable=True).indices
-    )  # torch's radix sort on a GPU, without synchronization
+    last = torch.iinfo(experts.dtype).max
+    flat = experts.reshape(-1)
+    # torch's radix sort on a GPU, without synchronization
+    ordered, order = torch.where(flat < 0, last, flat).sort(stable=True)
     row = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
-    row = torch.where(row < rows, row, -1)
+    row = torch.where((row < rows) & (ordered != last), row, -1)
     return torch.empty_like(row).scatter_(0, order, row).view(experts.shape).t().reshape(-1)
 
 

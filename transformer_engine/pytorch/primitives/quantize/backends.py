@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime.launching import unsupported_casts
 from ..operand import Operand
 from .encodings import widen
@@ -13,8 +14,6 @@ from .formats import FORMATS
 from .spec import OPTIONS, Quantized, QuantizeRequest
 
 __all__ = ["REFERENCE", "TRITON", "dequantize", "widen"]
-
-_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 
 
 def dequantize(operand: Operand) -> Tensor:
@@ -53,8 +52,8 @@ def _unsupported_by_triton(request: QuantizeRequest) -> str | None:
         return reason
     if 0 in request.shape:
         return "there is nothing to quantize"
-    if max(request.shape) >= _LIMIT:
-        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
+    if max(request.shape) >= LARGEST_EXTENT:
+        return f"an extent of {list(request.shape)} reaches {LARGEST_EXTENT}"
     if FORMATS[request.spec.format.name].plan is None:
         return f"it has no kernel for format {request.spec.format.name}"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
+from ...runtime.device_tables import DeviceTables
 from . import reference
 from .reference import ScaleUpdateRequest
 
@@ -66,24 +66,19 @@ def _table_of(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor |
     addresses = tuple(
         [(h.data_ptr(), s.data_ptr(), h.shape[1]) for h, s in zip(histories, scales, strict=True)]
     )
-    table = _tables.get(addresses)
-    if torch.cuda.is_current_stream_capturing():
-        if table is not None:
-            _captured[addresses] = table
-        return table
-    if table is None:
-        table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(histories[0].device)
-        _tables[addresses] = table
-        if len(_tables) > _KEPT:
-            _tables.popitem(last=False)
-    return table
+    return _tables.get((histories[0].device, addresses), histories[0].device)
 
 
-# Addresses and widths determine a table, so that an entry is never stale; the oldest entries are dropped.
-_tables: OrderedDict[tuple[tuple[int, int, int], ...], Tensor] = OrderedDict()
-_KEPT = 64
-# A captured graph reads its table at every replay, also after the table has been dropped above.
-_captured: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
+_Addresses = tuple[tuple[int, int, int], ...]
+
+
+def _build_table(key: tuple[torch.device, _Addresses]) -> Tensor:
+    device, addresses = key
+    return torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device)
+
+
+# Addresses and widths determine a table, so that an entry is never stale.
+_tables: DeviceTables[tuple[torch.device, _Addresses], Tensor] = DeviceTables(_build_table, 64)
 
 
 BACKEND = Backend[ScaleUpdateRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)

@@ -76,7 +76,12 @@ def encode(
 
 
 def over_tiles(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: int) -> Array:
-    """Return the maxima of an array [*R, *K], [1] or per row [prod(R)], with as many dimensions as the array."""
+    """Return the maxima of an array [*R, *K], [1] or per row [prod(R)], with as many dimensions as the array.
+
+    Maxima of the tiles of a matrix, [tiles, 1] or [1, tiles], are returned unchanged.
+    """
+    if amax.ndim == 2:
+        return amax
     if form.row_scaled:
         return amax.reshape(*shape[:axis], *(1,) * (len(shape) - axis))
     return amax.reshape((1,) * len(shape))

@@ -1,6 +1,35 @@
-"""Alias for callers of the original: the attention in plain operations as a module; others are backends of a table."""
+"""Names of the original's attention backends for its callers; the backends of this package are rows of a table.
+
+`fused_attn_fwd` and `fused_attn_bwd` are those of `cpp_extensions`, imported on first use. Other libraries wrap them by
+assigning to this module. Attention does not call them through this module, so an assignment warns.
+"""
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
 
 from .....common import absent
+from ....functions import by_name
+from ....runtime.warn_once import warn_once
 from ..unfused import UnfusedDotProductAttention as UnfusedDotProductAttention
 
-__getattr__ = absent.getter(__name__)
+_EXTENSIONS = ("fused_attn_bwd", "fused_attn_fwd")
+
+
+class _Backends(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _EXTENSIONS:
+            warn_once(
+                f"{__name__}.{name}",
+                f"replacing {__name__}.{name} has no effect on attention layers, which call the backends that "
+                "te.explain reports; call the replacement directly",
+                stacklevel=3,
+            )
+
+
+__getattr__ = absent.getter(
+    __name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS}
+)
+sys.modules[__name__].__class__ = _Backends

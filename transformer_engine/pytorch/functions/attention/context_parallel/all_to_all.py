@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....distributed.faults import check_backward
 from ....primitives.attention.call import AttentionCall, AttentionInputs
+from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable, transposed
 from .groups import ContextGroups, all_gather, all_to_all, reduce_scatter
 from .layout import TokenOrder
@@ -117,8 +117,10 @@ def exchange_tokens(
     return tuple(wait().movedim(0, -3).flatten(-3, -2) for wait in pending)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     """Autograd node of the exchange, a permutation of the elements of all ranks."""
+
+    OPERATION = "context-parallel attention"
 
     @staticmethod
     def forward(
@@ -143,8 +145,10 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
-class _Shared(torch.autograd.Function):
+class _Shared(Function):
     """A bias, its rows gathered, or a sink that all ranks hold; the gradient is summed over the ranks."""
+
+    OPERATION = "context-parallel attention"
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, gathers_rows: bool, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ....distributed.faults import check_backward
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....quantization.autocast import AutocastState
 from ....quantization.delayed_scaling import histories_agree
+from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
 from ....runtime.tracing import in_eager_mode
 from ....tensor.elements import float8_dtype
@@ -165,7 +166,7 @@ def _tensor_of(codes: Tensor, like: Any) -> Float8Tensor:
     return Float8Tensor.from_storage(Float8TensorStorage(codes, like._scale_inv, **like.constants()))
 
 
-class _Quantized(torch.autograd.Function):
+class _Quantized(Function):
     """A quantized output; its gradient passes through."""
 
     @staticmethod
@@ -178,7 +179,7 @@ class _Quantized(torch.autograd.Function):
         return None, _values(grad)
 
 
-class _EnteringCodes(torch.autograd.Function):
+class _EnteringCodes(Function):
     """Quantization of q, k and v, whose codes ranks exchange for those of their heads."""
 
     @staticmethod
@@ -204,7 +205,7 @@ def _codes_of_heads(exchange: HeadExchange, quantizer: Quantizer, inputs: Attent
     return exchange.enter_others(inputs)._replace(q=q, k=k, v=v)
 
 
-class _LeavingCodes(torch.autograd.Function):
+class _LeavingCodes(Function):
     """The output's codes, exchanged for those of the rank's tokens; values unless the caller requests codes."""
 
     @staticmethod
@@ -268,7 +269,7 @@ class FP8BlockPasses(BlockPasses):
         return inputs._replace(q=q, k=k, v=v)
 
 
-class _FP8BlockAttention(torch.autograd.Function):
+class _FP8BlockAttention(Function):
     """Autograd node of both passes over the blocks of a rank."""
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch import Tensor
 from ....distributed.faults import check_backward
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....primitives.attention.operators import BIAS, SINK
+from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
 from ..autograd import SavedAttention, attention_backward, attention_forward
 from .blocks import BlockPlan, BoundBlock, block_inputs, rows_of, tokens_of
@@ -191,7 +192,7 @@ def _add_columns(x: Tensor, spans: Sequence[Part], columns: Tensor) -> None:
         first += size
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockAttention(Function):
     """Autograd node of both passes."""
 
     @staticmethod

@@ -10,15 +10,17 @@ import functools
 import importlib
 import importlib.metadata
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .....common import env, optional
 from ....runtime.device import get_cudnn_version, is_current_device
+from ....runtime.device_tables import keep_if_captured
 from . import cudnn_store
 
 # The unique ids of a graph's tensors are numbers of a fixed table of roles, which therefore has an end.
@@ -36,10 +38,7 @@ ROLES = (
 _UID = {role: uid for uid, role in enumerate(ROLES, start=1)}
 _FIRST_OFFSET = 1000
 
-# Frontends before 1.23 cannot run on a list of addresses; 1.24 to 1.26 emit an attribute that cuDNN before 9.20 does
-# not support; from 1.27 on, graphs are Python objects that start more slowly.
-FRONTEND = (1, 23)
-MINIMUM_CUDNN = (9, 13, 1)
+_REMEDY = "pip install 'nvidia-cudnn-frontend>=1.23,<2'"
 
 # Plans in a process before all are dropped. A dropped plan unloads its kernels, which captured CUDA graphs still use:
 # the limit is for lengths that occur only once, not for the shapes of a model.
@@ -53,23 +52,60 @@ Offset = tuple[str, int]
 def missing() -> str | None:
     """Return the reason why the library is unavailable, or None."""
     if not optional.installed("cudnn"):
-        return "nvidia-cudnn-frontend is not installed; pip install 'nvidia-cudnn-frontend==1.23.*'"
+        return f"nvidia-cudnn-frontend is not installed; {_REMEDY}"
     try:
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError as error:
         return optional.failed_import("cudnn", error)
-    if tuple(int(part) for part in version.split(".")[:2]) != FRONTEND:
-        return f"nvidia-cudnn-frontend {version} is not 1.23; pip install 'nvidia-cudnn-frontend==1.23.*'"
-    if get_cudnn_version() < MINIMUM_CUDNN:
-        found, needed = (".".join(map(str, v)) for v in (get_cudnn_version(), MINIMUM_CUDNN))
-        return f"cuDNN {found} < {needed}"
-    return optional.failure("cudnn")
+    problem = optional.cudnn_versions_problem(version, get_cudnn_version()) or optional.failure("cudnn")
+    if problem is not None:
+        return problem
+    lacking = missing_name(library())
+    return None if lacking is None else f"nvidia-cudnn-frontend {version} has no {lacking}; {_REMEDY}"
 
 
 @functools.cache
 def library() -> Any:
     """Return the module `cudnn`."""
     return importlib.import_module("cudnn")
+
+
+class Bindings(NamedTuple):
+    """The library's compiled functions, which versions export under different names.
+
+    From 1.27 on, `cudnn.pygraph` is a Python class that starts more slowly and describes a graph that it compiles
+    later; `cudnn.create_handle` returns an object from 1.28 on. The compiled graph and handles, which are integers,
+    stay in the module `cudnn._pybind_module`.
+    """
+
+    graph: Callable[..., Any]
+    create_handle: Callable[[], int]
+    set_stream: Callable[[int, int], None]
+
+
+@functools.cache
+def bindings_of(module: Any) -> Bindings:
+    """Return the compiled functions of the module `cudnn`."""
+    compiled = getattr(module, "_pybind_module", module)
+    graph = compiled.backend_graph if hasattr(compiled, "backend_graph") else compiled.pygraph
+    set_stream = compiled._raw_set_stream if hasattr(compiled, "_raw_set_stream") else compiled.set_stream
+    return Bindings(graph, compiled.create_handle, set_stream)
+
+
+_GRAPH_METHODS = ("_execute_with_raw_ptrs", "_get_variant_pack_uids_sorted", "_prepare_variant_pack_template")
+
+
+def missing_name(module: Any) -> str | None:
+    """Return the first name that is read from the module `cudnn` and that it lacks, or None."""
+    compiled = getattr(module, "_pybind_module", module)
+    if not hasattr(compiled, "backend_graph") and not hasattr(compiled, "pygraph"):
+        return "compiled graph"
+    if not hasattr(compiled, "_raw_set_stream") and not hasattr(compiled, "set_stream"):
+        return "set_stream"
+    if not hasattr(compiled, "create_handle"):
+        return "create_handle"
+    graph = bindings_of(module).graph
+    return next((name for name in _GRAPH_METHODS if not hasattr(graph, name)), None)
 
 
 @functools.cache
@@ -101,10 +137,10 @@ class _Handles(threading.local):
             return known[0]
         if known is None:
             with torch.cuda.device(device):
-                handle = library().create_handle()
+                handle = bindings_of(library()).create_handle()
         else:
             handle = known[0]
-        library().set_stream(handle, stream)
+        bindings_of(library()).set_stream(handle, stream)
         self.of_device[device] = handle, stream
         return handle
 
@@ -116,7 +152,7 @@ class Description:
     """A graph that is being described."""
 
     def __init__(self, dtype: torch.dtype, **where: Any):
-        self.graph = library().pygraph(
+        self.graph = bindings_of(library()).graph(
             io_data_type=data_type(dtype),
             intermediate_data_type=library().data_type.FLOAT,
             compute_data_type=library().data_type.FLOAT,
@@ -221,12 +257,15 @@ class CudnnPlan:
             with torch.cuda.device(index):
                 self.run(pointers, device, offsets)
             return
+        keep_if_captured(self, device)  # the library may unload the kernels of a plan that no cache holds
         # Allocated by torch for each call: ordered by the stream, and part of a captured CUDA graph's pool.
         space = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         addresses = [pointers[role] for role in self.roles]
         addresses += offsets
         handle = handles.current(index)
-        self.graph._execute_with_ptrs(addresses, 0 if space is None else space.data_ptr(), handle)
+        table = array("Q", addresses)
+        workspace = 0 if space is None else space.data_ptr()
+        self.graph._execute_with_raw_ptrs(table.buffer_info()[0], len(table), workspace, handle)
 
 
 def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> CudnnPlan:
@@ -281,7 +320,7 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
         return None
     handle = handles.current(device)
     try:
-        graph = library().pygraph(handle=handle)
+        graph = bindings_of(library()).graph(handle=handle)
         graph.deserialize(handle, list(kept.serialized))  # the bindings reject bytes
         graph._prepare_variant_pack_template()
         described = sorted(_UID[role] for role in description.roles)
@@ -298,8 +337,8 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
         reason = f"the library rejects it ({error})"
     finally:
         # The library warms up a plan on an internal stream, and keeps that stream if the warm-up fails.
-        library().set_stream(*handles.of_device[device])
-    cudnn_store.discard(path, reason)
+        bindings_of(library()).set_stream(*handles.of_device[device])
+    cudnn_store.STORE.discard(path, reason)
     return None
 
 
@@ -308,12 +347,12 @@ def _store(path: Path, plan: CudnnPlan) -> None:
     try:
         serialized = bytes(plan.graph.serialize())
     except _library_errors() as error:
-        cudnn_store.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
+        cudnn_store.STORE.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
         return
     cudnn_store.write(path, cudnn_store.StoredPlan(plan.workspace, serialized))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # without eviction, because captured graphs read the few tensors of one or two numbers
 def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
     return torch.tensor(steps, dtype=torch.int64, device=device)[:, None]
 

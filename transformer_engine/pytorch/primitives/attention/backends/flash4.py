@@ -60,7 +60,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     reason = call.hardware.lacks("flash attention 4 of wide heads")
     if reason is not None and call.head_dim_qk > 128 and sizes != (192, 128):
         return f"heads of size {sizes} > 128: {reason}"
-    if call.deterministic and call.needs_gradient and 64 < call.head_dim_qk <= 96:
+    if call.demands_determinism and 64 < call.head_dim_qk <= 96:
         return f"a deterministic gradient with heads of size {call.head_dim_qk} in 65..96"
     if call.needs_gradient and call.head_dim_qk != call.head_dim_v and call.groups != call.heads:
         return f"a gradient of grouped heads of two sizes, {call.head_dim_qk} and {call.head_dim_v}"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from .....common.dispatch import Backend
+from ....runtime.device_tables import keep_if_captured
 from .. import layout, visible
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..passes import Differentiable
@@ -77,9 +78,13 @@ def _compiled_once() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.lru_cache(maxsize=64)
 def _band(call: AttentionCall, device: torch.device) -> BlockMask:
     """Return the visible blocks of a band, for sequences of one length."""
+    return keep_if_captured(_blocks_of_band(call, device), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks_of_band(call: AttentionCall, device: torch.device) -> BlockMask:
     left, right = call.mask.window
     shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right else 0
 

@@ -27,7 +27,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return reason
     if (reason := call.hardware.lacks("torch flash attention")) is not None:
         return reason
-    if call.deterministic and call.needs_gradient and not torch.are_deterministic_algorithms_enabled():
+    if call.demands_determinism and not torch.are_deterministic_algorithms_enabled():
         return "its backward is only deterministic under torch.use_deterministic_algorithms(True)"
     return None
 

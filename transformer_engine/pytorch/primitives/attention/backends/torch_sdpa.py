@@ -35,8 +35,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if (
-        call.deterministic
-        and call.needs_gradient
+        call.demands_determinism
         and call.device_type == "cuda"
         and not torch.are_deterministic_algorithms_enabled()
     ):
@@ -46,6 +45,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     """Compute the attention of a call, differentiable in q, k and v."""
+    if _is_first_run(call, inputs):
+        return _as_recorded(attend, call, inputs)
     q, k, v = layout.dense_qkv(call, inputs)
     if call.plain_causal:
         visible, seeing = None, None
@@ -76,6 +77,26 @@ def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     if seeing is not None:
         out = torch.where(seeing, out, 0)
     return _guarded(layout.from_bhsd(call, inputs, out).flatten(-2))
+
+
+def _is_first_run(call: AttentionCall, inputs: AttentionInputs) -> bool:
+    """Return whether the call does not record the gradients that it may need in a second run."""
+    if not call.needs_gradient or torch.compiler.is_compiling():
+        return False
+    recorded = inputs.q.requires_grad or inputs.k.requires_grad or inputs.v.requires_grad
+    return not (recorded and torch.is_grad_enabled())
+
+
+def _as_recorded(
+    run: Callable[[AttentionCall, AttentionInputs], AttentionResult],
+    call: AttentionCall,
+    inputs: AttentionInputs,
+) -> AttentionResult:
+    """Compute run(call, inputs) by the kernels that torch chooses for tensors that require a gradient."""
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        output, max_logit = run(call, inputs._replace(q=q, k=k, v=v))
+    return AttentionResult(output.detach(), max_logit)
 
 
 def _named(out: Tensor, *inputs: Tensor) -> None:
@@ -116,6 +137,8 @@ def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], At
     grouped = call.groups != call.heads
 
     def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+        if _is_first_run(call, inputs):
+            return _as_recorded(run, call, inputs)
         out = scaled_dot_product_attention(
             inputs.q.permute(there),
             inputs.k.permute(there),

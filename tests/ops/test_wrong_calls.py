@@ -1,0 +1,165 @@
+"""Errors for wrong inputs, parameters and buffers, and for wrong return values of users' operations and fusions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+
+def sample() -> torch.Tensor:
+    return torch.randn(8, 32, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "value", [3, None, [1.0], numpy.zeros((8, 32))], ids=["int", "None", "list", "numpy"]
+)
+def test_inputs_that_are_not_tensors_are_named(value):
+    for chain in (ops.Linear(32, 32), ops.Sequential(ops.Linear(32, 32), torch.nn.ReLU(), ops.Identity())):
+        with pytest.raises(TypeError, match=f"main input is an? {type(value).__name__}; give a torch.Tensor"):
+            chain(value)
+    with pytest.raises(TypeError, match=r"extra input 0 of AddExtraInput \(operation 2\) is an? "):
+        ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput())(sample(), value)
+    with pytest.raises(ValueError, match="extra inputs: 0 given, 1 read"):
+        ops.AddExtraInput()(sample())
+
+
+class Returning(ops.BasicOperation):
+    """An operation with the return values of two functions."""
+
+    def __init__(self, forward: Any = None, backward: Any = None) -> None:
+        super().__init__()
+        self.returned = forward, backward
+
+    def op_forward(self, ctx, input_, **others):
+        return input_ if self.returned[0] is None else self.returned[0](input_)
+
+    def op_backward(self, ctx, grad_output):
+        return (grad_output, ()) if self.returned[1] is None else self.returned[1](grad_output)
+
+
+class ReturningExtra(ops.BasicOperation):
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def __init__(self, forward: Any = None, backward: Any = None) -> None:
+        super().__init__()
+        self.returned = forward or (lambda x: (x, [(x,)])), backward or (lambda dy: (dy, [()], [(dy,)]))
+
+    op_forward = op_backward = None  # pyright: ignore
+
+    def fuser_forward(self, basic_op_ctxs, input_, **others):
+        return self.returned[0](input_)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **others):
+        return self.returned[1](grad_output)
+
+
+def run(op: Any) -> None:
+    extra = [sample()] * op.num_extra_inputs
+    y = ops.Sequential(ops.Bias(32), op, ops.Bias(32))(sample(), *extra)
+    (y[0] if extra else y).sum().backward()
+
+
+WRONG = {
+    "op_forward returned None; return a tensor as the output": Returning(lambda x: None),
+    "op_forward returned a tuple; return a tensor": Returning(lambda x: (x, x)),
+    "op_backward returned a Tensor; return a tuple": Returning(None, lambda dy: dy),
+    "op_backward returned None; return a tensor as the gradient": Returning(None, lambda dy: (None, ())),
+    "op_backward returned an int; return a tensor as the gradient": Returning(None, lambda dy: (3, ())),
+    "returned a NoneType as the gradients of the parameters": Returning(None, lambda dy: (dy, None)),
+    "fuser_forward returned a Tensor; return a tuple": ReturningExtra(lambda x: x),
+    "fuser_forward returned a Tensor in place of a sequence": ReturningExtra(lambda x: (x, [x])),
+    "fuser_forward returned 2 groups": ReturningExtra(lambda x: (x, [(x,), (x,)])),
+    "returned an int for extra output 0": ReturningExtra(lambda x: (x, [(3,)])),
+    "fuser_backward returned a tuple; return a tuple": ReturningExtra(None, lambda dy: (dy, [()])),
+    "returned 0 gradients for the 1 extra inputs": ReturningExtra(None, lambda dy: (dy, [()], [()])),
+    "returned an int; return a tensor or None": ReturningExtra(None, lambda dy: (dy, [()], [(3,)])),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_return_values_of_operations_are_named(message):
+    with pytest.raises(TypeError, match=message):
+        run(WRONG[message])
+
+
+@pytest.mark.parametrize("value", [None, 3, [1, 2], [torch.nn.ReLU()]], ids=["None", "int", "ints", "module"])
+def test_wrong_return_values_of_fusions_are_named(value):
+    def fusion(given, *, recipe):
+        return value
+
+    ops.register_forward_fusion(fusion)
+    try:
+        with pytest.raises(TypeError, match="the fusion function fusion returned"):
+            ops.Sequential(ops.Bias(32), ops.Identity())(sample())
+    finally:
+        OperationFuser.forward_fusion_functions.remove(fusion)
+
+
+@pytest.mark.parametrize("make", [ops.Linear, te.Linear], ids=["operation", "module"])
+@pytest.mark.parametrize(
+    "value", [3, te.MXFP8Quantizer, Float8CurrentScaling()], ids=["int", "class", "recipe"]
+)
+def test_a_qfactory_that_returns_no_quantizer_is_named(value, make):
+    with (
+        te.autocast(recipe=CustomRecipe(qfactory=lambda role: value)),
+        pytest.raises(TypeError, match=r"qfactory of CustomRecipe returned .* return a quantizer object"),
+    ):
+        make(32, 32)(sample())
+
+
+BUFFERS = {
+    "main_grad is a list": lambda w: [1],
+    "main_grad has dtype torch.int32": lambda w: torch.zeros(w.shape, dtype=torch.int32),
+    "main_grad has dtype torch.float8_e4m3fn": lambda w: torch.zeros(w.shape, dtype=torch.float8_e4m3fn),
+    r"main_grad is \[16, 32\] and the weight \[32, 32\]": lambda w: torch.zeros(16, 32),
+    r"main_grad is \[1024\] and the weight \[32, 32\]": lambda w: torch.zeros(1024),
+}
+
+
+@pytest.mark.parametrize("message", BUFFERS)
+def test_wrong_gradient_buffers_are_named(message):
+    operation = ops.BasicLinear(32, 32, accumulate_into_main_grad=True)
+    operation.weight.main_grad = BUFFERS[message](operation.weight)
+    with pytest.raises((TypeError, ValueError), match=message):
+        operation(sample())
+    module = te.Linear(32, 32, fuse_wgrad_accumulation=True)
+    module.weight.main_grad = BUFFERS[message](module.weight)
+    y = module(sample())
+    with pytest.raises((TypeError, ValueError), match=message):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: ops.Linear(32, 32), "weight"),
+        (lambda: ops.Linear(32, 32), "bias"),
+        (lambda: ops.BasicLinear(32, 32), "weight"),
+        (lambda: ops.RMSNorm(32), "weight"),
+        (lambda: ops.LayerNorm(32), "bias"),
+    ],
+)
+def test_missing_parameters_are_named(make, name):
+    op = make()
+    setattr(op, name, None)
+    for chain in (op, ops.Sequential(op, Returning())):
+        with pytest.raises(RuntimeError, match=f"{name} is None; assign a torch.nn.Parameter"):
+            chain(sample())
+
+
+@pytest.mark.parametrize("make", [te.TransformerLayer, te.MultiheadAttention])
+def test_quantized_parameters_of_separate_projections_name_the_option(make: Any, emulated):
+    sizes: Any = (32, 64, 2) if make is te.TransformerLayer else (32, 2)
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        with pytest.raises(ValueError, match="fuse_qkv_params=True"):
+            make(*sizes)
+        make(*sizes, fuse_qkv_params=True)

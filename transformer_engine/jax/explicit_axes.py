@@ -1,0 +1,55 @@
+"""Mesh axes of the type Explicit: functions of this package run with all axes automatic.
+
+With Explicit axes, the default of `jax.make_mesh`, the sharding of an array is part of its type, and JAX rejects a
+product whose contracted axes are sharded, as those of a weight gradient are. XLA places such products by itself over
+Auto axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import AxisType, PartitionSpec
+
+Entry = str | tuple[str, ...] | None
+
+
+def explicit_axes() -> tuple[str, ...]:
+    """Return the Explicit axes of the mesh in use."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind is AxisType.Explicit)
+
+
+def explicit_entries(x: Array) -> tuple[Entry, ...]:
+    """Return the Explicit mesh axes over which each axis of an array is sharded."""
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def with_automatic_axes(function: Callable[..., Any], *args: Any, out: Callable[[], Any]) -> Any:
+    """Call a function of pytrees of arrays with all mesh axes automatic.
+
+    Args:
+        function: The function.
+        *args: Its arguments.
+        out: Returns the specs of the results over Explicit axes, a pytree; called only if the mesh has such axes.
+    """
+    axes = explicit_axes()
+    if not axes:
+        return function(*args)
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out())(*args)
+
+
+def distinct(entries: Sequence[Entry]) -> PartitionSpec:
+    """Return a spec in which each mesh axis occurs once, at its first entry."""
+    seen: set[str] = set()
+    spec: list[Entry] = []
+    for entry in entries:
+        names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None)
+        new = tuple(name for name in names if name not in seen)
+        seen.update(new)
+        spec.append(new if len(new) > 1 else new[0] if new else None)
+    return PartitionSpec(*spec)

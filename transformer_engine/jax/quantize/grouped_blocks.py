@@ -1,0 +1,84 @@
+"""Block-scaled codes of rows in groups: every group is quantized as a separate matrix.
+
+A block never covers rows of two groups: blocks along the rows begin at the first row of a group, and each group has its
+own second-level scale of NVFP4. Rows are therefore quantized in a padded layout, in which the groups begin at multiples
+of the block and zeros fill the rest. Rows after the last group have no place in that layout, so they have no effect.
+Codes of blocks along the rows keep the padding, since a Hadamard transform also moves values into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..code_bits import name_leaves
+from ..primitives import exact
+from ..primitives.grouped_quantize import group_of_rows
+from ..primitives.quantize import hadamard_transform
+from .grouped_tensors import GroupedScaledTensor1x, RowLayout, row_layout, to_rows
+from .quantizers import Quantizer
+from .tensors import ScaledTensor2x
+
+
+def encode_rows(
+    quantizer: Quantizer,
+    x: Array,
+    group_sizes: Array,
+    directions: tuple[bool, bool],
+    dtype: Any,
+    over: tuple[str, ...],
+    aligned: bool,
+) -> GroupedScaledTensor1x | ScaledTensor2x:
+    """Quantize rows x [M, K] in groups with block scales.
+
+    Args:
+        quantizer: Quantizer of one group.
+        x: Rows of all groups.
+        group_sizes: Rows of each group [G], with a sum of at most M.
+        directions: Whether to compute the row-wise and the column-wise codes.
+        dtype: dtype of the dequantized tensor.
+        over: Manual mesh axes that shard the rows of the groups.
+        aligned: Whether the caller guarantees that all group_sizes are multiples of the block.
+    """
+    spec = quantizer.spec(*directions)
+    assert spec.tile is not None
+    down, block = spec.tile[0], max(spec.tile)
+    name, quantizer = quantizer.checkpoint_name, replace(quantizer, checkpoint_name=None)
+    tight = RowLayout(group_of_rows(group_sizes, x.shape[0]))
+    padded = tight if aligned else row_layout(group_sizes, x.shape[0], block)
+    wide = padded.pad(x) if directions[1] or down > 1 else x
+    levels = spec.format.levels is not None
+    tensors = []
+    for columns in (column for column, asked in enumerate(directions) if asked):
+        layout, values = (padded, wide) if columns or down > 1 else (tight, x)
+        amax, maxima = None, (None, None)
+        if levels and not (spec.format.row_scaled and not columns):
+            values_t = columns and not spec.two_dimensional
+            scaled = (
+                hadamard_transform(values.T, spec.random_sign).T if values_t and spec.hadamard else values
+            )
+            bits = exact.magnitude_bits(scaled).max(axis=1, initial=0)
+            amax = exact.largest_over(_group_maxima(bits, layout.group, group_sizes.shape[0]), over)
+            of_rows = to_rows(amax, layout.group)
+            maxima = (None, of_rows[None, ::block]) if values_t else (of_rows[::down, None], None)
+        made: Any = quantizer.encode(values, not columns, bool(columns), dtype, maxima=maxima)[0]
+        data, scale = made.data, made.scale_inv
+        if not columns and scale.shape[0] == values.shape[0]:  # every row has its own scales
+            data, scale = layout.unpad(data), layout.unpad(scale)
+        leaves = data, scale, made.amax if amax is None else amax
+        tensors.append(
+            GroupedScaledTensor1x(
+                *name_leaves(leaves, name), group_sizes, made.scaling_mode, dtype, bool(columns), made.data_layout,
+                made.flatten_axis, made.has_rht_applied, original_shape=x.shape,
+            )
+        )  # fmt: skip
+    return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
+
+
+def _group_maxima(bits: Array, group: Array, groups: int) -> Array:
+    """Return the largest magnitude of each group's rows, float32 [G], from the magnitude bits of every row."""
+    belongs = group[None] == jnp.arange(groups)[:, None]
+    return exact.float_of(jnp.where(belongs, bits[None], 0).max(axis=1, initial=0))

@@ -1,0 +1,83 @@
+"""torch.utils.checkpoint repeats autocast, recipe and scales of the first run, as te.checkpoint does.
+
+torch restores random states and torch.autocast for the second run, and has no registration of further states. Callers
+(Hugging Face, FSDP's wrapper, Lightning) imported its functions long ago, so the two classes are extended that both
+implementations instantiate in every call. The states belong to the graph node or to the frame of the call and are freed
+with it. Nested checkpoints nest their runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
+
+from ..quantization.recompute_states import SecondRun, running
+
+
+class _RepeatedFunction:
+    """A function whose first call is the first run, and whose other calls are second runs."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self._second_run = SecondRun()
+        self._called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        called, self._called = self._called, True
+        with self._second_run if called else running(self._second_run.states, False):
+            return self.function(*args, **kwargs)
+
+
+class _SecondRunFunction:
+    """A function that is called in second runs only."""
+
+    def __init__(self, function: Callable[..., Any], second_run: SecondRun):
+        self.function = function
+        self._second_run = second_run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._second_run:
+            return self.function(*args, **kwargs)
+
+
+def _apply(cls: type[CheckpointFunction], run_function: Callable[..., Any], *args: Any) -> Any:
+    """Apply the autograd function of reentrant checkpoints; without gradients, the function runs once."""
+    if torch.is_grad_enabled():
+        run_function = _RepeatedFunction(run_function)
+    return super(CheckpointFunction, cls).apply(run_function, *args)
+
+
+def _init(self: Any, frame: Any) -> None:
+    """Create the saved-tensor hooks of a first run that is not reentrant; `frame` holds the function to repeat."""
+    _torch_init(self, frame)
+    second_run = SecondRun()
+    frame.recompute_fn = _SecondRunFunction(frame.recompute_fn, second_run)
+    self.first_run = running(second_run.states, False)
+
+
+def _enter(self: Any) -> None:
+    self.first_run.__enter__()
+    saved_tensors_hooks.__enter__(self)
+
+
+def _exit(self: Any, *exception: object) -> None:
+    saved_tensors_hooks.__exit__(self, *exception)
+    self.first_run.__exit__(*exception)
+
+
+_torch_init = getattr(_checkpoint_hook, "unextended_init", _checkpoint_hook.__init__)
+
+
+def extend_torch_checkpoint() -> None:
+    """Extend both implementations of torch.utils.checkpoint in this process.
+
+    A second import of this package replaces the extension of the first one.
+    """
+    hook: Any = _checkpoint_hook
+    hook.unextended_init = _torch_init
+    hook.__init__, hook.__enter__, hook.__exit__ = _init, _enter, _exit
+    CheckpointFunction.apply = classmethod(_apply)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,218 @@
+"""WeightCache: weights as quantized for the first microbatch of a step, in memory that later steps write again.
+
+A CUDA graph that a caller captures over later microbatches reads this memory in every replay. The first microbatch of
+the next step therefore writes its codes into the same tensors. It takes new tensors only while a pending backward pass
+holds the old ones; a weight that a graph reads is then rejected instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functions.scale_update import in_backward_pass
+from ..offload.marks import mark_cached
+from ..primitives.grouped_quantize import GroupedQuantized
+from ..runtime.autograd import in_first_run
+from ..runtime.capture import is_capturing
+
+_use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def parts_of(weight: Any) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
+    """Return the tensors of a quantized weight, or of all weights of a grouped layer, and a function to rebuild it."""
+    if isinstance(weight, GroupedQuantized):
+        return weight, GroupedQuantized._make  # pyright: ignore[reportReturnType]
+    return weight.flatten()
+
+
+def has_columns(weight: Any) -> bool:
+    """Return whether a quantized weight has its column direction."""
+    if isinstance(weight, GroupedQuantized):
+        return weight.codes_t is not None
+    return weight.get_usages()["columnwise"]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return a number that tensors on the same memory share; tensors of a dry run have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def _uses(parts: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
+    """Return the number of references from C++ to each tensor and to its memory: saved tensors, also saved views."""
+    given: list[Any] = [part for part in parts if part is not None]
+    return tuple([(part._use_count(), _use_count(_memory(part))) for part in given])
+
+
+class _Entry(NamedTuple):
+    """A cached weight.
+
+    Attributes:
+        weight: The quantized weight.
+        parts: Its tensors.
+        uses: `_uses` of the tensors without saved tensors of a backward pass.
+        owned: Whether each tensor has memory of its own, which is not the memory of the parameter.
+    """
+
+    weight: Any
+    parts: tuple[Tensor | None, ...]
+    uses: tuple[tuple[int, int], ...]
+    owned: tuple[bool, ...]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward pass that has not run, or that retains its graph, will read the tensors."""
+        return any(
+            now > before
+            for counts, known in zip(_uses(self.parts), self.uses, strict=True)
+            for now, before in zip(counts, known, strict=True)
+        )
+
+    def has_form(self, parts: Sequence[Tensor | None]) -> bool:
+        """Whether the tensors can be copied into those of this entry, which may lack a direction."""
+        return len(parts) == len(self.parts) and all(
+            old is None
+            or (
+                new is not None
+                and (old.shape, old.stride(), old.dtype, old.device)
+                == (new.shape, new.stride(), new.dtype, new.device)
+            )
+            for old, new in zip(self.parts, parts, strict=True)
+        )
+
+
+class WeightCache(dict[str, Any]):
+    """{name: weight as quantized for the first microbatch of a step}.
+
+    A caller may write to it as to any dict, and drops memory by that. Memory that a captured graph reads is kept, and
+    later steps write to it again.
+    """
+
+    def __init__(self, weights: Any = ()) -> None:
+        super().__init__(weights)
+        self._entries: dict[str, _Entry] = {}
+        self._captured: dict[str, list[_Entry]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    def clear(self) -> None:
+        super().clear()
+        self._entries.clear()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._entries.pop(name, None)
+        return super().pop(name, *default)
+
+    def find(self, name: str, columnwise: bool) -> Any:
+        """Return a cached weight, or None if it is missing or lacks the requested column direction."""
+        weight = self.get(name)
+        if weight is None or (columnwise and not has_columns(weight)):
+            return None
+        entry = self._entries.get(name)
+        if entry is not None and entry.weight is weight:
+            self._keep_if_captured(name, entry)
+        return weight
+
+    def weight_of_call(
+        self,
+        name: str,
+        parameters: Sequence[Tensor],
+        quantize: Callable[[bool], Any],
+        columnwise: bool,
+        first: bool,
+    ) -> Any:
+        """Return the weight that a call multiplies: the cached one, or a new one in the first microbatch of a step.
+
+        Args:
+            name: Name of the weight.
+            parameters: The parameters that are quantized.
+            quantize: quantize(columnwise) -> the quantized weight.
+            columnwise: The call needs the column direction.
+            first: The call belongs to the first microbatch.
+
+        Raises:
+            RuntimeError: A captured graph reads memory that a pending backward pass holds.
+        """
+        columnwise = columnwise or in_first_run()
+        cached = self.find(name, columnwise)
+        if cached is not None and not first:
+            return cached
+        if first and in_backward_pass():
+            # The second run of a checkpoint repeats the codes of its first run. The cache may have newer ones.
+            return made_to_keep(lambda: quantize(columnwise))
+        return self._renewed(name, parameters, quantize, columnwise)
+
+    def _renewed(
+        self, name: str, parameters: Sequence[Tensor], quantize: Callable[[bool], Any], columnwise: bool
+    ) -> Any:
+        """Return the weight as quantized from the current values, in the memory of the cached one if it is free."""
+        free = self._free_entries(name)
+        before = self.get(name)
+        columnwise = columnwise or (before is not None and has_columns(before))
+        weight = made_to_keep(lambda: quantize(columnwise))
+        parts, rebuild = parts_of(weight)
+        memory = [_memory(parameter) for parameter in parameters]
+        owned = tuple([part is not None and _memory(part) not in memory for part in parts])
+        fitting = next((entry for entry in free if entry.has_form(parts)), None)
+        if fitting is not None:
+            parts = _written(fitting, parts, owned)
+            weight = rebuild(parts)
+        mark_cached(parts)
+        self[name] = weight
+        self._entries[name] = entry = _Entry(weight, tuple(parts), _uses(parts), owned)
+        self._keep_if_captured(name, entry)
+        return weight
+
+    def _free_entries(self, name: str) -> list[_Entry]:
+        """Return the entries whose memory no pending backward pass holds: of the cached weight, then of graphs.
+
+        Raises:
+            RuntimeError: A captured graph reads memory that a pending backward pass holds.
+        """
+        captured = self._captured.get(name, [])
+        if any(entry.is_pending for entry in captured):
+            raise RuntimeError(
+                f"is_first_microbatch=True cannot update the cached {name}, which a captured CUDA graph reads: a "
+                "backward pass that has not run needs its present values; run it or drop its outputs first, or capture "
+                "under torch.no_grad()"
+            )
+        entry = self._entries.get(name)
+        if entry is None or self.get(name) is not entry.weight or entry.is_pending:
+            return captured
+        return [entry, *captured]
+
+    def _keep_if_captured(self, name: str, entry: _Entry) -> None:
+        """Keep the memory of a weight for the replays of the graph that is being captured."""
+        first = next((part for part in entry.parts if part is not None), None)
+        if first is not None and is_capturing(first.device):
+            known = self._captured.setdefault(name, [])
+            if not any(other is entry for other in known):
+                known.append(entry)
+
+
+def _written(
+    entry: _Entry, parts: Sequence[Tensor | None], owned: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Copy new tensors into those of an entry, and return the tensors of the renewed weight."""
+    result: list[Tensor | None] = []
+    with torch.no_grad():
+        for old, new, was_owned, is_owned in zip(entry.parts, parts, entry.owned, owned, strict=True):
+            if old is None or new is None or not (was_owned and is_owned):
+                result.append(new)
+                continue
+            old.copy_(new)
+            result.append(old)
+    return tuple(result)
+
+
+def made_to_keep(make: Callable[[], Any]) -> Any:
+    """Return make() without gradients, as tensors that can be trained later even if inference mode is on now."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return make()
+    with torch.no_grad():
+        return make()

@@ -1,0 +1,126 @@
+"""Checks of the tensors that operations and fusions of users return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...common.numbers import with_article
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .operation import BasicOperation, FusibleOperation
+
+
+def _error(op: Any, method: str, value: Any, expected: str) -> TypeError:
+    returned = "None" if value is None else with_article(type(value))
+    return TypeError(f"{type(op).__name__}.{method} returned {returned}; return {expected}")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (Tensor, QuantizedTensorStorage))
+
+
+def method_of(op: FusibleOperation, direction: str) -> str:
+    """Name of the method by which an operation's class computes a pass: op_forward or fuser_forward, for example."""
+    own = f"op_{direction}"
+    if not isinstance(op, BasicOperation) or op.num_extra_inputs or op.num_extra_outputs:
+        return f"fuser_{direction}"
+    overridden = getattr(type(op), f"fuser_{direction}") is not getattr(BasicOperation, f"fuser_{direction}")
+    return f"fuser_{direction}" if overridden else own
+
+
+def forward_results(
+    op: FusibleOperation, members: Sequence[BasicOperation], returned: Any
+) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Output and extra outputs, by basic operation, that a user's forward pass returned.
+
+    Raises:
+        TypeError: The return value has another structure, or an output is not a tensor.
+    """
+    method = method_of(op, "forward")
+    expected = (
+        "a tuple (output, extra outputs), with one sequence of extra outputs for each of the "
+        f"{len(members)} basic operations"
+    )
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise _error(op, method, returned, expected)
+    output, extra = returned
+    if not _is_tensor(output):
+        raise _error(op, method, output, "a tensor as the output")
+    return output, _groups(op, method, extra, len(members), expected)
+
+
+def backward_results(
+    op: FusibleOperation, members: Sequence[BasicOperation], returned: Any, needs_input: bool
+) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Gradients of the input, the parameters and the extra inputs that a user's backward pass returned.
+
+    Args:
+        op: The operation.
+        members: Its basic operations.
+        returned: The return value.
+        needs_input: An earlier operation needs the gradient of the input.
+
+    Raises:
+        TypeError: The return value has another structure, or a gradient is neither a tensor nor None.
+    """
+    method = method_of(op, "backward")
+    expected = (
+        "a tuple (grad_input, gradients of parameters, gradients of extra inputs); the last two contain one sequence "
+        f"for each of the {len(members)} basic operations"
+    )
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        raise _error(op, method, returned, expected)
+    grad_input, parameters, extra = returned
+    if not _is_tensor(grad_input) and (needs_input or grad_input is not None):
+        raise _error(op, method, grad_input, "a tensor as the gradient of the input")
+    groups = [_groups(op, method, part, len(members), expected) for part in (parameters, extra)]
+    for gradient in [gradient for part in groups for group in part for gradient in group]:
+        if gradient is not None and not _is_tensor(gradient):
+            raise _error(op, method, gradient, "a tensor or None as each gradient")
+    for member, group in zip(members, groups[1], strict=True):
+        if len(group) != member.num_extra_inputs:
+            raise TypeError(
+                f"{type(op).__name__}.{method} returned {len(group)} gradients for the {member.num_extra_inputs} "
+                f"extra inputs of {type(member).__name__}; return one for each, None where there is none"
+            )
+    return grad_input, groups[0], groups[1]
+
+
+def _groups(op: Any, method: str, value: Any, count: int, expected: str) -> list[tuple[Any, ...]]:
+    if not isinstance(value, Iterable) or isinstance(value, Tensor):
+        raise _error(op, method, value, expected)
+    groups = list(value)
+    if len(groups) != count:
+        raise TypeError(
+            f"{type(op).__name__}.{method} returned {len(groups)} groups of extra tensors or gradients for {count} "
+            f"basic operations; return {expected}"
+        )
+    for group in groups:
+        if not isinstance(group, Iterable) or isinstance(group, Tensor):
+            found = "None" if group is None else with_article(type(group))
+            raise TypeError(
+                f"{type(op).__name__}.{method} returned {found} in place of a sequence; return {expected}"
+            )
+    return [tuple(group) for group in groups]
+
+
+def fused_operations(function: Any, returned: Any) -> list[FusibleOperation]:
+    """Operations that a registered fusion function returned.
+
+    Raises:
+        TypeError: The return value is not a sequence of operations.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if not isinstance(returned, Iterable):
+        raise TypeError(
+            f"the fusion function {name} returned {with_article(type(returned))}; return the list of operations"
+        )
+    ops = list(returned)
+    for op in ops:
+        if not isinstance(op, FusibleOperation):
+            raise TypeError(
+                f"the fusion function {name} returned {with_article(type(op))} in its list; return FusibleOperations"
+            )
+    return ops

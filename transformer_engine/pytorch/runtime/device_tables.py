@@ -1,0 +1,80 @@
+"""DeviceTables: small tensors on a device that kernels read, cached by the numbers that they contain.
+
+A stream must not read a table that another stream still fills, and the memory of an evicted table may be reused by the
+stream that allocated it. Every stream therefore has its own tables.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from .capture import is_capturing
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class DeviceTables(Generic[K, V]):
+    """Values by key and stream; the oldest are evicted, except those that a captured graph reads.
+
+    Args:
+        build: build(key) -> the value, on the device for which it is requested.
+        most: Maximum number of values that no captured graph reads.
+    """
+
+    def __init__(self, build: Callable[[K], V], most: int):
+        self._build = build
+        self._most = most
+        self._values: OrderedDict[tuple[K, int], V] = OrderedDict()
+        # A graph reads its tables at every replay, for an unknown time.
+        self._captured: dict[K, V] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K, device: torch.device) -> V | None:
+        """Return the value of a key; None if a graph is being captured and no earlier call has built the value.
+
+        A capture cannot copy numbers from the host. It begins with a synchronization, so that it may read the tables of
+        every stream.
+        """
+        at = (key, stream_of(device))
+        value = self._values.get(at)
+        if is_capturing(device):
+            return self._captured_value(key, value)
+        if value is None:
+            value = self._values[at] = self._build(key)
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
+        return value
+
+    def _captured_value(self, key: K, value: V | None) -> V | None:
+        if key in self._captured:
+            return self._captured[key]
+        if value is None:
+            value = next((other for (known, _), other in self._values.items() if known == key), None)
+        if value is not None:
+            self._captured[key] = value
+        return value
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the handle of the device's current stream; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+_kept: dict[int, Any] = {}
+
+
+def keep_if_captured(value: V, device: torch.device) -> V:
+    """Return a cached value, and keep it alive if a graph that reads it is being captured on the device."""
+    if is_capturing(device):
+        _kept[id(value)] = value
+    return value
