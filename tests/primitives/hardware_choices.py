@@ -53,12 +53,12 @@ PASSES = ("output", "grad_input", "grad_weight")
 
 def dense(a: Side, b: Side, accumulates: bool, hardware: Hardware) -> str:
     """The backend of a product [256, 512] @ [384, 512].T; accumulates: added to a float32 gradient."""
-    operands = [
+    left, right = (
         Operand(torch.empty(rows, 512 // (form.packing if form else 1), dtype=element), None, form)
         for rows, (form, element) in ((256, a), (384, b))
-    ]
+    )
     out = torch.empty(256, 384) if accumulates else None
-    request = GemmRequest.of(*operands, Epilogue(torch.bfloat16, out=out, accumulate=accumulates))
+    request = GemmRequest.of(left, right, Epilogue(torch.bfloat16, out=out, accumulate=accumulates))
     return chosen(TABLE, dataclasses.replace(request, device="cuda", hardware=hardware, index=0))
 
 

@@ -36,6 +36,7 @@ def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     values = torch.randn(rows, depth, device="cuda")
     values *= torch.exp2(torch.randint(-6, 6, (rows, 1), device="cuda").float())
     q = quantize(values.bfloat16(), spec)
+    assert q.codes is not None
     return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
 
 
@@ -44,10 +45,8 @@ def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, a
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True))
     run = triton.run_blocks if "blocks" in name else triton.run_scaled
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
-    out, before = None, 0.0
-    if accumulates:
-        whole = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
-        out, before = whole[:, :n], 3.0
+    whole = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
+    out, before = (whole[:, :n], 3.0) if accumulates else (None, 0.0)
     result = run(a, b, Epilogue(dtype, bias, out, accumulates))
     left, right = (dequantize(x._replace(dtype=torch.float32)).double() for x in (a, b))
     exact = left @ right.t() + before + (0.0 if bias is None else bias.double())
@@ -55,7 +54,7 @@ def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, a
     bound = 2.0**-11 * (left.abs() @ right.abs().t()) + rounding + 1e-3
     wrong = ((result.double() - exact).abs() > bound).sum()
     assert not wrong, (name, m, n, k, dtype, biased, accumulates, int(wrong))
-    assert out is None or (whole[:, n:] == 3.0).all()
+    assert (whole[:, n:] == 3.0).all()
 
 
 @pytest.mark.parametrize("name", SPECS)
