@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -118,10 +119,10 @@ def test_groups_of_swizzled_scales_have_the_values_of_their_members(name):
         else:
             codes_t.append(member._columnwise_data.flatten())
             scales_t.append(in_tiles(member._columnwise_scale_inv))
-    buffers = {
+    lists = {
         "data": codes, "scale_inv": scales, "columnwise_data": codes_t, "columnwise_scale_inv": scales_t
     }  # fmt: skip
-    buffers = {key: torch.cat(parts) for key, parts in buffers.items()}
+    buffers: dict[str, Any] = {key: torch.cat(parts) for key, parts in lists.items()}
     if name == "nvfp4":
         buffers["amax"] = torch.cat([member._amax_rowwise for member in members])
         buffers["columnwise_amax"] = torch.cat([member._amax_columnwise for member in members])
