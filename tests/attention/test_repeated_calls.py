@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.attention.dot_product_attention.last_choice import last_choice
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
 from transformer_engine.pytorch.attention.inference import InferenceParams
@@ -90,18 +93,24 @@ def test_steps_over_a_cache_expect_no_gradients(device):
 
 def rejections(**options):
     call = AttentionParams(deterministic=True, **options).request()
-    verdicts = explain(type(call)(**{**vars_of(call), "device_type": "cuda", "capability": (9, 0)}))
+    verdicts = explain(dataclasses.replace(call, device_type="cuda", hardware=nvidia(9, 0)))
     return {verdict.backend for verdict in verdicts if "determin" in (verdict.reason or "")}
-
-
-def vars_of(call):
-    return {name: getattr(call, name) for name in call.__dataclass_fields__}
 
 
 def test_the_environment_and_not_the_gradient_mode_demands_determinism():
     training = rejections(is_training=True)
-    assert training >= {"torch_sdpa", "torch_flash", "torch_cudnn", "flex"}
+    assert training >= {"torch_sdpa", "torch_cudnn", "flex"}
     assert rejections(is_training=False) == training
+
+
+@pytest.mark.parametrize("warns_only", [False, True])
+def test_operators_of_torch_that_only_warn_are_not_deterministic(warns_only):
+    torch.use_deterministic_algorithms(True, warn_only=warns_only)
+    try:
+        found = rejections(is_training=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ({"torch_sdpa", "torch_flash"} <= found) is warns_only
 
 
 def test_steps_over_a_cache_keep_backends_without_deterministic_gradients():

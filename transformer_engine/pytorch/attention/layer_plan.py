@@ -23,6 +23,7 @@ from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.autograd import gradients_expected
 from ..runtime.checks import floating
+from ..runtime.determinism import torch_determinism
 from ..runtime.device import autocast_dtype
 from ..runtime.warn_once import warn_once
 from .dot_product_attention import DotProductAttention
@@ -71,7 +72,7 @@ class LayerKey(NamedTuple):
     core: AttentionConfig | None
     training: bool
     gradient: bool
-    deterministic: bool
+    deterministic: int
     environment: int
     renewed: int
     given: tuple[Any, ...] | None
@@ -189,7 +190,7 @@ def check_layer_call(
         ours and core.training,
         torch.is_grad_enabled()
         or (ours and arguments.inference_params is None and gradients_expected(core.training)),
-        torch.are_deterministic_algorithms_enabled(),
+        torch_determinism(),
         env.generation(),
         last_choice.renewed,
         checked.facts,

@@ -17,6 +17,7 @@ from ...common import env
 from ...common.numbers import with_article
 from ...common.recipe import description_of
 from ..quantization.autocast import AutocastState
+from ..runtime.determinism import torch_determinism
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
@@ -213,6 +214,6 @@ def signature_of(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple([autocast_dtype(kind) for kind in sorted(kinds)]),
-        torch.are_deterministic_algorithms_enabled(),
+        torch_determinism(),
         env.generation(),
     )

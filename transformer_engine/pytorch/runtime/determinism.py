@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...common import dispatch, env
+from .tracing import constant_while_tracing
 
 _NAME = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+OFF, WARNS, RAISES = 0, 1, 2  # values of torch.get_deterministic_debug_mode()
 _written = env.watch(_NAME)  # value of the variable; None if it is unset
 
 
@@ -15,6 +17,19 @@ def is_demanded() -> bool:
     if torch.are_deterministic_algorithms_enabled():
         return True
     return _written() is not None and not env.flag(_NAME)
+
+
+def torch_determinism() -> int:
+    """Mode of `torch.use_deterministic_algorithms`: OFF, WARNS (warn_only=True) or RAISES.
+
+    With WARNS, PyTorch's attention keeps the non-deterministic algorithm of its backward pass.
+    """
+    return _enabled_mode() if torch.are_deterministic_algorithms_enabled() else OFF
+
+
+@constant_while_tracing  # the compiler guards both switches, and traces the reads of the first only
+def _enabled_mode() -> int:
+    return WARNS if torch.is_deterministic_algorithms_warn_only_enabled() else RAISES
 
 
 dispatch.repeatable_when(is_demanded)

@@ -64,7 +64,7 @@ def describe_call(
     qkv: tuple[Any, Any, Any],
     a: AttentionArguments,
     gradient: bool,
-    deterministic: bool,
+    deterministic: int,
     cached: Cached | None = None,
     same_lengths: bool = True,
 ) -> tuple[AttentionCall, Sequences]:
@@ -72,7 +72,7 @@ def describe_call(
 
     Args:
         gradient: A gradient of an input is needed, or may be needed in a second run of the call.
-        deterministic: torch.use_deterministic_algorithms is on.
+        deterministic: torch_determinism().
 
     The other arguments are those of `describe_sequences`; so are the errors.
     """

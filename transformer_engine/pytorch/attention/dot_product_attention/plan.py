@@ -27,6 +27,7 @@ from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime import checks
 from ...runtime.autograd import gradients_expected, run_backward_on_calling_thread
+from ...runtime.determinism import torch_determinism
 from ...runtime.tracing import export_mode, in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_tensors, settled, sink_of
@@ -66,7 +67,7 @@ class PlanKey(NamedTuple):
     Attributes:
         config, training: Settings of the layer, and its mode.
         gradient: A gradient of an input is needed, or may be needed in a second run of the call.
-        deterministic: torch.use_deterministic_algorithms is on.
+        deterministic: torch_determinism().
         environment: env.generation().
         renewed: How often callers requested a new choice of all backends.
         qkv_format, attn_mask_type: Names given to the call.
@@ -77,7 +78,7 @@ class PlanKey(NamedTuple):
     config: AttentionConfig
     training: bool
     gradient: bool
-    deterministic: bool
+    deterministic: int
     environment: int
     renewed: int
     qkv_format: str | None
@@ -310,7 +311,7 @@ def _find(
     names: tuple[str | None, str | None] = (None, None),
 ) -> AttentionPlan:
     """Return the cached plan of a call; while a compiler traces, plan it."""
-    a, deterministic = checked.arguments, torch.are_deterministic_algorithms_enabled()
+    a, deterministic = checked.arguments, torch_determinism()
     if memory is None:
         config, training, gradient = settings
         modes = (gradient, deterministic, checked.cached, checked.same_lengths)

@@ -25,6 +25,7 @@ from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
+from ...runtime.determinism import RAISES, torch_determinism
 from ...runtime.device import canonical_device, current_hardware
 from .fp8_recipe import scaling_of
 from .score_mod import GraphScoreMod
@@ -160,6 +161,7 @@ class AttentionParams:
             **{ours: getattr(self, theirs) for theirs, ours in _SAME.items()},
             device_type=device.type,
             hardware=current_hardware() if device.type == "cuda" else NO_GPU,
+            torch_deterministic=torch_determinism() == RAISES,
             switches=Switches.from_environment(),
             q_format=q_format,
             kv_format=kv_format,

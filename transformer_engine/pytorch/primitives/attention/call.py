@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ....common import env
 from ....common.hardware import NO_GPU, Hardware
+from ...runtime.determinism import RAISES
 from ...runtime.device import current_hardware
 from .mask import Mask
 
@@ -76,6 +77,7 @@ class AttentionCall:
         score_mod: score_mod(score, b, h, i, j) -> score, applied to scale * q k^T + bias.
         hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
+        torch_deterministic: PyTorch's own operators have bitwise repeatable gradients.
         needs_gradient: A gradient is needed, or may be needed if a checkpoint runs the call again.
     """
 
@@ -114,21 +116,23 @@ class AttentionCall:
     device_type: str
     hardware: Hardware = NO_GPU
     deterministic: bool = False
+    torch_deterministic: bool = False
     switches: Switches = field(default_factory=Switches)
 
     @classmethod
-    def on(cls, device_type: str, deterministic: bool, **fields: Any) -> AttentionCall:
+    def on(cls, device_type: str, deterministic: int, **fields: Any) -> AttentionCall:
         """Return a call on a device of this process, with its hardware and the environment's switches.
 
         Args:
             device_type: "cuda" or "cpu".
-            deterministic: Gradients must be bitwise repeatable, whatever the environment requires.
+            deterministic: `torch_determinism()`; the environment may require determinism too.
             **fields: The other fields.
         """
         return cls(
             device_type=device_type,
             hardware=current_hardware() if device_type == "cuda" else NO_GPU,
-            deterministic=deterministic or not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+            deterministic=bool(deterministic) or not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+            torch_deterministic=deterministic == RAISES,
             switches=Switches.from_environment(),
             **fields,
         )

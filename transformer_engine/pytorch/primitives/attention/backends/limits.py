@@ -9,6 +9,10 @@ FLASH = frozenset(
     {Feature.PACKED, Feature.WINDOW, Feature.BOTTOM_RIGHT, Feature.GROUPS, Feature.DETERMINISTIC}
 )
 
+WITHOUT_DETERMINISM = (
+    "its gradients are only deterministic under torch.use_deterministic_algorithms(True) without warn_only"
+)
+
 
 def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:
     """Return the reason why a 16-bit kernel on CUDA does not support the call's tensors; None if it does."""

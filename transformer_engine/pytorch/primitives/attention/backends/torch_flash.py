@@ -12,7 +12,7 @@ from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
 from ..packed import zero_padding
 from ..passes import Passes
-from .limits import FLASH, unsupported_beyond_flash
+from .limits import FLASH, WITHOUT_DETERMINISM, unsupported_beyond_flash
 
 _LARGEST_HEAD = 256
 TAKES = FLASH | {Feature.DROPOUT}
@@ -27,8 +27,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return reason
     if (reason := call.hardware.lacks("torch flash attention")) is not None:
         return reason
-    if call.demands_determinism and not torch.are_deterministic_algorithms_enabled():
-        return "its backward is only deterministic under torch.use_deterministic_algorithms(True)"
+    if call.demands_determinism and not call.torch_deterministic:
+        return WITHOUT_DETERMINISM
     return None
 
 

@@ -14,6 +14,7 @@ from .. import layout
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..passes import Differentiable
 from ..visible import visible as visible_of
+from .limits import WITHOUT_DETERMINISM
 from .torch_passes import torch_passes
 
 TAKES = frozenset(Feature) - {
@@ -34,12 +35,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
-    if (
-        call.demands_determinism
-        and call.device_type == "cuda"
-        and not torch.are_deterministic_algorithms_enabled()
-    ):
-        return "its backward on CUDA is only deterministic under torch.use_deterministic_algorithms(True)"
+    if call.demands_determinism and call.device_type == "cuda" and not call.torch_deterministic:
+        return f"on CUDA, {WITHOUT_DETERMINISM}"
     return None
 
 
