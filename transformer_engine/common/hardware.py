@@ -283,6 +283,8 @@ def _version(architecture: str) -> tuple[int, int]:
 
 @functools.cache
 def _reason(row: Hardware, capability: Capability) -> str:
+    if row is NO_GPU:
+        return f"there is no GPU, which {capability} need"
     having = rows_with(capability)
     first, last = having[0].architecture, having[-1].architecture
     if having[-1] is _NVIDIA[-1]:
