@@ -21,8 +21,7 @@ from triton.compiler import ASTSource
 from transformer_engine.common.formats import E4M3
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.kernels import block_cast, cast, conversion, mxfp8, nvfp4
-from transformer_engine.common.kernels.launch import Launch, compile_options
-from transformer_engine.common.kernels.machine import Machine
+from transformer_engine.common.kernels.launch import Launch, Machine, compile_options
 
 SHAPE = (512, 1024)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": 3.3895313892515355e38}

@@ -53,7 +53,7 @@ from transformer_engine.common.kernels import (
 )
 from transformer_engine.common.kernels.block_cast import Blocks
 from transformer_engine.common.kernels.cast import OneScale, cast
-from transformer_engine.common.kernels.machine import Machine
+from transformer_engine.common.kernels.launch import Machine
 from transformer_engine.pytorch.primitives import grouped_quantize
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
 from transformer_engine.pytorch.primitives.grouped_quantize import GroupedQuantizeRequest

@@ -22,8 +22,7 @@ from transformer_engine.common.kernels import (
     softmax,
     transpose,
 )
-from transformer_engine.common.kernels.launch import Launch
-from transformer_engine.common.kernels.machine import Machine
+from transformer_engine.common.kernels.launch import Launch, Machine
 
 Pointers = dict[str, "str | None"]
 

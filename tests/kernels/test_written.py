@@ -90,7 +90,7 @@ def test_a_start_that_differs_from_its_record_is_rejected(fault):
 class TestProgram:
     def steps(self):
         from transformer_engine.common.kernels import column_sums
-        from transformer_engine.common.kernels.machine import Machine
+        from transformer_engine.common.kernels.launch import Machine
         from transformer_engine.common.kernels.program import Program, ProgramStep
 
         strips, total = (

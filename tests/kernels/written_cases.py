@@ -55,8 +55,7 @@ from transformer_engine.common.kernels import (
     statistics,
     transpose,
 )
-from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
-from transformer_engine.common.kernels.machine import Machine
+from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]

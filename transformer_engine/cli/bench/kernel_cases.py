@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.formats import E4M3, FLOAT32_MAX
-from ...common.kernels.machine import Machine
+from ...common.kernels.launch import Machine
 
 if TYPE_CHECKING:
     from ...common.kernels.launch import Launch

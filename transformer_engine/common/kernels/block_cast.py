@@ -11,8 +11,7 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from . import tile
 from .conversion import NATIVE
-from .launch import Launch, Output, codes_dtype
-from .machine import MEASURED_MEMORY, Machine
+from .launch import MEASURED_MEMORY, Launch, Machine, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
 
 _WIDTH = 128

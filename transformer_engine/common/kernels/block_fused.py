@@ -19,8 +19,7 @@ from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
 from .block_cast import Blocks, tile_blocks, tile_square
 from .conversion import NATIVE
-from .launch import Launch, Output, codes_dtype
-from .machine import Machine
+from .launch import Launch, Machine, Output, codes_dtype
 
 _WIDTH = 128
 WIDTH = tl.constexpr(_WIDTH)

@@ -10,8 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..formats import ceil_div
 from .activation_cast import store_column_sums
-from .launch import Launch, Output
-from .machine import Machine
+from .launch import Launch, Machine, Output
 from .norm import maximum_before, record_maximum, sum_partials
 from .program import Program, ProgramStep, step
 from .rounding import magnitude_bits

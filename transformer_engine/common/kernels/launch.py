@@ -41,6 +41,8 @@ LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # Rows, columns and strides of a matrix whose kernels compute offsets inside a tile in 32 bits: below it, the offsets of
 # 256 rows are below 2^31.
 LARGEST_EXTENT = 1 << 23
+MEASURED_MEMORY = 227 << 10  # shared memory of an H200, on which plans were measured
+_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not multiples of this
 
 
@@ -57,6 +59,22 @@ MISSING: str | None = _missing()
 def missing() -> str | None:
     """Return the reason why Triton is unavailable, or None; Triton is imported only after a GPU has been found."""
     return optional.failure("triton", "jit") if MISSING is None else MISSING
+
+
+class Machine(NamedTuple):
+    """Multiprocessors, shared memory per program in bytes, and bytes read per element of a tile."""
+
+    processors: int
+    shared_memory: int
+    bytes_read: int
+
+    def stages(self, tile: int, stages: int) -> int:
+        """Largest number of pipeline stages, at most `stages`, for tiles of this many elements.
+
+        All stages but the current one are in the shared memory, which also exchanges results between threads.
+        """
+        room = (self.shared_memory - _EXCHANGE_BYTES) // (tile * self.bytes_read)
+        return max(1, min(stages, room + 1))
 
 
 @dataclass(frozen=True)

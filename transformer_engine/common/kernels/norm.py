@@ -20,8 +20,7 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from .block_cast import Blocks
 from .conversion import NATIVE
-from .launch import Launch, Output, codes_dtype
-from .machine import MEASURED_MEMORY, Machine
+from .launch import MEASURED_MEMORY, Launch, Machine, Output, codes_dtype
 from .program import Program, ProgramStep
 from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
-from ....common.kernels.launch import LARGEST_EXTENT
-from ....common.kernels.machine import Machine
+from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ...runtime import launching
 from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported_elementwise

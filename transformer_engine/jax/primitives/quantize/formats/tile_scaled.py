@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, ceil_div
-from .....common.kernels.machine import Machine
+from .....common.kernels.launch import Machine
 from .....common.warning import warn_once
 from ....checks import is_symbolic
 from ....platform import processors

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
-from .....common.kernels.launch import Launch
-from .....common.kernels.machine import Machine
+from .....common.kernels.launch import Launch, Machine
 from ....runtime import launching
 from .. import tiles
 from ..encodings import cast, scale_from_amax
