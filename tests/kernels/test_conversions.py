@@ -140,3 +140,19 @@ def test_kernels_fit_the_shared_memory_and_use_no_stack_but_for_listed_ones(comp
     assert [name for name, facts in compiled.items() if not facts["fits"]] == []
     spilling = {name: facts["stack"] for name, facts in compiled.items() if facts["stack"]}
     assert [name for name in spilling if not any(part in name for part in SPILLING)] == []
+
+
+@pytest.mark.parametrize(("memory", "stages"), [(101376, 2), (227 << 10, 3)])
+def test_pipelines_of_float32_fit_the_shared_memory_of_the_gpu(memory, stages):
+    from transformer_engine.common.formats import E4M3 as ELEMENT
+    from transformer_engine.common.formats import FLOAT32_MAX
+    from transformer_engine.common.kernels import block_cast, column_sums, norm
+    from transformer_engine.common.kernels.launch import Machine
+
+    machine = Machine(132, memory, 4)  # tiles of 64 KiB
+    rows = norm.NormRows(8, 16384, 16384, "float32", 1e-5, False, True, *machine[:2])
+    assert norm.forward(rows).constants[-2] == stages
+    assert column_sums.column_sums((8192, 14336), 14336, machine).constants[3] == stages
+    scales = {"power_of_two": True, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
+    blocks = block_cast.row_blocks((8192, 4096), ELEMENT, True, True, machine=machine, **scales)
+    assert blocks.constants[5] == stages
