@@ -322,10 +322,10 @@ def _constrained(x: Array, sharding: NamedSharding) -> Array:
 def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequence[str]) -> PartitionSpec:
     """Return the part of a spec over Explicit axes; an unconstrained axis keeps its current entry."""
     entries: list[Any] = []
-    for entry, now in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
+    for entry, unchanged in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
         names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name in explicit)
-        entries.append(now if entry is PartitionSpec.UNCONSTRAINED else kept or None)
+        axes = tuple(name for name in names if name in explicit)
+        entries.append(unchanged if entry is PartitionSpec.UNCONSTRAINED else axes or None)
     return PartitionSpec(*entries)
 
 
