@@ -33,6 +33,7 @@ LAYERS = {
         hidden_size=32, mlp_hidden_size=32, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0,
         intermediate_dropout=0.0, enable_relative_embedding=False,
     ),
+    "experts": lambda: te_flax._MoEBlock(num_experts=4, intermediate_size=32, aux_loss_coeff=0.1),
     "rotary transformer": lambda: te_flax.TransformerLayer(
         hidden_size=32, mlp_hidden_size=32, num_attention_heads=4, num_gqa_groups=2, hidden_dropout=0.0,
         attention_dropout=0.0, enable_rotary_pos_emb=True, mlp_activations=("silu", "linear"),
