@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ...common import frameworks, optional
-from . import clients
+from . import clients, self_test
 from .clients import PACKAGE
 from .environment import FLASH4, Installation, gather
 
@@ -312,9 +312,12 @@ def as_dict(findings: list[Finding]) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `te doctor` without the libraries of the command line: only the option --json."""
-    unknown = [argument for argument in arguments if argument != "--json"]
+    """Run `te doctor` without the libraries of the command line: only the options --json and --self-test."""
+    unknown = [argument for argument in arguments if argument not in ("--json", "--self-test")]
     if unknown:
-        print(f"error: te doctor has no option {unknown[0]}; its only option is --json", file=sys.stderr)
+        words = f"te doctor has no option {unknown[0]}; its options are --json and --self-test"
+        print(f"error: {words}", file=sys.stderr)
         return 2
+    if "--self-test" in arguments:
+        return self_test.run("--json" in arguments)
     return run("--json" in arguments)
