@@ -128,7 +128,8 @@ JAX = (
         1,
         "transformer_engine.jax.platform transformer_engine.jax.sharding transformer_engine.jax.checks "
         "transformer_engine.jax.blocks transformer_engine.jax.manual_axes "
-        "transformer_engine.jax.undifferentiated transformer_engine.jax.residual",
+        "transformer_engine.jax.undifferentiated transformer_engine.jax.residual "
+        "transformer_engine.jax.code_bits transformer_engine.jax.explicit_axes",
         "the platform, sharding, checks of values",
     ),
 )

@@ -130,7 +130,6 @@ def test_members_of_unequal_rows_are_found_by_their_extents_and_offsets(device):
     for keywords, reason in (
         ({"num_tensors": 2, "first_dims": first_dims}, "first_dims has 3 numbers for num_tensors=2"),
         ({"num_tensors": 3}, "does not divide"),
-        ({"num_tensors": 5, "with_gemm_swizzled_scales": True}, "with_gemm_swizzled_scales"),
     ):
         with pytest.raises(ValueError, match=reason):
             GroupedTensor((5, 8), data=data, **keywords)

@@ -119,19 +119,32 @@ def test_codes_of_mxfp8_are_not_views_and_may_use_a_callers_buffer():
     assert all(torch.equal(a, b) for a, b in zip(results(), before, strict=True))
 
 
-def test_mxfp8_tensors_say_that_their_scales_are_not_swizzled():
-    made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 64))
-    parts = {
-        name: getattr(made, f"_{name}")
-        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-    }
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [128 r, 4 c] as a product reads them, in memory of the same shape."""
+    rows, columns = scale.shape
+    return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (256, 160), (2, 64, 96)])
+def test_mxfp8_tensors_of_swizzled_scales_have_the_same_values_and_products(shape):
+    made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(shape))
+    rowwise, columnwise = made._rowwise_scale_inv, made._columnwise_scale_inv
     build = partial(
-        te.MXFP8Tensor, shape=made.shape, dtype=made.dtype, fp8_dtype=made._fp8_dtype, quantizer=None, **parts
-    )
-    assert torch.equal(build(with_gemm_swizzled_scales=False).dequantize(), made.dequantize())
+        te.MXFP8Tensor, shape=made.shape, dtype=made.dtype, fp8_dtype=made._fp8_dtype, quantizer=None,
+        rowwise_data=made._rowwise_data, columnwise_data=made._columnwise_data,
+    )  # fmt: skip
+    plain = build(rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=False)
     assert made._with_gemm_swizzled_scales is False
-    with pytest.raises(ValueError, match="leave it False"):
-        build(with_gemm_swizzled_scales=True)
+    in_tiles = build(
+        rowwise_scale_inv=swizzled(rowwise),
+        columnwise_scale_inv=swizzled(columnwise.t()).reshape(columnwise.shape),
+        with_gemm_swizzled_scales=True,
+    )
+    assert torch.equal(in_tiles.dequantize(), plain.dequantize())
+    assert torch.equal(in_tiles._columnwise_scale_inv, columnwise)
+    in_tiles.update_usage(rowwise_usage=False)
+    plain.update_usage(rowwise_usage=False)
+    assert torch.equal(in_tiles.dequantize(), plain.dequantize())
 
 
 def test_post_processing_after_a_gather_takes_a_single_weight():

@@ -413,3 +413,52 @@ def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: 
     assert "all_reduce of torch.float32 [16, 32] over ranks [0, 1] failed on rank 0" in message
     assert "rank 1 has ended or does not take part" in message
     assert not (tmp_path / "1.message").exists()
+
+
+def sharded_fails(rank: int, directory: str) -> None:
+    """Train a fully sharded layer; the second rank ends in the second step."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    faults.RESPONSE_SECONDS = 0.5
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=120),
+    )
+    layer = torch.nn.Sequential(
+        te.Linear(HIDDEN, HIDDEN, device="cpu"), te.Linear(HIDDEN, HIDDEN, device="cpu")
+    )
+    for child in layer:
+        fully_shard(child)
+    fully_shard(layer)
+    try:
+        for step in range(3):
+            if step == 1 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with te.distributed.named_failures():
+                layer(torch.randn(TOKENS, HIDDEN)).sum().backward()
+    except RuntimeError as error:
+        Path(directory, f"{rank}.message").write_text(str(error))
+
+
+def test_a_rank_that_ends_under_fully_shard_is_named(tmp_path: Path):
+    processes = [CONTEXT.Process(target=sharded_fails, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        assert not process.is_alive()
+    message = (tmp_path / "0.message").read_text()
+    assert (
+        "a collective over ranks [0, 1] failed on rank 0: rank 1 has ended or does not take part" in message
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo"), RuntimeError("gloo")])
+def test_other_errors_and_processes_without_ranks_pass_unchanged(error: Exception):
+    with pytest.raises(type(error)) as raised, te.distributed.named_failures():
+        raise error
+    assert raised.value is error

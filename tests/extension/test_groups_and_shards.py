@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 from transformer_engine_torch import unavailable
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
@@ -94,6 +96,47 @@ def test_scales_stay_in_row_order_and_products_read_them():
     torch.testing.assert_close(after, qx.dequantize() @ qw.dequantize().t())
     with pytest.raises(TypeError, match="block scales"):
         tex.swizzle_scales_for_gemm_(x)
+
+
+def in_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [128 r, 4 c] in the order of matrix instructions, flat."""
+    rows, columns = scale.shape
+    return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_groups_of_swizzled_scales_have_the_values_of_their_members(name):
+    quantizer = te.MXFP8Quantizer(E4M3) if name == "mxfp8" else te.NVFP4Quantizer()
+    shapes = [(128, 160), (256, 64)]
+    members = [quantizer(torch.randn(shape)) for shape in shapes]
+    codes, scales, codes_t, scales_t = [], [], [], []
+    for member in members:
+        codes.append(member._rowwise_data.flatten())
+        scales.append(in_tiles(member._rowwise_scale_inv))
+        if name == "mxfp8":  # column-wise codes are K-last in memory; the tiles are those of the transpose
+            codes_t.append(member._columnwise_data.t().flatten())
+            scales_t.append(in_tiles(member._columnwise_scale_inv.t()))
+        else:
+            codes_t.append(member._columnwise_data.flatten())
+            scales_t.append(in_tiles(member._columnwise_scale_inv))
+    lists = {
+        "data": codes, "scale_inv": scales, "columnwise_data": codes_t, "columnwise_scale_inv": scales_t
+    }  # fmt: skip
+    buffers: dict[str, Any] = {key: torch.cat(parts) for key, parts in lists.items()}
+    if name == "nvfp4":
+        buffers["amax"] = torch.cat([member._amax_rowwise for member in members])
+        buffers["columnwise_amax"] = torch.cat([member._amax_columnwise for member in members])
+    swizzled = buffers["scale_inv"].clone()
+    group = GroupedTensorStorage(
+        dtype=torch.float32, num_tensors=2, shapes=shapes, quantizer=quantizer, with_gemm_swizzled_scales=True,
+        **buffers,
+    )  # fmt: skip
+    assert torch.equal(buffers["scale_inv"], swizzled)  # the caller's buffers keep their order
+    for member, expected in zip(group.members(), members, strict=True):
+        assert torch.equal(member.dequantize(), expected.dequantize())
+        for part in (member, expected):
+            part.update_usage(rowwise_usage=False, columnwise_usage=True)
+        assert torch.equal(member.dequantize(), expected.dequantize())
 
 
 def shards(w: torch.Tensor, even: bool = False) -> list[tuple[int, torch.Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax
 import jax
 import numpy as np
@@ -92,3 +94,33 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
 def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         call()
+
+
+@pytest.mark.parametrize(("settings", "tolerance"), [(None, 1e-5), (recipe.Float8CurrentScaling(), 0.1)])
+def test_linear_layers_of_nnx_accept_the_product(settings, tolerance):
+    from flax import nnx
+
+    x = normal(jax.random.key(0), (16, 32))
+    for layer in (nnx.Linear, nnx.LinearGeneral):
+        product = nnx.bridge.ToNNX(te_flax.make_dot_general_cls(settings)(), rngs=nnx.Rngs(0))
+        found = layer(32, 16, rngs=nnx.Rngs(0), dot_general=product)(x)
+        expected = layer(32, 16, rngs=nnx.Rngs(0))(x)
+        assert np.linalg.norm(found - expected) < tolerance * np.linalg.norm(expected)
+
+
+def test_the_product_accepts_the_arguments_of_lax_dot_general():
+    x, kernel = normal(jax.random.key(0), (16, 32)), normal(jax.random.key(1), (32, 8))
+    module: Any = te_flax.make_dot_general_cls(None)()
+    numbers = (((1,), (0,)), ((), ()))
+    expected, found = x @ kernel, None
+    mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        for options in (
+            {"dims": numbers}, {"dimension_numbers": numbers, "out_sharding": None, "precision": None},
+            {"dimension_numbers": numbers, "out_sharding": jax.sharding.PartitionSpec("dp")},
+        ):  # fmt: skip
+            found = module.apply({}, x, kernel, **options)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert jax.typeof(found).sharding.spec == jax.sharding.PartitionSpec("dp", None)
+    with pytest.raises(TypeError, match="give one of them"):
+        module.apply({}, x, kernel)

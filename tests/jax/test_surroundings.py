@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import array, normal, ones, zeros
 from transformer_engine.common import recipe
-from transformer_engine.jax import checks, sharding
+from transformer_engine.jax import sharding
 from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives.attention import masks
 
@@ -54,21 +54,6 @@ def test_init_of_a_sequence_parallel_layer_closes_over_its_inputs():
         with nn.logical_axis_rules(rules):
             made = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(0))
     assert jax.tree.map(jnp.shape, nn.meta.unbox(made)) == jax.tree.map(jnp.shape, nn.meta.unbox(alone))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_explicit_axes_that_shard_an_input_warn(kind):
-    mesh = AbstractMesh((8,), ("dp",), axis_types=(kind,))
-    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("dp")))
-    layer = te_flax.DenseGeneral(features=16)
-    checks._warn_of_explicit_axes.cache_clear()
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            jax.eval_shape(lambda x: layer.init(jax.random.key(0), x), x)
-    told = [str(one.message) for one in said if "of the type Explicit" in str(one.message)]
-    first = [text for text in told if text.startswith("inputs is sharded over the axes dp of a mesh")]
-    assert len(first) == (kind is AxisType.Explicit) and bool(told) == bool(first), told
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from transformer_engine.common.kernels import (
     router,
     router_margins,
     routes,
+    scaled_product,
     softmax,
     statistics,
     transpose,
@@ -277,6 +278,27 @@ def grouped() -> Iterator[Case]:
     for by_row in (False, True):
         launch = block_product.product(*SHAPE, 512, "bfloat16", by_row=by_row, processors=132)
         yield f"block product by_row={by_row}", launch, (CODES, CODES, FLOAT, FLOAT)
+    yield from scaled_products()
+
+
+def scaled_products() -> Iterator[Case]:
+    for back in (False, True):
+        yield f"swizzled scales back={back}", scaled_product.swizzle(300, 18, (18, 1), back), (BYTES,)
+    side = scaled_product.Side
+    for rows in (16, 300):  # the result's transpose, and the result
+        for accumulates in (False, True):
+            end = (None, FLOAT) if accumulates else (HALF,)
+            options = {"accumulates": accumulates, "dtype": None if accumulates else "bfloat16"}
+            name = f"rows={rows} accumulates={accumulates}"
+            sides = (side(rows, 512, "e4m3"), side(320, 512, "e4m3"))
+            launch = scaled_product.product(*sides, 512, 320, length=32, **options)
+            yield f"mxfp8 product {name}", launch, (CODES, CODES, BYTES, BYTES, None, None, *end)
+            sides = (side(rows, 256, "e2m1", rows), side(320, 256, "e2m1", 1))
+            launch = scaled_product.product(*sides, 512, 320, length=16, packing=2, factor=0.5, **options)
+            yield f"nvfp4 product {name}", launch, (BYTES, BYTES, BYTES, BYTES, FLOAT, FLOAT, *end)
+            sides = (side(rows, 512, "e4m3", 0, 1, (4, 1)), side(320, 512, "e4m3", 0, 128, (4, 1)))
+            launch = scaled_product.block_product(*sides, 512, 320, **options)
+            yield f"product of blocks {name}", launch, (CODES, CODES, FLOAT, FLOAT, *end)
 
 
 def experts() -> Iterator[Case]:

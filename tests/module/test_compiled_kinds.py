@@ -1,4 +1,7 @@
-"""Every public layer in one graph under torch.compile(fullgraph=True): the results of eager mode, with each scaling."""
+"""Every public layer in one graph under torch.compile(fullgraph=True): the results of eager mode, with each scaling.
+
+Chains of te.ops are in tests/ops/test_compiled.py.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,28 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import HIDDEN, NAMES, RECIPES, call_of, layer_of
+from tests.support.layers import NAMES, RECIPES, call_of, layer_of
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("emulated")]
 
-# Of each layer always one recipe, and of each kind of scaling always one layer.
+# Of each layer always one recipe; test_compiled_layers.py always runs layers with attention.
 ALWAYS = {
     ("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "block"), ("GroupedLinear", "current"),
-    ("LayerNorm", "none"), ("RMSNorm", "none"), ("DotProductAttention", "none"), ("te.ops", "mxfp8"),
-    ("MultiheadAttention", "nvfp4"), ("TransformerLayer", "delayed"),
+    ("LayerNorm", "none"), ("RMSNorm", "none"), ("DotProductAttention", "none"),
 }  # fmt: skip
 CASES = [
     pytest.param(layer, recipe, marks=() if (layer, recipe) in ALWAYS else pytest.mark.slow)
-    for layer in (*NAMES, "te.ops")
+    for layer in NAMES
     for recipe in RECIPES
 ]
-
-
-def made(layer: str, device: torch.device) -> torch.nn.Module:
-    if layer != "te.ops":
-        return layer_of(layer, device=device)
-    torch.manual_seed(0)
-    return te.ops.Sequential(
-        te.ops.RMSNorm(HIDDEN, device=device), te.ops.Linear(HIDDEN, HIDDEN, device=device), te.ops.GELU()
-    )
 
 
 def trained(layer: str, name: str, device: torch.device, compiles: bool) -> list[torch.Tensor]:
     """Outputs and gradients of two steps."""
     FP8GlobalStateManager.reset()
     torch._dynamo.reset()
-    module, recipe = made(layer, device), RECIPES[name]
+    module, recipe = layer_of(layer, device=device), RECIPES[name]
     x, call = call_of(module)
     if compiles:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from transformer_engine.common import optional
 from transformer_engine.common.hardware import ROWS, Hardware
+from transformer_engine.common.kernels import grouped_gemm
 from transformer_engine.common.kernels import scaled_product as kernels
 from transformer_engine.common.kernels.launch import Launch, compile_options
 
@@ -73,6 +74,14 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
                 record = kernels.block_product(*sides, k, n, accumulates=accumulates)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
+    # Groups of codes with one scale per tensor.
+    options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
+    options["hopper"] = row.has("hopper instructions")
+    record = grouped_gemm.product_of_rows(4096, 2048, 2048, 8, **options)
+    codes = ["fp8e4nv", "fp8e4nv"]
+    yield "block", "grouped rows", record, [*codes, None, "fp32", "fp32", None, "i32", "bf16"]
+    record = grouped_gemm.product_of_columns(2048, 2048, 8, accumulates=True, **options)
+    yield "block", "grouped columns", record, [*codes, "fp32", "fp32", "i32", None, "fp32"]
 
 
 def compiled(launch: Launch, dtypes: list[str | None], row: Hardware):

@@ -63,7 +63,7 @@ def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options
     return self.tensor(triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type)
 
 
-TritonSemantic.dot_scaled = dot_scaled
+setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
@@ -95,6 +95,7 @@ CASES = {
 def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     values = torch.randn(rows, depth) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
     q = quantize(values.bfloat16(), spec)
+    assert q.codes is not None
     return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
 
 

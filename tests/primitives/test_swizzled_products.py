@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tests.primitives.cublaslt_on_cpu import installed
 from transformer_engine.common import formats, optional
+from transformer_engine.common.dispatch import PlanFailure
 from transformer_engine.common.hardware import Hardware, hardware_named, nvidia
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.primitives.gemm import Epilogue, cublaslt, torch_mm, triton
@@ -30,6 +31,7 @@ B200 = nvidia(10, 0)
 def quantized(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     values = torch.randn(rows, depth) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
     q = quantize(values.bfloat16(), spec)
+    assert q.codes is not None
     return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
 
 
@@ -92,6 +94,7 @@ def test_cublaslt_computes_products_of_swizzled_scales(library, pair, biased, ar
     request = request_of(a, b, epilogue, hardware_named("nvidia", architecture))
     assert cublaslt.unsupported_reason(request) is None
     call = cublaslt.bind(request)
+    assert not isinstance(call, PlanFailure)
     assert_product(call(a, b, epilogue), a, b, 0.0 if bias is None else bias.double())
 
 
@@ -103,6 +106,7 @@ def test_cublaslt_adds_to_the_result_in_place_whatever_the_addresses(library, pa
         out = memory[offset : offset + a.rows * b.rows].view(a.rows, b.rows)
         epilogue = Epilogue(torch.float32, out=out, accumulate=True)
         call = cublaslt.bind(request_of(a, b, epilogue, nvidia(10, 0)))
+        assert not isinstance(call, PlanFailure)
         assert call(a, b, epilogue) is out
         assert_product(out, a, b, 1.0)
 
@@ -146,15 +150,16 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
     bias = torch.randn(b.rows)
-    out = torch_mm.SWIZZLED_SCALES.bind(None)(a, b, Epilogue(torch.bfloat16, bias))
+    out = torch_mm._run_swizzled_scales(a, b, Epilogue(torch.bfloat16, bias))
     exact = values_of(a) @ values_of(b).t() + bias
     torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=1.0)
     for side, operand in (("a", a), ("b", b)):
-        scales = seen[f"scale_{side}"]
+        scales, level = seen[f"scale_{side}"], second_level(operand)
+        assert operand.scale is not None
         assert torch.equal(scales[0].view(torch.uint8), swizzled(operand.scale))
         if pair == "nvfp4":
             assert seen[side].dtype == torch.float4_e2m1fn_x2 and scales[0].dtype == torch.float8_e4m3fn
-            assert torch.equal(scales[1], second_level(operand))
+            assert level is not None and torch.equal(scales[1], level)
             assert seen[f"scale_recipe_{side}"] == [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
             assert seen[f"swizzle_{side}"] == [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
         else:

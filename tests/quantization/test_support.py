@@ -1,9 +1,12 @@
 import pickle
+import warnings
 
 import pytest
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import optional
 from transformer_engine.common.hardware import NO_GPU, nvidia
+from transformer_engine.common.kernels import launch
 from transformer_engine.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -13,6 +16,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch import quantization as q
+from transformer_engine.pytorch.primitives.gemm import product
 from transformer_engine.pytorch.quantization import families, support
 
 CHECKS = {
@@ -167,3 +171,39 @@ def test_a_support_check_is_one_function_in_every_module(kind):
     name = f"is_{kind}_available"
     assert getattr(te, name) is getattr(q, name) is pickle.loads(pickle.dumps(getattr(te, name)))
     assert getattr(q, f"check_{kind}_support").__name__ == f"check_{kind}_support"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "recipe"),
+    [
+        ((12, 0), "mxfp8", MXFP8BlockScaling()),
+        ((12, 1), "mxfp8", MXFP8BlockScaling()),
+        ((8, 9), "fp8_block_scaling", Float8BlockScaling()),
+    ],
+)
+def test_a_recipe_with_native_products_runs_where_the_original_does_not_offer_it(
+    machine, monkeypatch, capability, kind, recipe
+):
+    machine(capability)
+    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(optional, "release", lambda name: (3, 8))
+    for cached in (product.multiplies_natively, support._warn_of_native_products):
+        cached.cache_clear()
+    check, is_available = CHECKS[kind]
+    with q.emulate(False):
+        assert not is_available() and not check()[0]
+        with pytest.warns(UserWarning, match=f"run natively here all the same.*is_{kind}_available"):
+            assert q.check_recipe_support(recipe) == (True, "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert q.check_recipe_support(recipe) == (True, "")  # it warns once
+    for cached in (product.multiplies_natively, support._warn_of_native_products):
+        cached.cache_clear()
+
+
+def test_a_recipe_without_native_products_is_unavailable_with_its_reason(machine):
+    product.multiplies_natively.cache_clear()
+    machine((8, 0))
+    with q.emulate(False):
+        available, reason = q.check_recipe_support(MXFP8BlockScaling())
+    assert not available and "10.0 or higher required for MXFP8" in reason

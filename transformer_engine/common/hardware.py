@@ -6,7 +6,8 @@
 
 No other module compares compute capabilities. ROCm reports gfx942 as compute capability 9.4, so the key of a row is the
 vendor and the architecture. The instructions of NVIDIA's rows were determined with its assembler, the limits come from
-the tables of the CUDA C++ Programming Guide. `docs/hardware.md` lists what was measured, compiled and simulated.
+the tables of the CUDA C++ Programming Guide. `docs/hardware.json` has the backends of
+products on each row.
 """
 
 from __future__ import annotations
@@ -282,6 +283,8 @@ def _version(architecture: str) -> tuple[int, int]:
 
 @functools.cache
 def _reason(row: Hardware, capability: Capability) -> str:
+    if row is NO_GPU:
+        return f"there is no GPU, which {capability} need"
     having = rows_with(capability)
     first, last = having[0].architecture, having[-1].architecture
     if having[-1] is _NVIDIA[-1]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 from jax.core import Tracer
-from jax.sharding import AxisType
 
 from ..common.checks import described, integer, integers, number, whole
 from ..common.numbers import with_article
@@ -29,24 +26,6 @@ def check_values(name: str, array: Any) -> None:
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
-    if isinstance(array, jax.Array):  # also a tracer
-        sharding = jax.typeof(array).sharding
-        kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
-        explicit = [axis for entry in entries for axis in entry if kinds.get(axis) is AxisType.Explicit]
-        if any(sharding.mesh.shape[axis] > 1 for axis in explicit):
-            _warn_of_explicit_axes(name, tuple(explicit))
-
-
-@functools.cache
-def _warn_of_explicit_axes(name: str, axes: tuple[str, ...]) -> None:
-    """Warn about the default axis type of jax.make_mesh, once per process and argument."""
-    warnings.warn(
-        f"{name} is sharded over the axes {', '.join(axes)} of a mesh, which are of the type Explicit: jax may reject "
-        "its products and gradients (ShardingTypeError), and otherwise every device computes the whole result; create "
-        "the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis",
-        stacklevel=4,
-    )
 
 
 def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Codes and scales of at most one byte as unsigned integers, the form in which derivative rules save them.
 
-A recomputation policy of `jax.checkpoint` decides which values are saved. JAX inserts `lax.reduce_precision` after every
-saved floating-point value. XLA computes it as for an IEEE type, which float8 and float4 dtypes are not: E4M3 codes above
-240 become NaN, and subnormal codes become 0. Integers are saved unchanged.
+A recomputation policy of `jax.checkpoint` decides which values are saved. JAX inserts `lax.reduce_precision` after
+every saved floating-point value. XLA computes it as for an IEEE type, which float8 and float4 dtypes are not: E4M3
+codes above 240 become NaN, and subnormal codes become 0. Integers are saved unchanged.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def grouped_dense(
     Args:
         x: Input [M, K].
         kernel: Kernels [G, K, N], or [G, N, K].
-        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero, and have no
-            effect on scales.
+        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero, and do not
+            change scales.
         contracting_dims: ((1,), (1,)), or ((1,), (2,)) for kernels [G, N, K].
         bias: Biases [G, N], or None.
         precision: Accepted for compatibility; partial sums are in float32.

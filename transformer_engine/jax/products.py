@@ -21,7 +21,7 @@ from .primitives.gemm import gemm
 from .primitives.operand import Operand, plain, turned
 from .quantize.quantizers import Quantizer, advanced_together, as_cotangent
 from .quantize.scaling_modes import QuantizeLayout, TensorUsage
-from .quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, positive_axis
+from .quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, positive_axis
 from .undifferentiated import constant, undifferentiated
 
 Tensor = ScaledTensor | NoScaleTensor
@@ -124,7 +124,8 @@ def _forward(x: Array, quantizer: Quantizer) -> tuple[Array, Any]:
     quantizer = constant(quantizer)
     tensor, amax = quantizer.encode(constant(x))
     (following,) = advanced_together((quantizer,), (amax,))
-    y = tensor.values(x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    one = tensor.rowwise_tensor if isinstance(tensor, ScaledTensor2x) else tensor
+    y = one.values(x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return undifferentiated(y, x), following
 
 

@@ -302,7 +302,8 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     if explicit := explicit_axes():
         # The sharding over Explicit axes is part of the array's type; a constraint would only assert it.
         x = jax.sharding.reshard(x, _explicit_spec(spec, explicit_entries(x), explicit))
-        if all(kind is not AxisType.Auto for kind in mesh.axis_types):
+        spec = PartitionSpec(*(_without(entry, explicit) for entry in spec))
+        if all(entry is None for entry in spec):
             return x
     # A concrete array needs a mesh of devices, which JAX does not provide in a trace.
     devices = None if isinstance(x, Tracer) else mesh_of_devices()
@@ -313,7 +314,7 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _constrained(x: Array, sharding: NamedSharding) -> Array:
-    """Constrain an array over an abstract mesh, which requires a program: tracers of an eager gradient are not in one."""
+    """Constrain an array over an abstract mesh in a program, since tracers of an eager gradient are outside of one."""
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
@@ -325,6 +326,14 @@ def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequen
         kept = tuple(name for name in names if name in explicit)
         entries.append(now if entry is PartitionSpec.UNCONSTRAINED else kept or None)
     return PartitionSpec(*entries)
+
+
+def _without(entry: Any, axes: Sequence[str]) -> Any:
+    """Return an entry of a spec without these axes."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if name is not None and name not in axes) or None
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
@@ -381,7 +390,7 @@ def with_sharding_constraint_by_logical_axes(
                     _warn_of_name(name)
         if mesh is None:
             return x
-        spec = linen.logical_to_mesh_axes(tuple(logical_axis_names))
+        spec: Any = linen.logical_to_mesh_axes(tuple(logical_axis_names))
         if isinstance(x, Tracer) and all(kind is AxisType.Auto for kind in mesh.axis_types):
             # As flax.linen.with_logical_constraint does in a program; a spec without axes replicates the array.
             return _constrained(x, NamedSharding(mesh, spec))

@@ -23,7 +23,7 @@ from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
 from .module.shared_settings import hand_down_settings
-from .quantization.checked_loading import CheckedLoading
+from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .runtime.replaceable import is_bare

@@ -197,8 +197,9 @@ class ParallelRun:
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
         """Train from step `first` on, one batch per step; return each loss of the whole batch."""
-        losses = [self._step(batch, rate) for batch, rate in zip(batches, rates, strict=True)]
-        return self._averaged(torch.stack(losses)).tolist()
+        with te.distributed.named_failures():
+            losses = [self._step(batch, rate) for batch, rate in zip(batches, rates, strict=True)]
+            return self._averaged(torch.stack(losses)).tolist()
 
     def _step(self, batch: Batch, rate: float) -> Tensor:
         with self.precision():

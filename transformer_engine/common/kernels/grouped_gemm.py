@@ -253,6 +253,7 @@ def product_of_rows(
     by_address: bool = False,
     clears: bool = False,
     shared_memory: int = 1 << 30,
+    hopper: bool = True,
 ) -> Launch:
     """Return the launch (a [total, depth], b, table | None, scale_a, scale_b, bias | None, layout) -> out.
 
@@ -261,8 +262,9 @@ def product_of_rows(
     Args:
         by_address: b is one of the matrices of the table.
         clears: Rows after the last group become zero; otherwise they are not written.
+        hopper: The GPU has Hopper's matrix instructions, which four warps execute together.
     """
-    block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
+    block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory, hopper)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)
     tiles_m = tiles_at_most(total, groups) + clears
     return Launch(
@@ -298,14 +300,16 @@ def product_of_columns(
     accumulates: bool = False,
     by_address: bool = False,
     shared_memory: int = 1 << 30,
+    hopper: bool = True,
 ) -> Launch:
     """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
     Args:
         by_address: The table's matrices are written; out is one of them, for its dtype.
         accumulates: Add to the values of out.
+        hopper: See `product_of_rows`.
     """
-    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
+    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory, hopper)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
     return Launch(
         columns_kernel,
@@ -337,10 +341,14 @@ def row_sums(width: int, groups: int) -> Launch:
     return Launch(row_sums_kernel, grid, outputs, (width,), (groups, 32, 128), warps=4)
 
 
+# Off Hopper, 128 x 128 sums of tensor-scaled FP8 products in the registers of 4 warps spill 392 to 672 bytes.
+_WARPS = 8
 _LARGE = 200 << 10  # bytes of shared memory for four stages of the wide tiles
 
 
-def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, int, int, int, int]:
+def _tile_of_rows(
+    width: int, scaling: int, shared_memory: int, hopper: bool
+) -> tuple[int, int, int, int, int]:
     """Return (columns, depth, tiles per band, stages, warps) of a program's tile of 128 rows."""
     # H200, TFLOP/s, 64 groups of 512 x 1408 x 2048 and 8 of 2048 x 4096 x 2048: bfloat16 128 columns, 3 stages, 4 warps
     # 641 and 687, 256 columns, 4 stages, 8 warps 597 and 713; e4m3 fast 128 columns 1065 and 1174, 256 1000 and 1182;
@@ -349,10 +357,10 @@ def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, in
         return (256, 64, 8, 4, 8) if width % 256 == 0 and shared_memory > _LARGE else (128, 64, 4, 3, 4)
     if scaling == BLOCK_SCALES:
         return (64, 128, 8, 4 if shared_memory > _LARGE else 3, 4)
-    return (128, 128, 8, 3, 4)
+    return (128, 128, 8, 3, 4 if hopper else _WARPS)
 
 
-def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, int, int, int]:
+def _tile_of_columns(scaling: int, shared_memory: int, hopper: bool) -> tuple[int, int, int, int, int, int]:
     """Return (rows of the result, its columns, contracted rows per step, tiles per band, stages, warps)."""
     # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
     # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
@@ -360,4 +368,4 @@ def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, i
         return (128, 256, 64, 4, 4, 8) if shared_memory > _LARGE else (128, 128, 64, 4, 3, 4)
     if scaling == BLOCK_SCALES:
         return (64, 128, 128, 8, 3, 4)
-    return (128, 128, 128, 4, 3, 4)
+    return (128, 128, 128, 4, 3, 4 if hopper else _WARPS)

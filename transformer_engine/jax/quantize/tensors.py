@@ -10,7 +10,6 @@ import abc
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +156,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
             values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
         return turned(values, operand.axis) if self.is_colwise and not self.transposed else values
 
-    def values(self, dtype: Any = jnp.float32) -> Array:
+    def values(self, dtype: jnp.dtype = jnp.float32) -> Array:
         """Return the values in a dtype, in the original order of axes."""
         values = replace(self, dq_dtype=jnp.dtype(dtype)).dequantize()
         return turned(values, positive_axis(self.flatten_axis, self.ndim)) if self.transposed else values
@@ -226,10 +225,6 @@ class ScaledTensor2x(ScaledTensor):
     def dequantize(self) -> Array:
         """Return the values of the row-wise codes."""
         return self.rowwise_tensor.dequantize()
-
-    def values(self, dtype: Any = jnp.float32) -> Array:
-        """Return the values of the row-wise codes in a dtype, in the original order of axes."""
-        return self.rowwise_tensor.values(dtype)
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """Return the direction that a matrix product reads for a usage."""

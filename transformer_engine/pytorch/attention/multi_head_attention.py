@@ -18,7 +18,7 @@ from ..module.linear import Linear
 from ..module.shared_settings import hand_down_settings
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, eager_thread_state
-from ..quantization.checked_loading import CheckedLoading
+from ..quantization.resizable_state import CheckedLoading
 from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
 from .dot_product_attention import DotProductAttention

@@ -17,7 +17,7 @@ from ..module.layernorm import LayerNorm
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..module.rmsnorm import RMSNorm
-from ..quantization.checked_loading import CheckedLoading
+from ..quantization.resizable_state import CheckedLoading
 from ..runtime.device import canonical_device
 from ..transformer import TransformerLayer
 from .decoder_config import DecoderConfig, RotaryConfig

@@ -20,6 +20,7 @@ from .collectives import (
     split_tensor_into_1d_equal_chunks,
     world_size,
 )
+from .faults import named_failures
 from .recompute import (
     activation_recompute_forward,
     checkpoint,
@@ -69,6 +70,7 @@ __all__ = [
     "is_fp8_activation_recompute_enabled",
     "is_graph_safe_rng_state",
     "is_symm_backed",
+    "named_failures",
     "prepare_te_modules_for_fsdp",
     "rank",
     "reduce_scatter_along_first_dim",

@@ -14,7 +14,8 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,7 @@ OPTIMIZER_STEPS = "optimizer steps"
 RESPONSE_SECONDS = 5.0  # how long a rank that has failed waits for the others to report that they have
 _SWITCH = ("TE_CHECK",)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NAMED = "failed on rank"  # in every message that names the missing ranks
 _OUTSIDE = -1  # id of the graph task outside of a backward pass
 
 
@@ -272,10 +274,42 @@ class NamedFailures:
         if isinstance(error, RuntimeError) and not torch.compiler.is_compiling():
             ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
             message = (
-                f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} failed on rank {own}: "
+                f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} {_NAMED} {own}: "
                 f"{missing_ranks(ranks, own)}. {error}"
             )
             raise type(error)(message) from error
+
+
+_BACKENDS_IN_MESSAGES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+
+
+@contextmanager
+def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
+    """Name the missing ranks in errors of other libraries' collectives, such as those of `fully_shard`.
+
+    with te.distributed.named_failures():
+        loss = model(x).sum()
+        loss.backward()
+
+    The layers of this package name failures of their own collectives; `fully_shard` and DistributedDataParallel start
+    collectives outside of the layers.
+
+    Args:
+        group: Process group of the collectives; None for the default group.
+
+    Raises:
+        RuntimeError: A collective has failed. The message has the ranks that do not take part, and the library's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        failed = isinstance(error, dist.DistError) or any(name in text for name in _BACKENDS_IN_MESSAGES)
+        if not failed or not dist.is_initialized() or _NAMED in text:
+            raise
+        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+        missing = missing_ranks(ranks, own)
+        raise type(error)(f"a collective over ranks {ranks} {_NAMED} {own}: {missing}. {text}") from error
 
 
 class NamedWork:

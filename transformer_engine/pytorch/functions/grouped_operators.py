@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantization.delayed_scaling import scale_snapshot
+from ..quantization.scale_snapshot import scale_snapshot
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.float8_tensor import Float8Quantizer

@@ -148,8 +148,8 @@ def changed(spec: Spec, **fields: Any) -> Spec:
     """Return `dataclasses.replace` of a frozen spec in 1 us instead of 10, traced in 20 ms instead of 150."""
     if torch.compiler.is_compiling():
         # torch 2.11 does not trace the __dict__ of a frozen dataclass.
-        names = type(spec).__dataclass_fields__
-        return type(spec)(**{**{name: getattr(spec, name) for name in names}, **fields})
+        cls: Any = type(spec)
+        return cls(**{**{name: getattr(spec, name) for name in cls.__dataclass_fields__}, **fields})
     made = object.__new__(type(spec))
     made.__dict__.update({**spec.__dict__, **fields})
     return made

@@ -82,9 +82,9 @@ class autotune:
     with te.autotune():
         model(x).sum().backward()
 
-    A choice stays active in this process after the block, and is stored in a file for the GPU's model, the version of
-    cuBLASLt and the problem (TE_CACHE_DIR, by default ~/.cache/transformer_engine). Later blocks, or NVTE_AUTOTUNE=1 for a
-    whole process, read it from there without timing. Without tuning, the first algorithm of the library's heuristic is
+    A choice stays active in this process after the block. It is stored in a file for the GPU's model, the version of
+    cuBLASLt and the problem (TE_CACHE_DIR, by default ~/.cache/transformer_engine). Later blocks, or NVTE_AUTOTUNE=1
+    for a whole process, read it without timing. Without tuning, the first algorithm of the library's heuristic is
     used and results do not depend on measurements. CUDA graphs and compiled functions keep the algorithms that they
     captured: tune first. Has no effect on products of backends other than cublaslt.
 

@@ -21,9 +21,8 @@ from ..quantization import (
     load_extra_state,
 )
 from ..quantization.autocast import AutocastState
-from ..quantization.checked_loading import check_states
 from ..quantization.model_init import current_model_init
-from ..quantization.resizable_state import ResizableState
+from ..quantization.resizable_state import ResizableState, check_states
 from ..runtime.device import canonical_device
 from ..tensor.initial_values import keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
@@ -35,6 +34,7 @@ from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
 from .repetition import may_be_recomputed, repeatable
+from .shared_settings import Entries, settings_of
 from .userbuffers import (  # noqa: F401
     UserBufferQuantizationMode,
     destroy_ub,
@@ -57,7 +57,12 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 
 @dataclass(frozen=True, eq=False)
 class ModuleConfig(Config):
-    """Settings of every layer with quantizers; `_kind` is the name of the layer in messages."""
+    """Settings of every layer with quantizers.
+
+    Attributes:
+        _kind: Name of the layer in messages.
+        _layer: Settings of the layer that contains this one; see `hand_down_settings`.
+    """
 
     name: str | None = None
     tp_group: Any = None
@@ -68,6 +73,11 @@ class ModuleConfig(Config):
     fp8_parameters: bool = False
     preserve_high_precision_init_val: bool = False
     _kind: str = ""
+    _layer: Entries = ()
+
+    def shared_settings(self) -> dict[str, object]:
+        """Settings that all ranks of the tensor-parallel group must have in common, of the containing layer too."""
+        return dict((*settings_of(self, self._kind), *self._layer))
 
 
 def _forget_roles(module: Any, name: str, value: Any) -> None:

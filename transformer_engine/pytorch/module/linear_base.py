@@ -38,7 +38,6 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .shared_settings import Entries, settings_of
 from .specs import AccumulationTarget, Call, check_call, facts_of, quantizable, runs_of
 
 _KEPT = 64  # cached specs per module
@@ -53,7 +52,6 @@ class ProductsConfig(ModuleConfig):
         _options: Names of the switches of `forward`, in order; is_first_microbatch is the first.
         _tensors: Names of the tensors that `forward` reads in addition to the input, in order.
         _weights: Names of the parameters that make up each product's weight.
-        _layer: Settings of the layer that contains this one; see `hand_down_settings`.
     """
 
     fuse_wgrad_accumulation: bool = False
@@ -67,7 +65,6 @@ class ProductsConfig(ModuleConfig):
     _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
     _weights: tuple[tuple[str, ...], ...] = ()
-    _layer: Entries = ()
 
     def input_features(self) -> int:
         """Size of the last dimension of the input."""
@@ -77,10 +74,6 @@ class ProductsConfig(ModuleConfig):
         """Return the boundary of a product to the tensor-parallel group."""
         tp = self.tp_group, self.tp_size, self.sequence_parallel
         return TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode), self)
-
-    def shared_settings(self) -> dict[str, object]:
-        """Settings that all ranks of the tensor-parallel group must have in common, of the containing layer too."""
-        return dict((*settings_of(self, self._kind), *self._layer))
 
     @property
     def is_sharded(self) -> bool:

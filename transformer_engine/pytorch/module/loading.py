@@ -9,8 +9,8 @@ import torch
 
 from ...common import env
 from ...common.recipe import Recipe
-from ..quantization.checked_loading import EXTRA_STATE
 from ..quantization.family import family_of
+from ..quantization.resizable_state import EXTRA_STATE
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 

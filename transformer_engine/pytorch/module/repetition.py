@@ -48,9 +48,14 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     products = tuple(
         [
             ProductQuantizers(
-                *quantizers, product.grad_output, product.grad_input, inspector=product.inspector
+                of_input,
+                of_weight,
+                of_output,
+                product.grad_output,
+                product.grad_input,
+                inspector=product.inspector,
             )
-            for quantizers, product in zip(repeated, active.products, strict=True)
+            for (of_input, of_weight, of_output), product in zip(repeated, active.products, strict=True)
         ]
     )
     made = ModuleRecipe(products, active.recipe, active.group, quantizes=True)

@@ -47,7 +47,7 @@ def _uses(parts: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
     return tuple([(part._use_count(), _use_count(_memory(part))) for part in given])
 
 
-class _Entry(NamedTuple):
+class _CachedWeight(NamedTuple):
     """A cached weight.
 
     Attributes:
@@ -93,8 +93,8 @@ class WeightCache(dict[str, Any]):
 
     def __init__(self, weights: Any = ()) -> None:
         super().__init__(weights)
-        self._entries: dict[str, _Entry] = {}
-        self._captured: dict[str, list[_Entry]] = {}
+        self._entries: dict[str, _CachedWeight] = {}
+        self._captured: dict[str, list[_CachedWeight]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)
@@ -163,11 +163,11 @@ class WeightCache(dict[str, Any]):
             weight = rebuild(parts)
         mark_cached(parts)
         self[name] = weight
-        self._entries[name] = entry = _Entry(weight, tuple(parts), _uses(parts), owned)
+        self._entries[name] = entry = _CachedWeight(weight, tuple(parts), _uses(parts), owned)
         self._keep_if_captured(name, entry)
         return weight
 
-    def _free_entries(self, name: str) -> list[_Entry]:
+    def _free_entries(self, name: str) -> list[_CachedWeight]:
         """Return the entries whose memory no pending backward pass holds: of the cached weight, then of graphs.
 
         Raises:
@@ -185,7 +185,7 @@ class WeightCache(dict[str, Any]):
             return captured
         return [entry, *captured]
 
-    def _keep_if_captured(self, name: str, entry: _Entry) -> None:
+    def _keep_if_captured(self, name: str, entry: _CachedWeight) -> None:
         """Keep the memory of a weight for the replays of the graph that is being captured."""
         first = next((part for part in entry.parts if part is not None), None)
         if first is not None and is_capturing(first.device):
@@ -195,7 +195,7 @@ class WeightCache(dict[str, Any]):
 
 
 def _written(
-    entry: _Entry, parts: Sequence[Tensor | None], owned: Sequence[bool]
+    entry: _CachedWeight, parts: Sequence[Tensor | None], owned: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Copy new tensors into those of an entry, and return the tensors of the renewed weight."""
     result: list[Tensor | None] = []

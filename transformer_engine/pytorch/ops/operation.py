@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ..quantization.checked_loading import CheckedLoading
+from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
 from .recipe_slots import RecipeSlots

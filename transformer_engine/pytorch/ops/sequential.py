@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ..quantization.checked_loading import CheckedLoading
+from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 

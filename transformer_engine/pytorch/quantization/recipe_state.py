@@ -16,9 +16,10 @@ from ..runtime.tracing import export_mode
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
-from .delayed_scaling import scale_snapshot, unregister
+from .delayed_scaling import unregister
 from .family import family_of
 from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, factory_roles, tensor_types
+from .scale_snapshot import scale_snapshot
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:

@@ -1,19 +1,21 @@
-"""ResizableState: the uint8 bytes of an extra state, which torch.distributed.checkpoint may replace by longer ones.
+"""Extra states in state dicts: `ResizableState`, their bytes, and `CheckedLoading`, which rejects them before a change.
 
-That library reads a checkpoint into the tensors of a state dict in place and rejects other sizes. A module that never
-ran has no state yet, and the bytes of a state depend on the recipe. This class implements the library's methods of
-sharded tensors so that it reads all saved bytes; otherwise it behaves as a plain tensor.
+torch.distributed.checkpoint reads a checkpoint into the tensors of a state dict in place and rejects other sizes. A
+module that never ran has no state yet, and the bytes of a state depend on the recipe. ResizableState implements the
+library's methods of sharded tensors so that it reads all saved bytes; otherwise it behaves as a plain tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _LONGEST = 2**62
+EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_IGNORED = torch.nn.Module.set_extra_state
 
 
 class AnyLength(Sequence[int]):
@@ -87,3 +89,34 @@ class ResizableState(Tensor):
 
     def __repr__(self, *, tensor_contents: Sequence[Any] | None = None) -> str:
         return repr(self.plain())
+
+
+class CheckedLoading(torch.nn.Module):
+    """Module whose state dict is rejected as a whole if an extra state of it or of a descendant is rejected.
+
+    Descendants with a method `read_extra_state` are checked. In a model whose root is another module, each of these
+    modules is loaded as a whole.
+    """
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        check_states(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def check_states(root: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Raise ExtraStateError if a module below the root rejects its extra state; nothing is changed.
+
+    Args:
+        root: Module that is about to be loaded.
+        state_dict: State dict that holds the module's entries.
+        prefix: Prefix of the module's entries, empty or with a dot at its end.
+    """
+    for name, module in root.named_modules(remove_duplicate=False):
+        read = getattr(module, "read_extra_state", None)
+        if read is None or type(module).set_extra_state is _IGNORED:
+            continue
+        path = f"{prefix}{name}." if name else prefix
+        for key in (EXTRA_STATE, *getattr(module, "earlier_extra_states", ())):
+            if path + key in state_dict:
+                read(state_dict[path + key])
+                break

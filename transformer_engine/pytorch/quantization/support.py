@@ -7,6 +7,7 @@ and elsewhere by `TE_EMULATE=1` or `emulate()`: no GPU claims a format that it l
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from ...common.hardware import Hardware, is_older, limits_of
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
 from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
+from ..primitives.gemm import multiplies_natively
 from ..runtime.device import cuda_version, current_hardware, has_cuda
 from ..runtime.tracing import constant_while_tracing
 from .family import Family, Requirement, all_families, family_of
@@ -137,9 +139,38 @@ def _check(kind: str) -> tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
-    """Return (available, reason) for the formats of a recipe; a custom recipe is always available."""
+    """Return (available, reason) for the formats of a recipe; a custom recipe is always available.
+
+    A recipe that the original does not offer on this GPU is available, with a warning, if a backend multiplies each of
+    its formats natively: MXFP8 on compute capability 12.x, 1x128 and 128x128 blocks on 8.9.
+    """
     kind = family_of(recipe).kind
-    return (True, "") if kind is None else _check(kind)
+    if kind is None:
+        return True, ""
+    available, reason = _check(kind)
+    return (available, reason) if available or not _multiplies_natively(kind) else (True, "")
+
+
+@constant_while_tracing
+def _multiplies_natively(kind: str) -> bool:
+    """Return whether a backend multiplies every format of a kind natively on the current GPU; warn once if so."""
+    if not has_cuda():
+        return False
+    formats = [sample.format for family in all_families() if family.kind == kind for sample in family.samples]
+    native = all(multiplies_natively(form, current_hardware()) for form in formats)
+    if native:
+        _warn_of_native_products(kind, _hardware_reason(kind))
+    return native
+
+
+@functools.cache
+def _warn_of_native_products(kind: str, reason: str) -> None:
+    """Warn once per process."""
+    warnings.warn(
+        f"{reason} The products of this recipe run natively here all the same, by backends that were compiled for this "
+        f"GPU and not run on it; is_{kind}_available() stays False, as in the original.",
+        stacklevel=5,
+    )
 
 
 def check_block(enabled: Any, recipe: Recipe | None) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_iter
 
@@ -123,8 +124,46 @@ class Function(torch.autograd.Function):
         """Compute the function, as a node of autograd's graph; see `check_transforms`."""
         check_transforms(cls.OPERATION, args)
         if _transforms_are_active():  # but of no argument: torch's apply would raise an error
-            return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+            with enable_single_level_autograd_function():
+                return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         return super().apply(*args)
+
+
+def in_forward_mode() -> bool:
+    """Return whether a level of forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+class _Product(Function):
+    """a @ b; the smaller of two leading shapes is broadcast."""
+
+    OPERATION = "a product"
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        a, b = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = recorded_product(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
+        if ctx.needs_input_grad[1]:
+            grad_b = recorded_product(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
+        return grad_a, grad_b
+
+
+def recorded_product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b, whose backward pass, if autograd records one, runs with torch.autocast off too.
+
+    torch's own node would multiply in the dtype of the autocast in which the backward pass runs.
+    """
+    records = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if not records or torch.compiler.is_compiling() or _transforms_are_active():
+        return a @ b
+    return _Product.apply(a, b)
 
 
 def applier(function: type[Function]) -> Callable[..., Any]:

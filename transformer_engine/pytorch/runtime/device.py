@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...common.hardware import TABLE, Hardware, hardware_named
 from ...common.numbers import with_article
@@ -54,11 +56,23 @@ def current_hardware() -> Hardware:
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of torch.autocast on a kind of device, such as "cuda", while autocast is active there."""
-    if kind == "meta" or not torch.is_autocast_enabled(
-        kind
-    ):  # torch has no autocast for tensors without memory
+    # The first query takes 0.1 us, the one of a kind 0.5 us. torch has no autocast for tensors without memory.
+    if not torch._C._is_any_autocast_enabled() or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Cast plain floating-point tensors to the dtype of torch.autocast where it is active; float64 stays."""
+    results: list[Tensor | None] = []
+    for x in tensors:
+        dtype = autocast_dtype(x.device.type) if type(x) is Tensor else None
+        narrowed = x is not None and dtype is not None and x.dtype in _CAST
+        results.append(x.to(dtype) if narrowed else x)
+    return results
+
+
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.device import canonical_device
 from .current_scaling import RecordsScale, ReducesMaximum, reduce_maxima
+from .delayed_scale import DelayedScale, ScalingState
 from .elements import check_scalar, element_of, empty_quantized, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
@@ -28,17 +29,6 @@ from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
 __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
-
-
-class ScalingState(Protocol):
-    """Delayed scaling of n tensors: scale [n] (while compiling, a copy), and amax_history [length, n], newest first."""
-
-    @property
-    def scale(self) -> Tensor: ...
-
-    scale_in_place: Tensor
-
-    amax_history: Tensor
 
 
 @functools.cache
@@ -147,7 +137,7 @@ class _StateViews(NamedTuple):
     amax: Tensor
 
 
-class Float8Quantizer(_PerTensorQuantizer):
+class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
     """Quantizer to FP8 with one scale from earlier steps, as in delayed scaling.
 
     The other arguments are those of `Quantizer` and `Float8BlockQuantizer`.
@@ -195,38 +185,6 @@ class Float8Quantizer(_PerTensorQuantizer):
         self._state = state
         self._index = index
         return self
-
-    @property
-    def scale(self) -> Tensor:
-        """float32 [1], the factor of the values."""
-        if self._state is not None:
-            return self._state.scale[self._index : self._index + 1]
-        assert self._scale is not None
-        return self._scale
-
-    @scale.setter
-    def scale(self, scale: Tensor) -> None:
-        """Use another tensor from now on; a quantizer of a recipe state no longer reads its scale from the state."""
-        self._leave_state(scale, None if self._state is None and self._amax is None else self.amax)
-
-    @property
-    def amax(self) -> Tensor:
-        """float32 [1]: max|x| of everything quantized since the owner reset it."""
-        if self._state is not None:
-            return self._state.amax_history[0, self._index : self._index + 1]
-        assert self._amax is not None
-        return self._amax
-
-    @amax.setter
-    def amax(self, amax: Tensor) -> None:
-        """Record maxima in another tensor from now on; see `scale`."""
-        self._leave_state(None if self._state is None and self._scale is None else self.scale, amax)
-
-    def _leave_state(self, scale: Tensor | None, amax: Tensor | None) -> None:
-        """Read and write these tensors instead of a slot of a recipe state."""
-        check_scalar("scale", scale)
-        check_scalar("amax", amax)
-        self._scale, self._amax, self._state, self._slot = scale, amax, None, None
 
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None

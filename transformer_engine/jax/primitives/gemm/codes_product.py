@@ -20,7 +20,7 @@ from jax import Array, lax
 from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
-from ...platform import processors
+from ...platform import hardware, processors
 from ..kernels import Kernel
 from ..launching import run, unsupported_on
 from ..operand import Operand
@@ -103,14 +103,15 @@ class CodesProduct(Kernel):
         from ....common.kernels import grouped_gemm as kernels  # it imports triton
 
         (m, k), n = a.shape, b.shape[0]
-        shared_memory = processors().shared_memory
+        machine = {
+            "shared_memory": processors().shared_memory,
+            "hopper": hardware().has("hopper instructions"),
+        }
         if self.blocks == 1:
             # Both operands have scales per row: the kernel for the gradients of weights.
             padding = ((0, 0), (0, -k % _BLOCK))
             a, b = (x if k % _BLOCK == 0 else jnp.pad(x, padding) for x in (a, b))
-            launch = kernels.product_of_columns(
-                m, n, 1, scaling=kernels.BLOCK_SCALES, shared_memory=shared_memory
-            )
+            launch = kernels.product_of_columns(m, n, 1, scaling=kernels.BLOCK_SCALES, **machine)
             inputs = [a, b, scale_a, scale_b, one_group(k), None]
             (out,) = run(launch, inputs, [jax.ShapeDtypeStruct((1, m, n), self.dtype)])
         else:
@@ -122,7 +123,7 @@ class CodesProduct(Kernel):
                 1,
                 scaling=scaling,
                 exact=self.exact and self.blocks is None,
-                shared_memory=shared_memory,
+                **machine,
             )
             inputs = [a, b, None, scale_a, scale_b, None, one_group(m)]
             (out,) = run(launch, inputs, [jax.ShapeDtypeStruct((m, n), self.dtype)])

@@ -72,6 +72,7 @@ class GroupedRowsProduct(Kernel):
             *out.shape, a.shape[1], b.shape[0], scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
             exact=self.scaled and self.exact, transposed=not self.features_first, clears=True,
             shared_memory=processors().shared_memory,
+            hopper=hardware().has("hopper instructions"),
         )  # fmt: skip
         scale_a, scale_b = (
             (jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1))) for scale in scales)
@@ -112,6 +113,7 @@ class GroupedContraction(Kernel):
             made.shape[1], made.shape[2], made.shape[0], exact=self.scaled,
             scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
             shared_memory=processors().shared_memory,
+            hopper=hardware().has("hopper instructions"),
         )  # fmt: skip
         layout = _layout(sizes, a.shape[0])
         scale_a = scale_b = None

@@ -26,7 +26,7 @@ from ...primitives.attention import mask as masks
 from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
-from ...runtime.device import canonical_device, is_meta
+from ...runtime.device import canonical_device, in_autocast_dtype, is_meta
 from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
@@ -278,6 +278,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
             fp8_output = to_bool("fp8_output", fp8_output)
             bf16_backward = None if bf16_backward is None else to_bool("bf16_backward", bf16_backward)
+        if torch._C._is_any_autocast_enabled():
+            given = (query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer = in_autocast_dtype(given)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
             given = (score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)

@@ -22,7 +22,7 @@ from ...primitives.attention.call import Attended, AttentionCall, AttentionInput
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Differentiable, Passes, separate_passes
-from ...runtime.autograd import Function, applier, check_transforms
+from ...runtime.autograd import Function, applier, check_transforms, in_forward_mode, without_autocast
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
 from ..split_heads import joined, parts_of, split_heads
@@ -116,6 +116,7 @@ Attending = (
 )
 
 
+@without_autocast
 def attend(
     backend: Attending,
     call: AttentionCall,
@@ -162,6 +163,8 @@ def attend(
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     if type(backend) is Differentiable:
+        if in_forward_mode():  # torch's own attention has no forward mode; transforms of reverse mode work
+            check_transforms(_CoreAttention.OPERATION, inputs)
         return backend.run(call, inputs)
     check_transforms(_CoreAttention.OPERATION, inputs)
     return backend(call, inputs)  # pyright: ignore[reportFunctionMemberAccess]

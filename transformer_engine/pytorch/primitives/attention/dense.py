@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.autograd import recorded_product
 from .dropout import kept
 
 Rounding = Callable[[Tensor], Tensor]
@@ -64,7 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
         probabilities = _dropped(_probabilities(logits, lse), terms.dropout, rng_state)
         if terms.round_p is not None:
             probabilities = terms.round_p(probabilities)
-        out = _ungrouped(_grouped(probabilities, k.shape[1]) @ _wide(v)[:, :, None])
+        out = _ungrouped(recorded_product(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None]))
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
         )
@@ -129,7 +130,8 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     """Compute s [b, h, i, j] = scale * q k^T + bias, -inf where not visible."""
-    logits = _ungrouped(_grouped(_wide(q), k.shape[1]) @ _wide(k)[:, :, None].transpose(-1, -2)) * terms.scale
+    keys = _wide(k)[:, :, None].transpose(-1, -2)
+    logits = _ungrouped(recorded_product(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
     if terms.bias is not None:
         logits = logits + terms.bias.to(logits.dtype)
     if terms.score_mod is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
-from .product import TABLE
+from .product import TABLE, multiplies_natively
 from .request import Epilogue, GemmRequest, as_matrix, undisturbed_in_eager_mode
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "gemm",
     "gemm_gelu",
     "gemm_gelu_gradient",
+    "multiplies_natively",
     "plain",
     "undisturbed_in_eager_mode",
 ]

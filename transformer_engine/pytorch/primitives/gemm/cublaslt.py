@@ -98,9 +98,9 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
 
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
     """Return the reason why a product of MXFP8 or NVFP4 codes is unsupported, or None."""
-    capability = products_of(request.a_format, request.b_format)
-    assert capability is not None
-    if (reason := request.hardware.lacks(capability)) is not None:
+    needs = products_of(request.a_format, request.b_format)
+    assert needs is not None
+    if (reason := request.hardware.lacks(needs)) is not None:
         return reason
     version = library.bindings().get_version()
     if version < _SWIZZLED:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Operator, Table
+from ....common.formats import TensorFormat
+from ....common.hardware import Hardware
 from ...runtime.launching import operator
 from ..operand import Operand
 from . import cublaslt, reference, torch_mm, triton
 from .request import (
     Epilogue,
     GemmRequest,
+    MatrixLayout,
     described,
     format_named,
     is_compiling,
@@ -104,3 +110,33 @@ TABLE: Table[GemmRequest] = Table(
     describe=described,
     operator=lambda request: _OPERATOR,
 )
+
+_DEQUANTIZING = ("widen", "reference")
+
+
+@functools.cache
+def multiplies_natively(form: TensorFormat, hardware: Hardware) -> bool:
+    """Return whether a backend multiplies two operands of a format on a GPU without dequantizing them."""
+    element = torch.uint8 if form.packing == 2 else torch.float8_e4m3fn
+    codes, out = MatrixLayout(True, 128 // form.packing), MatrixLayout(True, 128)
+    request = GemmRequest(
+        form,
+        form,
+        element,
+        element,
+        *(128, 128, 128),
+        dtype=torch.bfloat16,
+        device="cuda",
+        hardware=hardware,
+        index=0,
+        a_layout=codes,
+        b_layout=codes,
+        out_layout=out,
+        bias=None,
+        accumulate=False,
+        exact=True,
+        native=True,
+        tf32=False,
+    )
+    backends = TABLE.candidates(request)
+    return next(row.name for row in backends if row.rejection_reason(request) is None) not in _DEQUANTIZING

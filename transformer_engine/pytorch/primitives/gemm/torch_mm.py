@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, round_up
 from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
 from ..operand import Operand
@@ -151,10 +151,10 @@ def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
     if reason := _unsupported_by_both(request):
         return reason
-    capability = products_of(request.a_format, request.b_format)
-    if capability not in ("mxfp8 products", "nvfp4 products"):
+    needs = products_of(request.a_format, request.b_format)
+    if needs not in ("mxfp8 products", "nvfp4 products"):
         return "it takes two operands of MXFP8 or of NVFP4"
-    if (reason := request.hardware.lacks(capability)) is not None:
+    if (reason := request.hardware.lacks(needs)) is not None:
         return reason
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
@@ -167,7 +167,8 @@ def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
 
 
 def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    fused = _fuses_bias(b, epilogue)
+    # cuBLASLt refuses the bias of an NVFP4 product on some GPUs.
+    fused = b.format == MXFP8 and _fuses_bias(b, epilogue)
     scales, kinds, swizzles = zip(*map(_swizzled_arguments, (a, b)), strict=True)
     elements = [torch.float4_e2m1fn_x2 if x.codes.dtype == torch.uint8 else x.codes.dtype for x in (a, b)]
     product = F.scaled_mm(

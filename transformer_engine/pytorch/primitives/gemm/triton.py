@@ -47,12 +47,12 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         return reason
     if request.empty:
         return "there is nothing to multiply"
-    capability = products_of(request.a_format, request.b_format)
-    if capability is None:
+    needs = products_of(request.a_format, request.b_format)
+    if needs is None:
         return "it takes two operands of 1x128 or 128x128 blocks, of MXFP8 or of NVFP4"
-    if (reason := request.hardware.lacks(capability)) is not None:
+    if (reason := request.hardware.lacks(needs)) is not None:
         return reason
-    if capability != "fp8 products":
+    if needs != "fp8 products":
         least = request.hardware.scaled_dot
         if optional.release("triton") < least:
             place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"

@@ -58,6 +58,7 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
         "exact": request.exact and request.a_format == FLOAT8,
         "by_address": request.by_address,
         "shared_memory": processors(request.device.index).shared_memory,
+        "hopper": current_hardware().has("hopper instructions"),
     }
     n, k, groups = request.n, request.k, request.groups
     if request.along == "columns":

@@ -78,7 +78,8 @@ def _build_table(key: tuple[torch.device, _Addresses]) -> Tensor:
 
 
 # Addresses and widths determine a table, so that an entry is never stale.
-_tables: DeviceTables[tuple[torch.device, _Addresses], Tensor] = DeviceTables(_build_table, 64)
+_KEPT = 64
+_tables: DeviceTables[tuple[torch.device, _Addresses], Tensor] = DeviceTables(_build_table, _KEPT)
 
 
 BACKEND = Backend[ScaleUpdateRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import whole
+from ...primitives.gemm.swizzle import compact
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 # The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves
@@ -131,28 +132,37 @@ class Offsets:
         return known.get(buffer)
 
 
-def check_variant(quantizer: Any, swizzled: bool, settings: Mapping[str, tuple[Any, Any]]) -> None:
+def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """Check keywords that repeat settings of the quantizer.
 
     Args:
         quantizer: Quantizer of the group; None: plain values.
-        swizzled: Whether scales are in the order that the hardware of a matrix product reads.
         settings: By attribute of the quantizer, the given value and the value of a quantizer without the attribute.
 
     Raises:
-        ValueError: Scales are swizzled, or a setting differs from the quantizer's.
+        ValueError: A setting differs from the quantizer's.
     """
-    if swizzled:
-        raise ValueError(
-            "with_gemm_swizzled_scales=True is unsupported, because products read scales row by row here; give "
-            "scales as the quantizer makes them"
-        )
     for name, (value, default) in settings.items():
         own = default if quantizer is None else vars(quantizer).get(name, default)
         if value not in (own, default):
             raise ValueError(
                 f"{name}={value} differs from the quantizer's {name}={own}; set it on the quantizer"
             )
+
+
+def compact_scales(members: Sequence[GroupMember], buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return copies of the scale buffers whose members' swizzled scales are in row order."""
+    found = {name: buffers[name] for name in ("scale_inv", "columnwise_scale_inv")}
+    copies = {name: held.clone() for name, held in found.items() if held is not None}
+    for place in (place for member in members for place in member.places if place.buffer in copies):
+        held, (rows, columns) = buffers[place.buffer], place.shape
+        assert held is not None
+        tiles = held[place.begin : place.begin + rows * columns]
+        # The tiles of scales with transposed strides are those of the transpose, whose rows are contiguous.
+        transposed = place.stride[0] == 1
+        scales = compact(tiles.view(columns, rows)).t() if transposed else compact(tiles.view(rows, columns))
+        copies[place.buffer].as_strided(place.shape, place.stride, place.begin).copy_(scales)
+    return copies
 
 
 def host_numbers(numbers: Tensor | Sequence[int] | None) -> list[int] | None:

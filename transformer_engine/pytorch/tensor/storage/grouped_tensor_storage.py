@@ -25,6 +25,7 @@ from .grouped_layout import (
     Offsets,
     Place,
     check_variant,
+    compact_scales,
     dense_stride,
     extents_of,
     make_tensor_offsets,
@@ -62,7 +63,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         columnwise_scale_inv_offsets: First columnwise scale of each matrix.
         requires_grad: Of a `GroupedTensor`; a storage has none.
         stride: Likewise.
-        with_gemm_swizzled_scales: Must be False: products read scales row by row.
+        with_gemm_swizzled_scales: Scales are in the order of cuBLAS's products; copies in row order take their place.
         row_scaled_nvfp4: Must be the setting of the quantizer, as the next two.
         nvfp4_use_4over6: See `row_scaled_nvfp4`.
         nvfp4_e4m3_max: See `row_scaled_nvfp4`.
@@ -112,10 +113,9 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
         members: tuple[GroupMember, ...] | None = None, rowwise_data: Tensor | None = None,
     ):  # fmt: skip
-        self.rowwise_data = data if rowwise_data is None else rowwise_data
+        self.rowwise_data, self.scale = data if rowwise_data is None else rowwise_data, scale
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
-        self.scale_inv, self.scale = scale_inv, scale
-        self._amax, self._columnwise_amax = amax, columnwise_amax
+        self.scale_inv, self._amax, self._columnwise_amax = scale_inv, amax, columnwise_amax
         self.first_dims, self.last_dims, self.tensor_offsets = first_dims, last_dims, tensor_offsets
         if members is not None:  # a group that this package made
             self._members, self._quantizer, self._dtype = members, quantizer, dtype or torch.float32
@@ -125,15 +125,15 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             "nvfp4_use_4over6": (nvfp4_use_4over6, False),
             "nvfp4_e4m3_max": (nvfp4_e4m3_max, 448),
         }
-        check_variant(quantizer, with_gemm_swizzled_scales, variant)
-        if dtype is None:
-            dtype = torch.float32 if data is None or quantizer is not None else data.dtype
-        self._dtype = dtype
+        check_variant(quantizer, variant)
+        values = torch.float32 if data is None or quantizer is not None else data.dtype
+        self._dtype = values if dtype is None else dtype
         chosen = member_shapes(shape, num_tensors, shapes, first_dims, last_dims)
         begins = tensor_offsets if offsets is None else offsets
-        self._bind_buffers(
-            chosen, quantizer, Offsets.read_on_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
-        )
+        places = Offsets.read_on_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
+        self._bind_buffers(chosen, quantizer, places)
+        if with_gemm_swizzled_scales and quantizer is not None:
+            vars(self).update(compact_scales(self._members, vars(self)))
 
     def _bind_buffers(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
         """Find the members in buffers that the caller has allocated; the buffers are shared."""

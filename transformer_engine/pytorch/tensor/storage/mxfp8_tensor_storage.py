@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....common.formats import MXFP8
 from ...constants import DType
+from ...primitives.gemm.swizzle import compact
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage
 from .quantized_tensor_storage import Writer
@@ -25,7 +26,7 @@ class MXFP8TensorStorage(BlockScaledStorage):
     Args:
         rowwise_scale_inv: Exponents uint8 (E8M0) of the row-wise codes.
         columnwise_scale_inv: Exponents uint8 (E8M0) of the column-wise codes.
-        with_gemm_swizzled_scales: The exponents are in the order of cuBLAS's products.
+        with_gemm_swizzled_scales: The exponents are in the order of cuBLAS's products; they are put in row order.
         square_tiles: 32 x 32 values share an exponent, so each direction is the transpose of the other.
 
     The other arguments are those of `Float8BlockwiseQTensorStorage`.
@@ -49,10 +50,11 @@ class MXFP8TensorStorage(BlockScaledStorage):
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if with_gemm_swizzled_scales:
-            raise ValueError(
-                "with_gemm_swizzled_scales=True: scales are kept row by row here and brought into a product's order "
-                "when it is planned; give them as the quantizer makes them, and leave it False"
-            )
+            rowwise_scale_inv = None if rowwise_scale_inv is None else compact(rowwise_scale_inv)
+            if columnwise_scale_inv is not None:
+                # The tiles are those of the transpose [K, M / 32], in memory of the shape [M / 32, K].
+                blocks, depth = columnwise_scale_inv.shape
+                columnwise_scale_inv = compact(columnwise_scale_inv.reshape(depth, blocks)).t()
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....common.formats import NVFP4, NVFP4_FORMATS, TensorFormat
 from ...constants import DType
+from ...primitives.gemm.swizzle import compact
 from ...primitives.operand import COLS
 from ...primitives.quantize import Quantized, hadamard_transform
 from .block_scaled import BlockScaledStorage, padded
@@ -76,9 +77,8 @@ class NVFP4TensorStorage(BlockScaledStorage):
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         if with_gemm_swizzled_scales:
-            rowwise_scale_inv, columnwise_scale_inv = map(
-                _in_row_order, (rowwise_scale_inv, columnwise_scale_inv)
-            )
+            scales = (rowwise_scale_inv, columnwise_scale_inv)
+            rowwise_scale_inv, columnwise_scale_inv = (x if x is None else compact(x) for x in scales)
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         self._hold(rowwise, columnwise, fp4_dtype, quantizer, dtype)
         self._amax_rowwise = amax_rowwise
@@ -141,16 +141,3 @@ class NVFP4TensorStorage(BlockScaledStorage):
         units = torch.eye(16, dtype=signed.dtype, device=signed.device)
         signs = 4 * hadamard_transform(units, random_sign=True)[:, 0]
         return (signed.view(-1, 16) * signs).view(signed.shape)
-
-
-def _in_row_order(scale: Tensor | None) -> Tensor | None:
-    """Return scales [128 r, 4 c] from tiles of 128 x 4, with element (i, j) at 16 (i % 32) + 4 (i // 32) + j."""
-    if scale is None:
-        return None
-    rows, columns = scale.shape
-    if rows % 128 or columns % 4:
-        raise ValueError(
-            f"swizzled scales have the shape {(rows, columns)}, which is not a multiple of (128, 4); pad them"
-        )
-    tiles = scale.view(rows // 128, columns // 4, 32, 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)

@@ -26,8 +26,6 @@ Key = tuple[Any, ...]
 
 def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
     """Return the passes of dense q, k, v without dropout; None if torch has no separate ones."""
-    if torch.is_autocast_enabled(call.device_type):
-        return None  # torch.autocast casts the inputs of torch's own attention
     q, k, v = inputs.q, inputs.k, inputs.v
     has = torch._C
     return _CHOSEN[

@@ -1,0 +1,111 @@
+"""Forward-mode differentiation and the transforms of torch.func raise errors that name the layer and the remedy.
+
+A kernel or a cast to codes does not see a tangent or a sample: without an error the tangent would be missing, or wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import transformer_engine.pytorch as te
+from tests.functions.test_torch_autocast import FUNCTIONS
+from tests.module.test_independence import CASES, LAYERS, forward_of, input_of, layer_of, recipe_context
+from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+MODES = ["recorded", "frozen", "no_grad"]
+
+
+def applied(name, recipe, mode, device):
+    """A layer's call as a function of its input, and the input."""
+    layer = layer_of(name, device).eval()
+    if mode == "frozen":
+        layer.requires_grad_(False)
+    forward = forward_of(name, layer)
+
+    def call(x):
+        with torch.set_grad_enabled(mode != "no_grad"), recipe_context(recipe):
+            return forward(x)
+
+    return call, input_of(name, device).detach()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_forward_mode_raises_with_the_remedy(name, recipe, mode, device):
+    call, x = applied(name, recipe, mode, device)
+    words = "does not support forward-mode differentiation; compute gradients in reverse mode"
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=words):
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def by_torch(name: str) -> bool:
+    """Attention that autograd records in operations of torch supports torch.func.grad."""
+    return name.startswith("DotProductAttention")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "recipe"), [case for case in CASES if not by_torch(case.values[0])])
+def test_transforms_raise_with_the_remedy(name, recipe, mode, device):
+    call, x = applied(name, recipe, mode, device)
+    words = r"does not support the transforms of torch\.func .*torch\.autograd\.grad or backward\(\)"
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.grad(lambda x: call(x).sum())(x)
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.vmap(call)(x[None])
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "Sequential", "LayerNorm"])
+def test_layers_compute_within_a_level_of_other_tensors(name, device):
+    """A level of forward-mode differentiation that does not reach the layer changes nothing."""
+    call, x = applied(name, "none", "recorded", device)
+    expected = call(x)
+    with forward_ad.dual_level():
+        assert torch.equal(call(x), expected)
+
+
+def test_the_error_names_the_layer(device):
+    x = torch.randn(32, 64, device=device)
+    for layer, words in (
+        (te.Linear(64, 64, device=device), "^Linear does not"),
+        (te.LayerNormLinear(64, 64, device=device), "^LayerNormLinear does not"),
+        (te.LayerNormMLP(64, 64, device=device), "^LayerNormMLP does not"),
+        (te.ops.Sequential(te.ops.GELU()), "^Sequential does not"),
+    ):
+        for frozen in (False, True):
+            layer.requires_grad_(not frozen)
+            with pytest.raises(RuntimeError, match=words):
+                torch.func.vmap(layer)(x[None])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_do_not_lose_a_tangent(name, device, monkeypatch):
+    def dual(device, *shape, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.rand(shape, generator=generator).to(device, dtype)
+        return forward_ad.make_dual(x, torch.ones_like(x))
+
+    monkeypatch.setattr("tests.functions.test_torch_autocast.matrix", dual)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="does not support forward-mode differentiation"),
+    ):
+        FUNCTIONS[name](device, torch.float32)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantizers_do_not_lose_a_tangent(name, device):
+    quantizer, x = quantizer_of(name, device), torch.randn(128, 64, device=device)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="a quantizer does not support"):
+        quantizer(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_every_layer_is_tested():
+    assert {"Linear", "GroupedLinear", "TransformerLayer", "Sequential"} <= set(LAYERS)

@@ -1,0 +1,115 @@
+"""Backends of products on simulated GPUs, for every row of the table of hardware; `docs/hardware.json` is this as data.
+
+    PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
+
+A recipe has the three dense products of a linear layer and the two of a layer of groups. The libraries count as
+installed, and in a second column as absent: then torch and Triton remain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from unittest import mock
+
+import torch
+
+from tests.primitives.cublaslt_on_cpu import CublasLt
+from transformer_engine.common import formats, optional
+from transformer_engine.common.dispatch import Table
+from transformer_engine.common.hardware import ROWS, Capability, Hardware
+from transformer_engine.common.kernels import launch
+from transformer_engine.pytorch.primitives import grouped_gemm
+from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt_library
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
+from transformer_engine.pytorch.primitives.grouped_gemm import library as grouped_library
+from transformer_engine.pytorch.primitives.grouped_gemm import triton as grouped_triton
+from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedGemmRequest
+from transformer_engine.pytorch.primitives.operand import Operand
+
+E4M3, E5M2, PACKED = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
+FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4 = formats.TENSOR_FORMATS
+Side = tuple[formats.TensorFormat | None, torch.dtype]
+# Recipe: what its products need, and (left, right) of the output, the input gradient and the weight gradient.
+PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
+    "none": ("bf16 products", (((None, torch.bfloat16), (None, torch.bfloat16)),) * 3),
+    "float8": (
+        "fp8 products",
+        (
+            ((FLOAT8, E4M3), (FLOAT8, E4M3)),
+            ((FLOAT8, E5M2), (FLOAT8, E4M3)),
+            ((FLOAT8, E5M2), (FLOAT8, E4M3)),
+        ),
+    ),
+    "block": (
+        "fp8 products",
+        (((BLOCK_1D, E4M3), (BLOCK_2D, E4M3)),) * 2 + (((BLOCK_1D, E4M3), (BLOCK_1D, E4M3)),),
+    ),
+    "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
+    "nvfp4": ("nvfp4 products", (((NVFP4, PACKED), (NVFP4, PACKED)),) * 3),
+}
+PASSES = ("output", "grad_input", "grad_weight")
+
+
+def dense(a: Side, b: Side, accumulates: bool, hardware: Hardware) -> str:
+    """The backend of a product [256, 512] @ [384, 512].T; accumulates: added to a float32 gradient."""
+    left, right = (
+        Operand(torch.empty(rows, 512 // (form.packing if form else 1), dtype=element), None, form)
+        for rows, (form, element) in ((256, a), (384, b))
+    )
+    out = torch.empty(256, 384) if accumulates else None
+    request = GemmRequest.of(left, right, Epilogue(torch.bfloat16, out=out, accumulate=accumulates))
+    return chosen(TABLE, dataclasses.replace(request, device="cuda", hardware=hardware, index=0))
+
+
+def grouped(a: Side, b: Side, along: str) -> str:
+    """The backend of a product over 8 groups."""
+    request = GroupedGemmRequest(
+        along, a[0], b[0], a[1], b[1], torch.bfloat16, 8, 4096, False, False, 512, 512, torch.device("cuda", 0),
+        True, False, False, False,
+    )  # fmt: skip
+    return chosen(grouped_gemm.TABLE, request)
+
+
+def chosen(table: Table, request) -> str:
+    return next(row.name for row in table.candidates(request) if row.rejection_reason(request) is None)
+
+
+def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
+    """{recipe: {product: backend}} on a GPU of this row, with nvmath-python or without."""
+    version = max(hardware.scaled_dot, (3, 6))
+    with (
+        mock.patch.object(launch, "missing", lambda: None),
+        mock.patch.object(optional, "release", lambda name: version),
+        mock.patch.object(
+            cublaslt_library, "missing", lambda: None if libraries else "nvmath-python is not installed"
+        ),
+        mock.patch.object(cublaslt_library, "bindings", CublasLt),
+        mock.patch.object(grouped_library, "current_hardware", lambda: hardware),
+        mock.patch.object(grouped_triton, "current_hardware", lambda: hardware),
+    ):
+        found: dict[str, dict[str, str]] = {}
+        for recipe, (_, products) in PRODUCTS.items():
+            of_recipe = found[recipe] = {}
+            for name, (a, b) in zip(PASSES, products, strict=True):
+                of_recipe[name] = dense(a, b, name == "grad_weight", hardware)
+                if recipe in ("none", "float8", "block"):
+                    along = "rows" if name == "grad_weight" else "columns"
+                    of_recipe[f"grouped {name}"] = grouped(a, b, along)
+        return found
+
+
+def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
+    """{architecture: {"with nvmath-python" or "without": {recipe: {product: backend}}}} of NVIDIA's rows."""
+    return {
+        row.architecture: {
+            "with nvmath-python": choices(row, True),
+            "without nvmath-python": choices(row, False),
+        }
+        for row in ROWS
+        if row.vendor == "nvidia"
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(table(), indent=2))

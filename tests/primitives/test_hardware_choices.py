@@ -1,0 +1,32 @@
+"""Every product of every recipe has a native backend on each simulated GPU whose tensor cores have the product."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.primitives.hardware_choices import PRODUCTS, choices, table
+from transformer_engine.common.hardware import ROWS
+
+NVIDIA = [row for row in ROWS if row.vendor == "nvidia"]
+NOT_NATIVE = ("reference", "widen")
+
+
+@pytest.mark.parametrize("libraries", [True, False], ids=["nvmath", "torch and triton"])
+@pytest.mark.parametrize("row", NVIDIA, ids=lambda row: row.architecture)
+def test_no_product_that_the_hardware_has_is_dequantized(row, libraries):
+    found = choices(row, libraries)
+    for recipe, (capability, _) in PRODUCTS.items():
+        slow = {name: backend for name, backend in found[recipe].items() if backend in NOT_NATIVE}
+        if row.has(capability):
+            assert slow == {}, recipe
+        else:
+            assert slow, f"{recipe} is not in the table of hardware, but has native backends"
+
+
+def test_docs_contain_the_backends_of_every_simulated_gpu():
+    """Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json"""
+    written = json.loads((Path(__file__).parents[2] / "docs/hardware.json").read_text())
+    assert written == table()

@@ -1,0 +1,52 @@
+"""scale_snapshot(scale): the copy of a scale that a compiled graph saves for its backward pass.
+
+A partitioner that recomputes a cast in the backward pass would save `scale` itself, which changes at the end of the
+autocast block in between. It never recomputes a registered operator, and so saves this copy, unless the operator is
+within torch.utils.checkpoint, which marks each node for recomputation.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx.traceback
+from torch import Tensor
+from torch._library.custom_ops import get_library_allowing_overwrite
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..runtime.tracing import hidden_from_selective_checkpoints
+
+
+@torch.library.custom_op("transformer_engine::copied_scale", mutates_args=())
+def _copied_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the present scale."""
+    return scale.clone()
+
+
+@_copied_scale.register_fake
+def _copied_scale_fake(scale):
+    return torch.empty_like(scale)
+
+
+# Decomposed while the graph is traced, where it can change the mark.
+_library = get_library_allowing_overwrite("transformer_engine", "scale_snapshot")
+_library.define("scale_snapshot(Tensor scale) -> Tensor")
+scale_snapshot = torch.ops.transformer_engine.scale_snapshot.default
+
+
+def _scale_snapshot(scale: Tensor) -> Tensor:
+    """Return a copy of the present scale, which a compiled graph saves."""
+    meta = torch.fx.traceback.current_meta
+    before = meta.get("recompute")
+    with hidden_from_selective_checkpoints() as hidden:
+        if not hidden and before is None:
+            return _copied_scale(scale)
+        meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        try:
+            return _copied_scale(scale)
+        finally:
+            meta["recompute"] = before
+            if before is None:
+                del meta["recompute"]
+
+
+_library.impl("scale_snapshot", _scale_snapshot, "CompositeImplicitAutograd")
