@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from transformer_engine.cli.doctor import self_test as command
-from transformer_engine.cli.doctor.checks import main
+from transformer_engine.cli.doctor.checks import main, run_self_test
 from transformer_engine.common.dispatch import Backend, Table, tables
 from transformer_engine.pytorch.inspect import self_test as testing
 from transformer_engine.pytorch.inspect.self_test import SelfTest, SelfTestResult, self_test
@@ -130,7 +129,13 @@ def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
     test = self_test(SelfTestSizes(128, 16, 32))
     assert test.failed == ()
     passed = {result.path for result in test.results if result.status == "passed"}
-    assert {"fp8 casts", "mxfp8 products", "nvfp4 products", "fp8 products in all layouts", "attention"} <= passed
+    assert {
+        "fp8 casts",
+        "mxfp8 products",
+        "nvfp4 products",
+        "fp8 products in all layouts",
+        "attention",
+    } <= passed
     assert "There is no GPU" in test.report()
 
 
@@ -139,9 +144,9 @@ def test_the_command_exits_with_1_after_a_failure(monkeypatch, capsys):
     for results, code in (((), 0), ((result,), 1)):
         test = SelfTest({"gpu": "NVIDIA B200"}, results, 3.0)
         monkeypatch.setattr(testing, "self_test", lambda test=test, **options: test)
-        assert main(["--self-test"]) == command.run(False) == code
+        assert main(["--self-test"]) == run_self_test(False) == code
         assert "gpu: NVIDIA B200" in capsys.readouterr().out
-    assert command.run(True) == 1
+    assert run_self_test(True) == 1
     assert json.loads(capsys.readouterr().out)["paths"] == {"mxfp8 products": False}
 
 

@@ -19,8 +19,7 @@ from packaging.utils import canonicalize_name
 
 from ..._version import __version__
 from ...common import env, optional
-from ...common.driver import driver_version
-from ...common.hardware import NO_GPU, Hardware
+from ...common.hardware import NO_GPU, Hardware, driver_version
 
 T = TypeVar("T")
 

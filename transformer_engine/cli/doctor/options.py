@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import self_test as testing
-from .checks import run
+from .checks import run, run_self_test
 
 
 def doctor(
@@ -21,4 +20,4 @@ def doctor(
     ] = False,
 ) -> None:
     """Check this installation: versions, GPU, libraries and clients; exit code 1 if there is a problem."""
-    raise typer.Exit(testing.run(as_json) if self_test else run(as_json))
+    raise typer.Exit(run_self_test(as_json) if self_test else run(as_json))

@@ -34,9 +34,9 @@ class SelfTestResult:
         status: "passed", "failed", "unsupported" (for the reason), or "not run" (out of time).
         equal: Share of equal bytes, for codes and scales.
         error: Largest relative error of a result in the Frobenius norm.
+        reason: Why it failed or is unsupported.
         milliseconds: Median time of the call.
         ratio: This time over the time of torch in bfloat16; for casts, of a copy.
-        reason: Why it failed or is unsupported.
     """
 
     path: str
@@ -45,9 +45,9 @@ class SelfTestResult:
     status: str
     equal: float | None = None
     error: float | None = None
+    reason: str = ""
     milliseconds: float | None = None
     ratio: float | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _compared(
         reason = f"{equal:.6f} of the bytes are equal, relative error {error}; {limit}"
     status = "passed" if passed else "failed"
     shown = equal if case.bound is None else None
-    return SelfTestResult(case.path, case.name, backend, status, shown, error, took, ratio, reason)
+    return SelfTestResult(case.path, case.name, backend, status, shown, error, reason, took, ratio)
 
 
 def _equal(results: Tensors, expected: Tensors) -> float:

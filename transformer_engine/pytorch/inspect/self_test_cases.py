@@ -227,7 +227,10 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     producers: dict[str, tuple[str, Callable[[Cast | None], Any]]] = {
         "rmsnorm": ("norm", lambda cast: rmsnorm_forward(x, weight, 1e-5, False, cast)[0]),
         "layernorm": ("norm", lambda cast: layernorm_forward(x, weight, bias, 1e-5, False, cast)[0]),
-        "swiglu": ("activation", lambda cast: activation_forward("swiglu", x, DEFAULT_PARAMS, cast)  # pyright: ignore),
+        "swiglu": (
+            "activation",
+            lambda cast: activation_forward("swiglu", x, DEFAULT_PARAMS, cast),  # pyright: ignore
+        ),
         "swiglu gradient": (
             "activation",
             lambda cast: (

@@ -18,7 +18,7 @@ from importlib import metadata
 import torch
 
 from ..._version import __version__
-from ...common.driver import driver_version
+from ...common.hardware import driver_version
 from ...common.store import Store
 from .device import current_hardware, get_cudnn_version, has_cuda
 from .tracing import constant_while_tracing
