@@ -101,7 +101,8 @@ def test_the_number_that_rocm_reports_is_no_compute_capability():
     row = hardware_named("amd", "gfx942")
     assert row.has("triton kernels") and not row.has("fp8 products") and number_of(row) == 94
     assert row.lacks("fp8 products") == (
-        "AMD gfx942 has no fp8 products; NVIDIA GPUs of compute capability 8.9 and higher have"
+        "AMD gfx942 has no fp8 products (its FP8 codes (fnuz) differ from those of the recipes); "
+        "NVIDIA GPUs of compute capability 8.9 and higher have"
     )
     assert hardware_named("amd", "gfx90a").likeness == "gfx942"
 

@@ -76,6 +76,7 @@ class Hardware:
         scaled_dot: First version of Triton whose tl.dot_scaled becomes the native instruction.
         backward_head: Largest head size of cuDNN's attention gradient.
         likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
+        remark: Why it lacks the formats of recipes, for messages.
     """
 
     vendor: str
@@ -88,6 +89,7 @@ class Hardware:
     backward_head: int = 0
     scaled_dot: tuple[int, int] = (3, 6)
     likeness: str = ""
+    remark: str = ""
 
     def has(self, capability: Capability) -> bool:
         """Return whether the architecture has a capability."""
@@ -117,6 +119,7 @@ class Hardware:
 
 
 _ANY = frozenset({"triton kernels", "bf16 products"})
+_AMD_ANY = _ANY | {"bf16 recipe"}
 _AMPERE = _ANY | {"bf16 recipe", "cudnn attention", "torch flash attention"}
 _ADA = _AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}
 _AFTER_ADA = _ADA | {
@@ -194,9 +197,25 @@ ROWS: tuple[Hardware, ...] = (
         1536,
     ),
     _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, scaled_dot=(3, 8)),
-    # gfx942 has other FP8 codes (fnuz) than every recipe, and no kernel of this package was run on either.
-    Hardware("amd", "gfx942", ("MI300X", "MI300A", "MI325X"), tuple(_ANY), 64 << 10, 2048),
-    Hardware("amd", "gfx950", ("MI350X", "MI355X"), tuple(_ANY), 160 << 10, 2048),
+    # No kernel of this package was run on either.
+    Hardware(
+        "amd",
+        "gfx942",
+        ("MI300X", "MI300A", "MI325X"),
+        tuple(sorted(_AMD_ANY)),
+        64 << 10,
+        2048,
+        remark="its FP8 codes (fnuz) differ from those of the recipes",
+    ),
+    Hardware(
+        "amd",
+        "gfx950",
+        ("MI350X", "MI355X"),
+        tuple(sorted(_AMD_ANY)),
+        160 << 10,
+        2048,
+        remark="no kernel of FP8 codes was run on it",
+    ),
 )
 NO_GPU = Hardware("none", "")
 TABLE: dict[tuple[str, str], Hardware] = {(row.vendor, row.architecture): row for row in (*ROWS, NO_GPU)}
@@ -310,4 +329,5 @@ def _reason(row: Hardware, capability: Capability) -> str:
         places = f"{first} and higher"
     else:
         places = first if first == last else f"{first} to {last}"
-    return f"{row.title} has no {capability}; NVIDIA GPUs of compute capability {places} have"
+    remark = f" ({row.remark})" if row.remark and capability.startswith(("fp", "mxfp8", "nvfp4")) else ""
+    return f"{row.title} has no {capability}{remark}; NVIDIA GPUs of compute capability {places} have"

@@ -43,9 +43,9 @@ class SelfTestResult:
     case: str
     backend: str
     status: str
+    reason: str = ""
     equal: float | None = None
     error: float | None = None
-    reason: str = ""
     milliseconds: float | None = None
     ratio: float | None = None
 
@@ -214,7 +214,7 @@ def _compared(
         reason = f"{equal:.6f} of the bytes are equal, relative error {error}; {limit}"
     status = "passed" if passed else "failed"
     shown = equal if case.bound is None else None
-    return SelfTestResult(case.path, case.name, backend, status, shown, error, reason, took, ratio)
+    return SelfTestResult(case.path, case.name, backend, status, reason, shown, error, took, ratio)
 
 
 def _equal(results: Tensors, expected: Tensors) -> float:
