@@ -78,12 +78,18 @@ def encode_mxfp8(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]
 
 
 def check_mxfp8(rows: int, depth: int, spec: QuantizeSpec) -> None:
-    """Warn once about a matrix with partial blocks; its codes are right, but NVIDIA's MXFP8 products reject it."""
-    if any(not is_symbolic(extent) and extent % MXFP8_BLOCK for extent in (rows, depth)):
+    """Warn once about a matrix with partial blocks; its codes are right, but NVIDIA's MXFP8 products reject it.
+
+    Only extents along blocks count: K for row-wise codes [M, K], M for column-wise codes.
+    """
+    extents = {"K": depth} if spec.rowwise or spec.two_dimensional else {}
+    extents |= {"M": rows} if spec.columnwise or spec.two_dimensional else {}
+    partial = [name for name, extent in extents.items() if not is_symbolic(extent) and extent % MXFP8_BLOCK]
+    if partial:
         warn_once(
             "MXFP8: partial blocks",
-            f"a matrix [{rows}, {depth}] is quantized to MXFP8, whose scales cover {MXFP8_BLOCK} elements: blocks at "
-            f"the edge are padded with zeros; pad both extents to multiples of {MXFP8_BLOCK}",
+            f"a matrix [M={rows}, K={depth}] is quantized to MXFP8, whose scales cover {MXFP8_BLOCK} elements: blocks "
+            f"at the edge are padded with zeros; pad {' and '.join(partial)} to a multiple of {MXFP8_BLOCK}",
             stacklevel=4,
         )
 
