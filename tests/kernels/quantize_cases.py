@@ -56,7 +56,7 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
     values = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows * depth)) * 3.0
     if content == "special":
         values[0, 0], values[-1, -1], values[rows // 2, 0] = torch.nan, torch.inf, -torch.inf
-        values[1, :] = 0.0
+        values[1:2] = 0.0
     elif content == "tiny":
         values *= 2.0**-124
     elif content == "zero":
