@@ -34,6 +34,7 @@ def test_every_capability_of_a_row_has_a_declared_name():
     ("capability", "having"),
     [
         ("fp8 products", NVIDIA[2:]),
+        ("cast kernels", NVIDIA),
         ("fp8 casts", NVIDIA[2:]),
         ("triton fp8 casts", NVIDIA[3:]),
         ("dependent launch", NVIDIA[3:]),

@@ -34,6 +34,7 @@ Capability = Literal[
     "hopper instructions",  # wgmma, for kernels in Gluon
     "tensor memory",  # tcgen05: products of at least 128 rows; accumulators and scales in tensor memory
     # Casts.
+    "cast kernels",  # kernels that round to FP8 and FP4 codes, by an instruction or by integer arithmetic
     "fp8 casts",  # float32 to FP8 in one instruction, which rounds once
     "triton fp8 casts",  # the same, as Triton's own conversion
     "fp4 casts",
@@ -130,6 +131,7 @@ class Hardware:
 _ANY = frozenset({"triton kernels", "bf16 products"})
 _AMD_ANY = _ANY | {"bf16 recipe"}
 _AMPERE = _ANY | {
+    "cast kernels",
     "bf16 recipe",
     "cudnn attention",
     "torch flash attention",

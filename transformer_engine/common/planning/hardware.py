@@ -277,14 +277,13 @@ class FormatCost:
 
 def _of_blocks(form: TensorFormat) -> FormatCost:
     """Return the costs of a format with a scale in one byte for each block of a row."""
-    assert form.block is not None
+    assert form.block is not None and form.block_products is not None
     length = form.block[1]
     # Two levels of scales: one reading finds the maximum of the tensor.
     reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
     kind = f"blocks_{8 // form.packing}bit"
     code = 1 / form.packing + 1 / length
-    needs = "nvfp4 products" if form.packing == 2 else "mxfp8 products"
-    return FormatCost(form.name, needs, (kind, kind, kind), code, reads, efficiency, length)
+    return FormatCost(form.name, form.block_products, (kind, kind, kind), code, reads, efficiency, length)
 
 
 FORMATS = {
