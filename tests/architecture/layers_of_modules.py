@@ -27,7 +27,8 @@ PYTORCH = (
     (
         10,
         "transformer_engine.pytorch.inspect",
-        "`explain`, the memory plan, autotuning, `observe`, `verify`: they read every layer, none reads them",
+        "`explain`, the memory plan, autotuning, `observe`, `verify`, the self-test: they read every layer, none reads "
+        "them",
     ),
     (
         10,

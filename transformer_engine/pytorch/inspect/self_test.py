@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ class SelfTestResult:
     path: str
     case: str
     backend: str
-    status: str
+    status: Literal["passed", "failed", "unsupported", "not run"]
     reason: str = ""
     equal: float | None = None
     error: float | None = None

@@ -15,8 +15,9 @@ from torch import Tensor
 from .....common.memory import Memory
 from ....runtime.device import get_cudnn_version
 from ..call import AttentionCall, AttentionInputs, Feature
-from .cudnn_graph import MOST_PLANS, UPGRADE, CudnnPlan, Description, missing, planned
+from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
+from .limits import UPGRADE_CUDNN
 
 # Without dropout: a backward pass in 16 bits would drop other probabilities.
 TAKES = frozenset(
@@ -88,7 +89,8 @@ def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
     ):
         if needed and version < first:
             found, least = (".".join(map(str, each)) for each in (version, first))
-            return f"cuDNN {found} has no FP8 attention with {what} on {call.hardware.title}, {least} has; {UPGRADE}"
+            missed = f"cuDNN {found} has no FP8 attention with {what} on {call.hardware.title}"
+            return f"{missed}, {least} has; {UPGRADE_CUDNN}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Limits that the FlashAttention libraries share."""
+"""Limits that the FlashAttention libraries share, and limits of cuDNN by GPU and version."""
 
 from __future__ import annotations
 
@@ -23,4 +23,36 @@ def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: i
     for name, size in (("queries and keys", call.head_dim_qk), ("values", call.head_dim_v)):
         if size > largest_head or size % multiple:
             return f"heads of {name} have size {size}; it takes multiples of {multiple} up to {largest_head}"
+    return None
+
+
+UPGRADE_CUDNN = "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
+
+
+def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> str | None:
+    """Return the reason why a version of cuDNN has no 16-bit attention for a call on its GPU, or None."""
+    hardware = call.hardware
+    if version < hardware.cudnn:
+        found, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))
+        return (
+            f"cuDNN {found} has no attention for {hardware.title}, {first} and higher have; {UPGRADE_CUDNN}"
+        )
+    if call.cached and (reason := hardware.lacks("cudnn cached attention")) is not None:
+        return reason
+    if not call.needs_gradient:
+        return None
+    if call.deterministic and (reason := hardware.lacks("cudnn deterministic attention")) is not None:
+        return reason
+    packed = "thd" in (call.q_format, call.kv_format)
+    if packed and (reason := hardware.lacks("cudnn ragged statistics")) is not None:
+        return reason
+    sizes = call.head_dim_qk, call.head_dim_v
+    largest, limit = max(sizes), hardware.backward_head
+    if largest > limit:
+        return f"head size {largest} > {limit} in the backward pass on {hardware.title}"
+    if largest > 128 and sizes[0] != sizes[1] and sizes != (192, 128):
+        return f"head sizes {sizes[0]} and {sizes[1]}: above 128 it takes equal ones and 192/128"
+    if 128 < largest < limit and sizes[0] == sizes[1]:
+        reason = hardware.lacks("cudnn gradients of equal wide heads")
+        return reason and f"head size {largest} in the backward pass: {reason}; it takes {limit} and 192/128"
     return None
