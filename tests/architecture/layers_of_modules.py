@@ -13,8 +13,8 @@ SHARED = (
     (
         0,
         "transformer_engine.common",
-        "recipes, formats, environment, dispatch, passes, the simulator of `te plan`: no tensor library; "
-        "`common/kernels`: Triton device code",
+        "recipes, formats, the table of hardware, environment, dispatch, passes, the simulator of `te plan`: no tensor "
+        "library; `common/kernels`: Triton device code",
     ),
 )
 PYTORCH = (

@@ -27,8 +27,8 @@ TWICE = {
     "functions.softmax._ScaledSoftmax",
     "functions.split_heads.SplitAlongDim",
     "functions.split_heads._SplitHeads",
-    "tensor.straight_through.Dequantize",
-    "tensor.straight_through.Quantize",
+    "tensor.construction.StraightThroughDequantize",
+    "tensor.construction.StraightThroughQuantize",
 }
 ROOT = "transformer_engine.pytorch."
 BASE = "runtime.autograd.Function"  # the package's base class, which has no passes

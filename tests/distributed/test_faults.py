@@ -309,16 +309,21 @@ def test_recipes_with_functions_are_equal_in_different_processes():
     assert raised(body) == ["", ""]
 
 
-def scales_differ(rank: int, directory: str, fault: str) -> None:
-    """Ranks reduce the maxima of delayed scaling over all ranks; the second rank has another step or other layers."""
+def join_pair(rank: int, directory: str, seconds: int) -> None:
+    """Initialize a process group of two ranks whose collectives fail after a time."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/rendezvous",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=seconds),
     )
+
+
+def scales_differ(rank: int, directory: str, fault: str) -> None:
+    """Ranks reduce the maxima of delayed scaling over all ranks; the second rank has another step or other layers."""
+    join_pair(rank, directory, seconds=20)
     warnings.filterwarnings("error", "the ranks of a process group differ")
     layers = [te.Linear(HIDDEN, HIDDEN, device="cpu") for _ in range(1 + (fault == "layers" and rank == 1))]
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
@@ -419,15 +424,8 @@ def sharded_fails(rank: int, directory: str) -> None:
     """Train a fully sharded layer; the second rank ends in the second step."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
+    join_pair(rank, directory, seconds=120)
     faults.RESPONSE_SECONDS = 0.5
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
     layer = torch.nn.Sequential(
         te.Linear(HIDDEN, HIDDEN, device="cpu"), te.Linear(HIDDEN, HIDDEN, device="cpu")
     )

@@ -177,12 +177,18 @@ def test_a_checkpoint_repeats_the_codes_of_its_first_run(checkpoint, name, reent
     assert torch.equal(got, x.grad)
 
 
-def test_memory_that_a_graph_reads_outlives_state_dicts_and_cleared_caches(device, capturing):
+def captured_linear(device, kind, capturing):
+    """A Linear whose cached weight a captured graph reads, and its input."""
     layer, x = LAYERS["linear"](device), sample(device)
-    call(layer, x, "block", True).sum().backward()
+    call(layer, x, kind, True).sum().backward()
     capturing.append(True)
-    call(layer, x, "block", False).sum().backward()
+    call(layer, x, kind, False).sum().backward()
     capturing.clear()
+    return layer, x
+
+
+def test_memory_that_a_graph_reads_outlives_state_dicts_and_cleared_caches(device, capturing):
+    layer, x = captured_linear(device, "block", capturing)
     before = addresses(layer)
     (parts,) = cached(layer).values()
     alive = [weakref.ref(part) for part in parts if part is not None]
@@ -210,11 +216,7 @@ def test_memory_that_no_graph_reads_is_freed_by_clear(device):
 
 
 def test_an_update_of_memory_that_a_graph_and_a_pending_backward_pass_read_is_rejected(device, capturing):
-    layer, x = LAYERS["linear"](device), sample(device)
-    call(layer, x, "current", True).sum().backward()
-    capturing.append(True)
-    call(layer, x, "current", False).sum().backward()
-    capturing.clear()
+    layer, x = captured_linear(device, "current", capturing)
     pending = call(layer, x, "current", False)
     before = [part.clone() for (parts,) in [cached(layer).values()] for part in parts if part is not None]
     change(layer)

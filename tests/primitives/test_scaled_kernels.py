@@ -14,9 +14,7 @@ from tests.support.programs import interpreting
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.fixture(scope="module")

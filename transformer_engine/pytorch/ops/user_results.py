@@ -43,9 +43,7 @@ def forward_results(
         "a tuple (output, extra outputs), with one sequence of extra outputs for each of the "
         f"{len(members)} basic operations"
     )
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        raise _error(op, method, returned, expected)
-    output, extra = returned
+    output, extra = _parts(op, method, returned, 2, expected)
     if not _is_tensor(output):
         raise _error(op, method, output, "a tensor as the output")
     return output, _groups(op, method, extra, len(members), expected)
@@ -70,9 +68,7 @@ def backward_results(
         "a tuple (grad_input, gradients of parameters, gradients of extra inputs); the last two contain one sequence "
         f"for each of the {len(members)} basic operations"
     )
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        raise _error(op, method, returned, expected)
-    grad_input, parameters, extra = returned
+    grad_input, parameters, extra = _parts(op, method, returned, 3, expected)
     if not _is_tensor(grad_input) and (needs_input or grad_input is not None):
         raise _error(op, method, grad_input, "a tensor as the gradient of the input")
     groups = [_groups(op, method, part, len(members), expected) for part in (parameters, extra)]
@@ -86,6 +82,12 @@ def backward_results(
                 f"extra inputs of {type(member).__name__}; return one for each, None where there is none"
             )
     return grad_input, groups[0], groups[1]
+
+
+def _parts(op: FusibleOperation, method: str, returned: Any, count: int, expected: str) -> Sequence[Any]:
+    if not isinstance(returned, (tuple, list)) or len(returned) != count:
+        raise _error(op, method, returned, expected)
+    return returned
 
 
 def _groups(op: Any, method: str, value: Any, count: int, expected: str) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Construction of quantized tensors: checks of arguments, strides, and saving and restoring around autograd."""
+"""Construction of quantized tensors: checks of arguments, strides, straight-through gradients, saving for autograd."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
+from ..runtime.autograd import Function
 from ..runtime.checks import extents
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -137,3 +139,32 @@ def nominal_strides(stride: Sequence[int] | None, shape: Sequence[int]) -> tuple
         return ()
     inner = (max(extent, 1) for extent in reversed(shape[1:]))
     return tuple(itertools.accumulate(inner, int.__mul__, initial=1))[::-1]
+
+
+class StraightThroughQuantize(Function):
+    """quantizer(x), whose gradient is the output's gradient."""
+
+    OPERATION = "a quantizer"
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantizer: Any, dtype: torch.dtype | None) -> Any:
+        return quantizer._quantize(tensor, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output, None, None
+
+
+class StraightThroughDequantize(Function):
+    """The values of a quantized tensor in a dtype; the gradient has the tensor's nominal dtype."""
+
+    OPERATION = "dequantize"
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor.decode(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output.to(ctx.dtype), None

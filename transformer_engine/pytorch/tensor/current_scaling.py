@@ -32,8 +32,7 @@ class RecordsScale:
     @amax.setter
     def amax(self, amax: Tensor) -> None:
         """Record maxima in another tensor from now on."""
-        check_scalar("amax", amax)
-        self._recorded = (amax, self._buffers()[1])
+        self._record_in(amax, self._buffers()[1])
 
     @property
     def scale(self) -> Tensor:
@@ -43,8 +42,12 @@ class RecordsScale:
     @scale.setter
     def scale(self, scale: Tensor) -> None:
         """Record scales in another tensor from now on."""
+        self._record_in(self._buffers()[0], scale)
+
+    def _record_in(self, amax: Tensor, scale: Tensor) -> None:
+        check_scalar("amax", amax)
         check_scalar("scale", scale)
-        self._recorded = (self._buffers()[0], scale)
+        self._recorded = (amax, scale)
 
     def copy(self) -> Any:
         """Return a quantizer whose usages can change alone, with copies of the buffers."""

@@ -19,6 +19,7 @@ from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .checkpoint_reads import READS
 from .construction import (
+    StraightThroughDequantize,
     check_keywords,
     check_shape,
     nominal_strides,
@@ -38,7 +39,6 @@ from .storage.fsdp import (
     write_gathered,
 )
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
-from .straight_through import Dequantize
 
 __all__ = [
     "QuantizedTensor",
@@ -182,7 +182,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         else:
             values_dtype("dtype", dtype)
         if torch.is_grad_enabled() and self.requires_grad:
-            return Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+            return StraightThroughDequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return self.decode(dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:

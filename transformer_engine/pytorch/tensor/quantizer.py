@@ -19,10 +19,10 @@ from ..runtime.autograd import check_transforms
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
+from .construction import StraightThroughQuantize
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
-from .straight_through import Quantize
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -165,8 +165,8 @@ class Quantizer:
         if dtype is not None:
             values_dtype("dtype", dtype)
         if tensor.requires_grad and not self.internal and is_grad_enabled():
-            return Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
-        check_transforms(Quantize.OPERATION, tensor)
+            return StraightThroughQuantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
+        check_transforms(StraightThroughQuantize.OPERATION, tensor)
         return self._quantize(tensor, dtype)
 
     def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:

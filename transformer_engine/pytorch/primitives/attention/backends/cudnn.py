@@ -38,7 +38,7 @@ from .cudnn_plan import (
     has_sink_gradient,
 )
 from .cudnn_score_mod import bound_tensors, unsupported_score_mod
-from .limits import unsupported_by_cudnn
+from .limits import unsupported_by_cudnn, unsupported_by_environment
 
 # The deterministic backward keeps a float32 gradient of q for every block of keys.
 DETERMINISTIC_WORKSPACE = 8 << 30
@@ -75,11 +75,7 @@ def bind(call: AttentionCall) -> Passes | PlanFailure:
 
 
 def _unsupported_device(call: AttentionCall) -> str | None:
-    if not call.switches.fused or call.switches.fused_kind == "2":
-        return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
-    if call.device_type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if (reason := call.hardware.lacks("cudnn attention")) is not None:
+    if (reason := unsupported_by_environment(call, "cudnn attention", other_kind="2")) is not None:
         return reason
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"{call.dtype}; it takes torch.bfloat16 and torch.float16"

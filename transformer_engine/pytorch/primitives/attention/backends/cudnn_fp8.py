@@ -17,7 +17,7 @@ from ....runtime.device import get_cudnn_version
 from ..call import AttentionCall, AttentionInputs, Feature
 from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
-from .limits import UPGRADE_CUDNN
+from .limits import UPGRADE_CUDNN, unsupported_by_environment
 
 # Without dropout: a backward pass in 16 bits would drop other probabilities.
 TAKES = frozenset(
@@ -58,13 +58,10 @@ class CudnnFP8Gradients(NamedTuple):
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the FP8 forward pass does not support the call; None if it does."""
-    if not call.switches.fused or call.switches.fused_kind == "1":
-        return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
-    if call.device_type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if (reason := call.hardware.lacks("cudnn fp8 attention")) is not None:
-        return f"{reason}; {DECODED}"
-    if call.hardware.has("tensor memory") and (reason := _unsupported_on_blackwell(call)) is not None:
+    reason = unsupported_by_environment(call, "cudnn fp8 attention", other_kind="1")
+    if reason is None and call.hardware.has("tensor memory"):
+        reason = _unsupported_on_blackwell(call)
+    if reason is not None:
         return f"{reason}; {DECODED}"
     if bottom_right(call):
         return "a bottom-right diagonal over sequences of unequal lengths"

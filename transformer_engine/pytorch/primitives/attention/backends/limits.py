@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .....common.hardware import Capability
 from ..call import AttentionCall, Feature
 
 # Masks of bands and sequences packed without gaps, with diagonals that end at the last query and key.
@@ -12,6 +13,24 @@ FLASH = frozenset(
 WITHOUT_DETERMINISM = (
     "its gradients are only deterministic under torch.use_deterministic_algorithms(True) without warn_only"
 )
+
+
+def unsupported_by_environment(call: AttentionCall, capability: Capability, other_kind: str) -> str | None:
+    """Return the reason why switches, device or hardware exclude a kernel of cuDNN; None if they do not.
+
+    Args:
+        call: The call.
+        capability: Capability that the kernel needs.
+        other_kind: Value of NVTE_FUSED_ATTN_BACKEND that selects kernels of the other precision: "1" selects 16-bit
+            kernels, "2" FP8 kernels.
+    """
+    if not call.switches.fused:
+        return "NVTE_FUSED_ATTN=0"
+    if call.switches.fused_kind == other_kind:
+        return f"NVTE_FUSED_ATTN_BACKEND={other_kind} asks for {'16 bit' if other_kind == '1' else 'FP8'}"
+    if call.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {call.device_type}"
+    return call.hardware.lacks(capability)
 
 
 def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:

@@ -9,7 +9,7 @@ from .....common.dispatch import Backend
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import heads_first, heads_last
 from ..passes import Passes
-from .limits import unsupported_beyond_flash
+from .limits import unsupported_beyond_flash, unsupported_by_environment
 
 _LARGEST_HEAD = 128
 # Without deterministic gradients: PyTorch does not request them from cuDNN.
@@ -18,16 +18,9 @@ TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
-    if not call.switches.fused:
-        return "NVTE_FUSED_ATTN=0"
-    if call.switches.fused_kind == "2":
-        return "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
-    reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
-    if reason is not None:
+    if (reason := unsupported_by_environment(call, "torch cudnn attention", other_kind="2")) is not None:
         return reason
-    if (reason := call.hardware.lacks("torch cudnn attention")) is not None:
-        return reason
-    return None
+    return unsupported_beyond_flash(call, _LARGEST_HEAD)
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
