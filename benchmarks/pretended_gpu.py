@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.hardware import nvidia
+
 HOPPER = (9, 0)
 PROCESSORS = (132, 227 << 10)  # of an H200: count, bytes of shared memory
 _PACKAGE = "transformer_engine."
@@ -35,6 +37,7 @@ def pretend() -> None:
     everywhere("unsupported_casts", _takes_all)
     everywhere("compiles_on", lambda device: True)
     everywhere("get_device_compute_capability", lambda: HOPPER)
+    everywhere("current_hardware", lambda: nvidia(*HOPPER))
     everywhere("processors", functools.cache(_processors))
     everywhere("current_stream", lambda device: 0)
     everywhere("is_current_device", lambda index: True)
@@ -149,7 +152,7 @@ def _pretend_requests() -> None:
 
     def on_a_gpu(self: Any, *fields: Any, **named: Any) -> None:
         made(self, *fields, **named)
-        for name, value in {"device": "cuda", "capability": HOPPER, "index": 0}.items():
+        for name, value in {"device": "cuda", "hardware": nvidia(*HOPPER), "index": 0}.items():
             object.__setattr__(self, name, value)
 
     request.__init__ = on_a_gpu

@@ -14,6 +14,7 @@ TWICE = {
     "attention.rope.ApplyRope",
     "attention.rope.FusedQKVRoPEFunc",  # by the backward of ApplyPackedRope
     "attention.rope.FusedRoPEFunc",  # by that of ApplyRope
+    "runtime.autograd._Product",
     "runtime.double_backward._LinearMap",
     "runtime.double_backward._FirstDerivativeOnly",  # it raises the error
     "functions.activation._Activation",
@@ -26,22 +27,25 @@ TWICE = {
     "functions.softmax._ScaledSoftmax",
     "functions.split_heads.SplitAlongDim",
     "functions.split_heads._SplitHeads",
-    "tensor.quantized_tensor._Dequantize",
-    "tensor.quantizer._Quantize",
+    "tensor.straight_through.Dequantize",
+    "tensor.straight_through.Quantize",
 }
 ROOT = "transformer_engine.pytorch."
+BASE = "runtime.autograd.Function"  # the package's base class, which has no passes
 
 
 def autograd_functions() -> dict[str, ast.FunctionDef]:
-    """{dotted name without the root: its backward} of every class that derives from autograd's Function."""
+    """{dotted name without the root: its backward} of every class that derives from an autograd Function."""
     found = {}
     for name, path in modules().items():
         for node in nodes(path):
-            if isinstance(node, ast.ClassDef) and any(
-                ast.unparse(base).split(".")[-1] == "Function" for base in node.bases
-            ):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            function = f"{name}.{node.name}".removeprefix(ROOT)
+            derives = any(ast.unparse(base).split(".")[-1] == "Function" for base in node.bases)
+            if derives and function != BASE:
                 methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
-                found[f"{name}.{node.name}".removeprefix(ROOT)] = methods["backward"]
+                found[function] = methods["backward"]
     return found
 
 

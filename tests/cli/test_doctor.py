@@ -108,7 +108,7 @@ PROBLEMS = {
     ),
     "an old torch": (
         with_another(CPU, torch="2.8.0"),
-        ("torch", "torch 2.8.0 is installed, torch>=2.9 is needed", 'pip install ".[pytorch]"'),
+        ("torch", "torch 2.8.0 is installed, torch>=2.11 is needed", 'pip install ".[pytorch]"'),
     ),
     "a broken torch": (
         replace(CPU, failures={"torch": "importing torch failed: OSError: libcudart.so.13"}),

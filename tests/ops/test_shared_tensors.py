@@ -104,7 +104,7 @@ def test_in_place_additions_into_shared_inputs_give_the_gradients_of_separate_me
             torch.testing.assert_close(in_place, separate)
 
 
-def test_an_extra_input_of_its_own_receives_the_sum():
+def test_unshared_extra_input_receives_the_sum_in_place():
     x, extra = torch.randn(8, 16), torch.randn(8, 16)
     before = extra.clone()
     y = ops.AddExtraInput(in_place=True)(x, extra)
@@ -222,7 +222,7 @@ def test_quantized_data_has_the_directions_that_trained_layers_read(case, name, 
 
 
 class LinearSiLU(ops.FusedOperation):
-    """A user's fused forward pass, which saves tensors in a layout of its own."""
+    """A user's fused forward pass, which saves tensors in a custom layout."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **others):
         weight = self.basic_ops[0].weight

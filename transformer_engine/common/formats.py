@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .hardware import Capability
+
 
 @dataclass(frozen=True)
 class Element:
@@ -57,6 +59,8 @@ class TensorFormat:
         four_over_six: A block's maximum can map to 4 instead of 6, if that has the smaller error.
         row_scaled: The second level of scales is one per row instead of one per tensor.
         columns: The format of the columnwise direction, if it differs from this one.
+        block_products: Capability of GPUs that multiply two matrices with these block scales; formats with an equal
+            one multiply each other. None: one scale per tensor, or no kernel.
     """
 
     name: str
@@ -72,11 +76,17 @@ class TensorFormat:
     four_over_six: bool = field(default=False, compare=False)
     row_scaled: bool = field(default=False, compare=False)
     columns: TensorFormat | None = field(default=None, compare=False)
+    block_products: Capability | None = field(default=None, compare=False)
 
     @property
     def columnwise(self) -> TensorFormat:
         """The format of the columnwise direction of a matrix whose rowwise direction has this format."""
         return self if self.columns is None else self.columns
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether matrix instructions read the scales, one byte each and in swizzled order."""
+        return self.scale in ("e8m0", "e4m3")
 
     @property
     def unit_amax(self) -> float | None:
@@ -85,9 +95,16 @@ class TensorFormat:
 
 
 FLOAT8 = TensorFormat("float8", None, "float32", fits_bfloat16=True)
-BLOCK_1D = TensorFormat("block1d", (1, 128), "float32")
-BLOCK_2D = TensorFormat("block2d", (128, 128), "float32")
-MXFP8 = TensorFormat("mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True)
+BLOCK_1D = TensorFormat("block1d", (1, 128), "float32", block_products="fp8 products")
+BLOCK_2D = TensorFormat("block2d", (128, 128), "float32", block_products="fp8 products")
+MXFP8 = TensorFormat(
+    "mxfp8",
+    (1, 32),
+    "e8m0",
+    two_dimensional=True,
+    fits_bfloat16=True,
+    block_products="mxfp8 products",
+)
 # Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax. The variants
 # differ in the largest block scale and in what shares the second level: `NVFP4_FORMATS[row_scaled, largest scale]`.
 NVFP4 = TensorFormat(
@@ -102,6 +119,7 @@ NVFP4 = TensorFormat(
     stochastic=True,
     fits_bfloat16=True,
     four_over_six=True,
+    block_products="nvfp4 products",
 )
 NVFP4_256 = replace(NVFP4, name="nvfp4_256", levels=(E2M1, E4M3_UP_TO_256))
 # Formats with one scale per row support neither the transform, nor square tiles, nor stochastic rounding.
@@ -116,6 +134,7 @@ NVFP4_FORMATS = {
 
 # One format per family; variants of NVFP4 are reached through `NVFP4_FORMATS`.
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
+SWIZZLED_NAMES = " or ".join(form.name.upper() for form in TENSOR_FORMATS if form.swizzled)  # in messages
 
 FLOAT32_MAX = 3.4028234663852886e38
 

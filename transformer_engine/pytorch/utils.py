@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from .runtime.checks import group_or_none, tensor_dtype
 from .runtime.checks import tensor as tensor_of
 from .runtime.device import canonical_device, get_cudnn_version, get_device_compute_capability
 from .runtime.device import current_hardware as _hardware
-from .runtime.device_tables import keep_if_captured
+from .runtime.device_tables import get_cached_ones_tensor
 from .runtime.profiler_ranges import get_nvtx_range_context, nvtx_range_pop, nvtx_range_push
 from .tensor.hybrid_tensor import HybridQuantizer
 from .tensor.identity_tensor import IdentityQuantizer
@@ -223,16 +222,6 @@ def clear_tensor_data(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
                 tensor.clear()
         else:
             tensor.data = tensor.new_empty(0)
-
-
-def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
-    return keep_if_captured(_ones(num_elements, dtype, device), torch.device(device))
-
-
-@functools.lru_cache(maxsize=64)
-def _ones(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(num_elements, dtype=dtype, device=device)
 
 
 def get_sm_count() -> int:

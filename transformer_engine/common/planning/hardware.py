@@ -85,6 +85,11 @@ class GpuRates:
         nearest = min(rates, key=lambda size: abs(size - head_dim))
         return 4 * self.launch + flops / rates[nearest][backward]
 
+    @property
+    def source(self) -> str:
+        """Where the rates are from: "measured" or "data sheet"."""
+        return "measured" if self.calibrated else "data sheet"
+
     def scaled(
         self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object
     ) -> GpuRates:
@@ -272,14 +277,13 @@ class FormatCost:
 
 def _of_blocks(form: TensorFormat) -> FormatCost:
     """Return the costs of a format with a scale in one byte for each block of a row."""
-    assert form.block is not None
+    assert form.block is not None and form.block_products is not None
     length = form.block[1]
     # Two levels of scales: one reading finds the maximum of the tensor.
     reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
     kind = f"blocks_{8 // form.packing}bit"
     code = 1 / form.packing + 1 / length
-    needs = "nvfp4 products" if form.packing == 2 else "mxfp8 products"
-    return FormatCost(form.name, needs, (kind, kind, kind), code, reads, efficiency, length)
+    return FormatCost(form.name, form.block_products, (kind, kind, kind), code, reads, efficiency, length)
 
 
 FORMATS = {
@@ -292,7 +296,7 @@ FORMATS = {
         ),
         FormatCost(
             "block",
-            "fp8 block products",
+            "fp8 products",
             ("block", "block", "block_1d"),
             1 + 4 / 128,
             efficiency=(0.97, 0.83),
@@ -318,7 +322,7 @@ def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
             for name, row in FORMATS.items()
             if gpu.hardware.has(row.needs) and gpu.rates.keys() >= set(row.products)
         ]
-        reason = gpu.hardware.lacks(found.needs) or "its products are not in the table"
+        reason = gpu.hardware.lacks(found.needs) or "the table has no rate of its products"
         raise ValueError(
             f"recipe={recipe!r} has no products on gpu={gpu.name!r} ({reason}); choose from {', '.join(runs)}, or "
             "another gpu"

@@ -117,10 +117,10 @@ class Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> StoredTensor:
         """Return the storage that torch.save's ("storage", class, key, device, elements, view) describes."""
-        described = isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"
-        if not described or any(part is not None for part in pid[5:]):
+        fields: list[Any] = list(pid) if isinstance(pid, tuple) else []
+        if len(fields) < 5 or fields[0] != "storage" or any(field is not None for field in fields[5:]):
             raise ExtraStateError("extra state refers to an object outside of it that is not a storage")
-        kind, key, count = pid[1], pid[2], pid[4]
+        kind, key, count = fields[1], fields[2], fields[4]
         target = kind.target if isinstance(kind, type) and issubclass(kind, Record) else None
         if target not in STORAGE_CLASSES or type(key) is not str or type(count) is not int:
             raise ExtraStateError(

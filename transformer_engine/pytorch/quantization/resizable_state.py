@@ -98,9 +98,9 @@ class CheckedLoading(torch.nn.Module):
     modules is loaded as a whole.
     """
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         check_states(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def check_states(root: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:

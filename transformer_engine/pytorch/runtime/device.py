@@ -67,8 +67,7 @@ def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     results: list[Tensor | None] = []
     for x in tensors:
         dtype = autocast_dtype(x.device.type) if type(x) is Tensor else None
-        narrowed = x is not None and dtype is not None and x.dtype in _CAST
-        results.append(x.to(dtype) if narrowed else x)
+        results.append(x if x is None or dtype is None or x.dtype not in _CAST else x.to(dtype))
     return results
 
 

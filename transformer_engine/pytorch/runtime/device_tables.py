@@ -6,11 +6,13 @@ stream that allocated it. Every stream therefore has its own tables.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from .capture import is_capturing
 
@@ -78,3 +80,13 @@ def keep_if_captured(value: V, device: torch.device) -> V:
     if is_capturing(device):
         _kept[id(value)] = value
     return value
+
+
+def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
+    return keep_if_captured(_ones(num_elements, dtype, device), torch.device(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(num_elements, dtype=dtype, device=device)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ..runtime.autograd import Function
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
@@ -39,6 +38,7 @@ from .storage.fsdp import (
     write_gathered,
 )
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
+from .straight_through import Dequantize
 
 __all__ = [
     "QuantizedTensor",
@@ -182,7 +182,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         else:
             values_dtype("dtype", dtype)
         if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+            return Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return self.decode(dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
@@ -387,16 +387,3 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return aten.dispatch(func, args, kwargs or {})
-
-
-class _Dequantize(Function):
-    OPERATION = "dequantize"
-
-    @staticmethod
-    def forward(ctx, tensor, dtype):
-        ctx.dtype = tensor.dtype
-        return tensor.decode(dtype)
-
-    @staticmethod
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_output.to(ctx.dtype), None

@@ -15,13 +15,14 @@ from ...common.numbers import to_bool, to_float, with_article
 from ..constants import dist_group_type
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, Quantized
-from ..runtime.autograd import Function, check_transforms
+from ..runtime.autograd import check_transforms
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
+from .straight_through import Quantize
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -164,8 +165,8 @@ class Quantizer:
         if dtype is not None:
             values_dtype("dtype", dtype)
         if tensor.requires_grad and not self.internal and is_grad_enabled():
-            return _Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
-        check_transforms(_Quantize.OPERATION, tensor)
+            return Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
+        check_transforms(Quantize.OPERATION, tensor)
         return self._quantize(tensor, dtype)
 
     def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
@@ -357,18 +358,6 @@ def amax_floor(amax_epsilon: Any) -> float:
             stacklevel=4,
         )
     return max(floor, 0.0)
-
-
-class _Quantize(Function):
-    OPERATION = "a quantizer"
-
-    @staticmethod
-    def forward(ctx, tensor, quantizer, dtype):
-        return quantizer._quantize(tensor, dtype)
-
-    @staticmethod
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_output, None, None
 
 
 class Calibrating(Quantizer):

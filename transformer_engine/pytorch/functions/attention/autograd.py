@@ -162,7 +162,7 @@ def attend(
         )
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
-    if type(backend) is Differentiable:
+    if isinstance(backend, Differentiable):
         if in_forward_mode():  # torch's own attention has no forward mode; transforms of reverse mode work
             check_transforms(_CoreAttention.OPERATION, inputs)
         return backend.run(call, inputs)

@@ -14,32 +14,32 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, PlanFailure
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4_FORMATS
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, TensorFormat
 from ..operand import Operand
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
 from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
 from .request import EPILOGUES, Epilogue, GemmRequest
-from .triton import products_of
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
-# cublasLtMatmulMatrixScale_t: SCALAR_32F, VEC128_32F, BLK128x128_32F, VEC32_UE8M0, VEC16_UE4M3
-_SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5, MXFP8.name: VEC32_UE8M0}
-_SCALE_MODES |= {form.name: VEC16_UE4M3 for form in NVFP4_FORMATS.values()}
+# cublasLtMatmulMatrixScale_t by the block and the dtype of its scale: SCALAR_32F, VEC128_32F, BLK128x128_32F, ..
+_SCALE_MODES = {
+    (FLOAT8.block, FLOAT8.scale): 0,
+    (BLOCK_1D.block, BLOCK_1D.scale): 4,
+    (BLOCK_2D.block, BLOCK_2D.scale): 5,
+    ((1, 32), "e8m0"): VEC32_UE8M0,
+    ((1, 16), "e4m3"): VEC16_UE4M3,
+}
 _SWIZZLED = 120_900  # first version of cuBLASLt whose swizzled scales need no workaround
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
     """Return the reason why the library is not queried for an algorithm, or None."""
-    if request.device != "cuda":
-        return f"it needs a CUDA device, the operands are on {request.device}"
-    if (reason := library.missing()) is not None:
+    if (reason := request.unsupported_on_gpu or library.missing()) is not None:
         return reason
-    if request.empty:
-        return "there is nothing to multiply"
     if not request.native:
         return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
     quantized = request.a_format is not None or request.b_format is not None
@@ -67,10 +67,10 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
-    if products_of(*formats) in ("mxfp8 products", "nvfp4 products"):
+    if request.swizzled:
         return _unsupported_swizzled(request)
     if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
-        return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, MXFP8 and NVFP4"
+        return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
     if (formats[0] == FLOAT8) != (formats[1] == FLOAT8):
         return f"{formats[0].name} x {formats[1].name}; a tensor scale and block scales do not mix"
     if request.a_element == request.b_element == torch.float8_e5m2:
@@ -97,8 +97,8 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
 
 
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
-    """Return the reason why a product of MXFP8 or NVFP4 codes is unsupported, or None."""
-    needs = products_of(request.a_format, request.b_format)
+    """Return the reason why a product with swizzled scales is unsupported, or None."""
+    needs = request.block_products
     assert needs is not None
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
@@ -153,13 +153,17 @@ def problem_of(request: GemmRequest) -> CublasProblem:
         left_leading=b.stride * (1 if request.b_format is None else request.b_format.packing),
         right_leading=a.stride * (1 if request.a_format is None else request.a_format.packing),
         result_leading=out.stride,
-        left_scale=NO_SCALE if request.b_format is None else _SCALE_MODES[request.b_format.name],
-        right_scale=NO_SCALE if request.a_format is None else _SCALE_MODES[request.a_format.name],
+        left_scale=_scale_mode(request.b_format),
+        right_scale=_scale_mode(request.a_format),
         bias=bias,
         accumulate=request.accumulate,
         fast=request.a_format == FLOAT8 and not request.exact,
         tf32=request.tf32,
     )
+
+
+def _scale_mode(form: TensorFormat | None) -> int:
+    return NO_SCALE if form is None else _SCALE_MODES[form.block, form.scale]
 
 
 def plan_of(request: GemmRequest) -> CublasPlan:

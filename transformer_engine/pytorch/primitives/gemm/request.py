@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import disturbances
 from ....common.formats import TensorFormat
-from ....common.hardware import NO_GPU, Hardware
+from ....common.hardware import NO_GPU, Capability, Hardware
 from ...runtime.determinism import is_demanded
 from ...runtime.device import current_hardware
 from ..operand import Operand
@@ -162,6 +162,26 @@ class GemmRequest:
     def empty(self) -> bool:
         """Whether a dimension is 0."""
         return self.m == 0 or self.n == 0 or self.k == 0
+
+    @property
+    def block_products(self) -> Capability | None:
+        """Capability that multiplies these block-scaled operands; None for operands that do not multiply by blocks."""
+        a, b = self.a_format, self.b_format
+        if a is None or b is None or a.block_products != b.block_products:
+            return None
+        return a.block_products
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether matrix instructions read the scales of both operands."""
+        return self.block_products is not None and self.a_format is not None and self.a_format.swizzled
+
+    @property
+    def unsupported_on_gpu(self) -> str | None:
+        """The reason why no kernel of a GPU computes this product, or None."""
+        if self.device != "cuda":
+            return f"it needs a CUDA device, the operands are on {self.device}"
+        return "there is nothing to multiply" if self.empty else None
 
 
 Key = tuple[Any, ...]

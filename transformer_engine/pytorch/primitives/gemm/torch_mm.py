@@ -7,20 +7,20 @@ have swizzled scales.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, round_up
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, round_up
 from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
 from ..operand import Operand
 from .block_scales import BLOCK, aligned_scale, block_scale
 from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import second_level, swizzled_scale
-from .triton import products_of
 
 # cuBLASLt requires 16-byte rows; zero codes added along K add nothing, and zero rows of b are sliced off again.
 _ALIGNMENT = 16
@@ -70,10 +70,8 @@ MATMUL = Backend("matmul", takes=EPILOGUES, unsupported_reason=_unsupported_by_m
 def _unsupported_by_both(request: GemmRequest) -> str | None:
     if request.a_format is None or request.b_format is None:
         return "an operand is not quantized"
-    if request.device != "cuda":
-        return f"it needs a CUDA device, the operands are on {request.device}"
-    if request.empty:
-        return "there is nothing to multiply"
+    if (reason := request.unsupported_on_gpu) is not None:
+        return reason
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt does not multiply two E5M2 operands"
     return None
@@ -151,9 +149,9 @@ def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
     if reason := _unsupported_by_both(request):
         return reason
-    needs = products_of(request.a_format, request.b_format)
-    if needs not in ("mxfp8 products", "nvfp4 products"):
-        return "it takes two operands of MXFP8 or of NVFP4"
+    needs = request.block_products
+    if needs is None or not request.swizzled:
+        return f"it takes two operands of one format, {SWIZZLED_NAMES}"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
     if not hasattr(F, "scaled_mm"):
@@ -167,8 +165,9 @@ def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
 
 
 def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    # cuBLASLt refuses the bias of an NVFP4 product on some GPUs.
-    fused = b.format == MXFP8 and _fuses_bias(b, epilogue)
+    # cuBLASLt rejects a bias on some GPUs if the operands have two levels of scales.
+    one_level = b.format is not None and b.format.levels is None
+    fused = one_level and _fuses_bias(b, epilogue)
     scales, kinds, swizzles = zip(*map(_swizzled_arguments, (a, b)), strict=True)
     elements = [torch.float4_e2m1fn_x2 if x.codes.dtype == torch.uint8 else x.codes.dtype for x in (a, b)]
     product = F.scaled_mm(
@@ -223,24 +222,19 @@ def _fuses_bias(b: Operand, epilogue: Epilogue) -> bool:
     )
 
 
-TENSOR_SCALES = Backend(
-    "scaled_mm",
-    takes=EPILOGUES,
-    unsupported_reason=_unsupported_tensor_scales,
-    bind=lambda request: _run_tensor_scales,
-)
+def _backend(name: str, unsupported_reason: Any, run: Any, opaque: bool = False) -> Backend:
+    return Backend(
+        name,
+        takes=EPILOGUES,
+        unsupported_reason=unsupported_reason,
+        bind=lambda request: run,
+        opaque=opaque,
+    )
+
+
+TENSOR_SCALES = _backend("scaled_mm", _unsupported_tensor_scales, _run_tensor_scales)
 # torch 2.11 cannot trace F.scaled_mm.
-BLOCK_SCALES = Backend(
-    "scaled_mm_block",
-    takes=EPILOGUES,
-    unsupported_reason=_unsupported_block_scales,
-    bind=lambda request: _run_block_scales,
-    opaque=True,
-)
-SWIZZLED_SCALES = Backend(
-    "scaled_mm_swizzled",
-    takes=EPILOGUES,
-    unsupported_reason=_unsupported_swizzled_scales,
-    bind=lambda request: _run_swizzled_scales,
-    opaque=True,
+BLOCK_SCALES = _backend("scaled_mm_block", _unsupported_block_scales, _run_block_scales, opaque=True)
+SWIZZLED_SCALES = _backend(
+    "scaled_mm_swizzled", _unsupported_swizzled_scales, _run_swizzled_scales, opaque=True
 )

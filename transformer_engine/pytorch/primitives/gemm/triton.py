@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, TensorFormat
-from ....common.hardware import Capability
+from ....common.formats import BLOCK_1D, SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from ...runtime.launching import rows_dense
@@ -24,35 +23,18 @@ from .swizzle import swizzled_scale
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
-_BLOCKS = (BLOCK_1D, BLOCK_2D)
-
-
-def products_of(a_format: TensorFormat | None, b_format: TensorFormat | None) -> Capability | None:
-    """Return the capability that multiplies these formats natively; None for formats that do not multiply."""
-    if a_format is None or b_format is None:
-        return None
-    if a_format in _BLOCKS and b_format in _BLOCKS:
-        return "fp8 products"
-    if a_format == b_format == MXFP8:
-        return "mxfp8 products"
-    if a_format.scale == b_format.scale == "e4m3":
-        return "nvfp4 products"
-    return None
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    if request.device != "cuda":
-        return f"it needs a CUDA device, the operands are on {request.device}"
-    if (reason := launch.missing()) is not None:
+    reason = request.unsupported_on_gpu or launch.missing()
+    if reason is not None:
         return reason
-    if request.empty:
-        return "there is nothing to multiply"
-    needs = products_of(request.a_format, request.b_format)
+    needs = request.block_products
     if needs is None:
-        return "it takes two operands of 1x128 or 128x128 blocks, of MXFP8 or of NVFP4"
+        return f"it takes two operands of 1x128 or 128x128 blocks, {SWIZZLED_NAMES}"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
-    if needs != "fp8 products":
+    if request.swizzled:
         least = request.hardware.scaled_dot
         if optional.release("triton") < least:
             place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
@@ -67,7 +49,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
-    run = run_blocks if request.a_format in _BLOCKS else run_scaled
+    run = run_scaled if request.swizzled else run_blocks
 
     def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         device = a.codes.get_device()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, ceil_div
+from .....common.kernels.machine import Machine
 from .....common.warning import warn_once
 from ....checks import is_symbolic
 from ....platform import processors
@@ -185,7 +186,9 @@ class Tiles(Kernel):
         if spec.format == BLOCK_2D:
             launch = block_cast.square_blocks(*options, **scaling)
         else:
-            launch = block_cast.row_blocks(*options, **scaling, processors=processors().count)
+            gpu = processors()
+            machine = Machine(gpu.count, gpu.shared_memory, x.dtype.itemsize)
+            launch = block_cast.row_blocks(*options, **scaling, machine=machine)
         return tuple(array for array in run(launch, arrays) if array is not None)
 
 
