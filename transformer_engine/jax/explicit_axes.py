@@ -59,7 +59,7 @@ def replicating_results(function: Callable[Params, Result]) -> Callable[Params, 
             remaining = iter(arrays)
             full = [next(remaining) if isinstance(leaf, Array) else leaf for leaf in leaves]
             positional, named = jax.tree.unflatten(structure, full)
-            return function(*positional, **named)
+            return function(*positional, **named)  # pyright: ignore[reportCallIssue]
 
         arrays = (leaf for leaf in leaves if isinstance(leaf, Array))
         return with_automatic_axes(compute, *arrays, out=PartitionSpec)
