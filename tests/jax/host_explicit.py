@@ -20,6 +20,8 @@ from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 from transformer_engine.jax.dense import grouped_dense
+from transformer_engine.jax.permutation import sort_chunks_by_index, token_combine, token_dispatch
+from transformer_engine.jax.router import fused_topk_with_score_function
 
 RESOURCE = te.MeshResource(dp_resource="dp", tp_resource="tp")
 SIZES = np.asarray([3, 0, 13], np.int32)
@@ -51,12 +53,14 @@ CASES = [
     *((layer, name) for layer in ("dense", "mlp") for name in RECIPES if name != "none"),
 ]
 
+# The fastest cases, which always run.
 ALWAYS = {
     "Explicit, norm and dense, none",
     "eager, dense",
     "Explicit, groups",
+    "Explicit, permutation",
     "mixed axes",
-}  # the fastest cases
+}
 
 
 def difference(found, expected) -> float:
@@ -112,6 +116,25 @@ def grouped(kind: AxisType) -> float:
         return difference(jax.jit(jax.grad(loss, (0, 1)))(x, kernel), expected)
 
 
+def permutation() -> float:
+    """Tokens in the order of their experts and back, and chunks in another order."""
+    x, logits = normal(jax.random.key(0), (16, 8)), normal(jax.random.key(1), (16, 4))
+
+    def loss(x, logits):
+        weights, chosen = fused_topk_with_score_function(logits, 2)
+        rows, _, row_id_map, pads, _ = token_dispatch(x, chosen, 32, weights, 16)
+        rows = rows * jnp.arange(rows.shape[0])[:, None]  # otherwise the gradient of logits is 0
+        chunks, _ = sort_chunks_by_index(x, jnp.asarray([4, 8, 4]), jnp.asarray([2, 0, 1]))
+        return jnp.sin(token_combine(rows, row_id_map, weights, pads) + chunks).sum()
+
+    expected = jax.jit(jax.grad(loss, (0, 1)))(x, logits)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("dp"))
+        found = jax.jit(jax.grad(loss, (0, 1)))(jax.device_put(x, rows), jax.device_put(logits, rows))
+    return difference(found, expected)
+
+
 def mixed_axes() -> float:
     """A constraint over an Explicit and an Auto axis."""
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
@@ -156,6 +179,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "Auto, mlp without rules": partial(gradients, AxisType.Auto, "mlp", "none", True),
         "eager, rules, mlp": partial(gradients, AxisType.Auto, "mlp", "none", False, rules=True),
         "Explicit, groups": partial(grouped, AxisType.Explicit),
+        "Explicit, permutation": permutation,
         "mixed axes": mixed_axes,
         **{f"keys, {impl}": partial(keys, impl, "ep") for impl in ("threefry2x32", "rbg")},
     }  # fmt: skip

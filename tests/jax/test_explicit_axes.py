@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("host_explicit.py")
 @pytest.mark.parametrize("options", [(), pytest.param(("--rest",), marks=pytest.mark.slow)])
 def test_meshes_of_every_kind_compute_the_gradients_of_one_device(options):
     found = printed_by(PROGRAM, *options)
-    assert len(found) == (20 if options else 4)
+    assert len(found) == (21 if options else 5)
     assert {name: value for name, value in found.items() if not value < 1e-5} == {}
 
 

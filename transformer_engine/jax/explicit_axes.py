@@ -7,13 +7,16 @@ product and inserts the sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 Entry = str | tuple[str, ...] | None
 
 
@@ -41,6 +44,27 @@ def with_automatic_axes(function: Callable[..., Any], *args: Any, out: Callable[
     if not axes:
         return function(*args)
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out())(*args)
+
+
+def replicating_results(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Decorate a function to run with all mesh axes automatic and to replicate its results over Explicit axes."""
+
+    @functools.wraps(function)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if not explicit_axes():
+            return function(*args, **kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+
+        def compute(*arrays: Array) -> Result:
+            remaining = iter(arrays)
+            full = [next(remaining) if isinstance(leaf, Array) else leaf for leaf in leaves]
+            positional, named = jax.tree.unflatten(structure, full)
+            return function(*positional, **named)  # pyright: ignore[reportCallIssue]
+
+        arrays = (leaf for leaf in leaves if isinstance(leaf, Array))
+        return with_automatic_axes(compute, *arrays, out=PartitionSpec)
+
+    return call
 
 
 def unique_axes(entries: Sequence[Entry]) -> PartitionSpec:

@@ -21,6 +21,7 @@ from .checks import (
     is_known,
     is_symbolic,
 )
+from .explicit_axes import replicating_results
 
 __all__ = [
     "PureJaxPermState",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 
+@replicating_results
 def token_dispatch(
     inp: Array,
     routing_map: Array,
@@ -77,7 +79,7 @@ def token_dispatch(
     starts = jnp.cumsum(counts) - counts
     rows = jnp.where(chosen, starts[None] + jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - 1, -1)
     rows = jnp.where(rows < num_out_tokens, rows, -1)
-    row_id_map = _row_id_map(rows, chosen)
+    row_id_map = _row_id_map(rows)
     pad_offsets, size = None, num_out_tokens
     if align_size is not None:
         whole("align_size", align_size)
@@ -104,6 +106,7 @@ def room_for(tokens: int, groups: int, align_size: int) -> int:
     return (tokens + groups * (align_size - 1)) // align_size * align_size
 
 
+@replicating_results
 def token_combine(
     inp: Array,
     row_id_map: Array,
@@ -146,17 +149,16 @@ def token_combine(
     return found.sum(axis=1).astype(inp.dtype)
 
 
-def _row_id_map(rows: Array, chosen: Array) -> Array:
+def _row_id_map(rows: Array) -> Array:
     """Return the row_id_map of `token_dispatch`; rows [T, E], -1 for a pair without a row."""
-    experts = chosen.shape[1]
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     sorted_rows = jnp.take_along_axis(rows, order, axis=1)
     of = jnp.where(sorted_rows < 0, -1, order)
     count = (rows >= 0).sum(axis=1, keepdims=True)
-    assert of.shape[1] == experts
     return jnp.concatenate((sorted_rows, of, count), axis=1).astype(jnp.int32)
 
 
+@replicating_results
 def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) -> tuple[Array, Array]:
     """Return chunks of inp [rows, H] in the order of sorted_indices, and row_id_map [rows], the new index of every row.
 
