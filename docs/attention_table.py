@@ -16,6 +16,7 @@ import torch
 from generated import ROOT, write
 
 from transformer_engine.common import optional
+from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.attention.dot_product_attention.score_mod import GraphScoreMod
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, flash2, flash3, flash4, triton
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
@@ -43,7 +44,7 @@ def plain(**changes: Any) -> AttentionCall:
         mask=resolve("causal", None, None),
         scale=0.1,
         switches=Switches(),
-        capability=(9, 0),
+        hardware=nvidia(9, 0),
     )
     return replace(call, **changes)
 

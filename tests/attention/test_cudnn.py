@@ -252,9 +252,9 @@ FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "16 bit asked for": ({"switches": Switches(fused_kind="1")}, "asks for 16 bit"),
     "cpu": ({"device_type": "cpu"}, "needs a CUDA device"),
     "ampere": ({"hardware": nvidia(8, 0)}, "compute capability 8.0 has no cudnn fp8 attention"),
-    "blackwell": (
-        {"hardware": nvidia(10, 0)},
-        "compute capability 10.0 has no cudnn fp8 attention; NVIDIA GPUs of compute capability 9.0 have",
+    "blackwell workstation": (
+        {"hardware": nvidia(12, 0)},
+        "compute capability 12.0 has no cudnn fp8 attention; NVIDIA GPUs of compute capability 9.0 to 10.3 have",
     ),
     "empty": ({"batch": 0}, "an empty tensor"),
     "bias": (BIASED, "core_attention_bias_type='post_scale_bias'"),

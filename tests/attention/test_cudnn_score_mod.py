@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,11 +321,11 @@ class LoggedGraph:
 
 @pytest.fixture
 def library(monkeypatch):
-    fake = SimpleNamespace(
-        pygraph=LoggedGraph,
-        data_type=SimpleNamespace(FLOAT="FLOAT"),
-        diagonal_alignment=SimpleNamespace(TOP_LEFT=0, BOTTOM_RIGHT=1),
-    )
+    fake: Any = ModuleType("cudnn")
+    fake.pygraph = LoggedGraph
+    fake.create_handle = fake.set_stream = None
+    fake.data_type = SimpleNamespace(FLOAT="FLOAT")
+    fake.diagonal_alignment = SimpleNamespace(TOP_LEFT=0, BOTTOM_RIGHT=1)
     monkeypatch.setattr(cudnn_graph, "library", lambda: fake)
     monkeypatch.setattr(cudnn_plan, "library", lambda: fake)
     monkeypatch.setattr(cudnn_graph, "data_type", str)
@@ -500,7 +500,7 @@ def test_cudnn_computes_the_function_and_its_gradient(name, dtype, tensor_format
 @pytest.mark.gpu
 def test_a_warm_call_reads_new_values_and_a_changed_closure():
     pytest.importorskip("cudnn")
-    layer = te.DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="no_mask")
+    layer = te.DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="no_mask").eval()
     q, k, v = (torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cap, apply = torch.tensor(0.7), [True]
 

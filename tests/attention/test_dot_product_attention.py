@@ -417,13 +417,17 @@ def test_dropout_runs_in_the_trackers_fork_unless_the_caller_forked(sequence_par
     assert tracker.forks == forks
 
 
-def test_autocast_does_not_lower_the_references_precision(device):
+def test_autocast_lowers_the_precision_of_inputs_only(device):
     q, k, v, grad = tensors(device)
     bias = torch.zeros(1, 1, 5, 6, device=device)
     arguments = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        got = run(DotProductAttention(2, 4), q, k, v, grad, **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility("causal", 5, 6)))
+        got, gradients, _ = run(DotProductAttention(2, 4), q, k, v, grad.bfloat16(), **arguments)
+    lowered = [x.bfloat16() for x in (q, k, v, grad)]
+    want, expected_gradients, _ = run(DotProductAttention(2, 4), *lowered, **arguments)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    for gradient, low in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(gradient, low.float())
 
 
 @pytest.mark.parametrize("empty", ["tokens", "batch"])

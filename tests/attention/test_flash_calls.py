@@ -171,7 +171,7 @@ def on_hopper(**changes):
         (
             flash4,
             {"hardware": nvidia(8, 0)},
-            "compute capability 8.0 has no flash attention 4; NVIDIA GPUs of compute capability 9.0 to 10.3 have",
+            "compute capability 8.0 has no flash attention 4; NVIDIA GPUs of compute capability 9.0 and higher have",
         ),
         (
             flash3,

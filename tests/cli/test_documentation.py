@@ -24,6 +24,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
     [
         "layers_table.py",
         "support_table.py",
+        "hardware_table.py",
         "compositions_table.py",
         "performance_table.py",
         "plan_table.py",

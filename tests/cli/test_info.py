@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from transformer_engine import cli
 from transformer_engine.cli.demo.config import RECIPES
-from transformer_engine.cli.info import fp8_route, jax_machine
+from transformer_engine.cli.info import _row, fp8_route, jax_machine
 from transformer_engine.cli.survey import Survey, survey
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import tables, undisturbed
@@ -32,6 +33,7 @@ def test_json_has_the_documented_keys():
         "python",
         "device",
         "capability",
+        "hardware",
         "memory",
         "libraries",
         "jax",
@@ -103,6 +105,13 @@ def test_missing_jax_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch
     described = jax_machine()
     assert described.devices == 'not installed; pip install ".[jax]" in a checkout of this package'
     assert not described.versions and not described.fp8
+
+
+def test_the_row_of_the_hardware_names_gpus_and_capabilities():
+    text = _row(asdict(nvidia(12, 0)))
+    assert text.startswith("nvidia 12.0 (RTX 5090, ") and "mxfp8 products" in text
+    assert "treated as 12.1" in _row(asdict(nvidia(12, 3)))
+    assert _row({}) == "none: operations run on the CPU"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_every_capability_of_a_row_has_a_declared_name():
     ("capability", "having"),
     [
         ("fp8 products", NVIDIA[2:]),
+        ("cast kernels", NVIDIA),
         ("fp8 casts", NVIDIA[2:]),
         ("triton fp8 casts", NVIDIA[3:]),
         ("dependent launch", NVIDIA[3:]),
@@ -49,11 +50,15 @@ def test_a_capability_belongs_to_the_architectures_of_its_instruction(capability
     assert tuple(row.architecture for row in rows_with(capability)) == having
 
 
-def test_architectures_with_a_capability_are_consecutive():
-    """The reason of a missing capability names the first and the last of them."""
-    for capability in CAPABILITIES:
-        indices = [ROWS.index(row) for row in rows_with(capability)]
-        assert indices == list(range(indices[0], indices[-1] + 1)), capability
+def test_a_machine_without_a_gpu_says_so():
+    assert NO_GPU.lacks("bf16 products") == "there is no GPU, which bf16 products need"
+
+
+def test_a_capability_of_scattered_architectures_lists_each_of_them():
+    assert nvidia(8, 9).lacks("cudnn cached attention") == (
+        "compute capability 8.9 has no cudnn cached attention; NVIDIA GPUs of compute capability 8.0, 8.6, 9.0, 10.0, "
+        "10.3 and 11.0 have"
+    )
 
 
 def test_shared_memory_and_tensor_memory_are_those_of_the_architecture():
@@ -101,7 +106,8 @@ def test_the_number_that_rocm_reports_is_no_compute_capability():
     row = hardware_named("amd", "gfx942")
     assert row.has("triton kernels") and not row.has("fp8 products") and number_of(row) == 94
     assert row.lacks("fp8 products") == (
-        "AMD gfx942 has no fp8 products; NVIDIA GPUs of compute capability 8.9 and higher have"
+        "AMD gfx942 has no fp8 products (its FP8 codes (fnuz) differ from those of the recipes); "
+        "NVIDIA GPUs of compute capability 8.9 and higher have"
     )
     assert hardware_named("amd", "gfx90a").likeness == "gfx942"
 
@@ -113,7 +119,6 @@ def test_the_number_that_rocm_reports_is_no_compute_capability():
         (nvidia(10, 0), "fp8 block products", "9.0"),
         (nvidia(12, 0), "mxfp8 recipe", "10.0 to 11.0"),
         (nvidia(7, 5), "bf16 products", "8.0 and higher"),
-        (NO_GPU, "bf16 products", "8.0 and higher"),
     ],
 )
 def test_a_missing_capability_has_a_reason_that_names_where_it_exists(row, capability, places):

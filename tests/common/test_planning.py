@@ -12,8 +12,9 @@ from typing import Any
 import plan_accuracy
 import pytest
 
+from tests.support.programs import ROOT
 from transformer_engine.common.planning import GPUS, MODELS, LinkRates, ModelShape, plan, search
-from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, links_of
+from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, format_named, links_of
 from transformer_engine.common.planning.layer import MicroBatch, layer
 from transformer_engine.common.planning.models import model_shape
 from transformer_engine.common.planning.simulate import RankMachine
@@ -247,6 +248,49 @@ def test_every_model_has_a_plan_under_every_recipe_of_each_gpu():
                         shape.name,
                     )
                     assert all(took >= 0 for took in (*made.parts.values(), *made.exposed.values()))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_rate_of_a_plan_states_its_source(gpu):
+    made = plan("llama-8b", 8, fsdp=8, gpu=gpu, recipe="current")
+    source = "data sheet" if gpu == "b200" else "measured"
+    assert {
+        "bf16 products",
+        "fp8 products",
+        "fp8_split products",
+        "cudnn attention",
+        "copies",
+    } <= made.rates.keys()
+    sources = {name: rate.rpartition("(")[2].rstrip(")") for name, rate in made.rates.items()}
+    assert sources.pop("network") == "assumed" and set(sources.values()) == {source}
+    assert f"rates: bf16 products {made.rates['bf16 products']}" in str(made)
+    links = replace(links_of(GPUS[gpu]), network=1e7)
+    assert plan("llama-8b", 8, fsdp=8, gpu=gpu, links=links).rates["network"] == "10 GB/s (given)"
+
+
+# Recipes of plans as products of simulated GPUs.
+PRODUCTS = {
+    "bf16": "none",
+    "delayed": "float8",
+    "current": "float8",
+    "block": "block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_no_rate_belongs_to_a_product_without_a_native_backend(gpu):
+    choices = json.loads((ROOT / "docs" / "hardware.json").read_text())
+    backends = choices[GPUS[gpu].hardware.architecture]["with nvmath-python"]
+    for recipe, row in FORMATS.items():
+        try:
+            format_named(recipe, GPUS[gpu])
+        except ValueError:
+            continue
+        of_recipe = backends[PRODUCTS[recipe]]
+        assert not {"reference", "widen"} & set(of_recipe.values()), recipe
+        assert GPUS[gpu].hardware.has(row.needs)
 
 
 def test_planning_imports_no_tensor_library():

@@ -14,7 +14,7 @@ from tests.support.pages import DOCS, examples
 )
 def test_the_example_of_a_page_prints_the_output_on_the_page(page, before, tmp_path):
     program = tmp_path / "example.py"
-    (example,) = examples(page)
+    example = examples(page)[0]
     program.write_text(example)
     printed = (DOCS / page).read_text().split(before)[1].split("```")[0]
     assert on_ranks([str(program)], 2, CUDA_VISIBLE_DEVICES="") == printed

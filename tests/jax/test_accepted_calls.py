@@ -22,10 +22,12 @@ from tests.jax.compiled import (
     zeros,
 )
 from transformer_engine.common import recipe
+from transformer_engine.common.formats import E4M3, MXFP8
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.transformer import LoRAScope, _canonicalize_lora_scope, rotary_pos_emb
+from transformer_engine.jax.primitives.quantize import QuantizeSpec
 from transformer_engine.jax.primitives.quantize.formats import tile_scaled
 from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, QuantizerSet, ScalingMode
 from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
@@ -100,7 +102,7 @@ def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(m
 
 def test_mxfp8_warns_once_of_blocks_that_are_not_full():
     one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
-    with pytest.warns(UserWarning, match=r"\[17, 48\] is quantized to MXFP8") as seen:
+    with pytest.warns(UserWarning, match=r"\[M=17, K=48\] is quantized to MXFP8") as seen:
         for _ in range(2):
             one.quantize(drawn(17, 48))
     assert len(seen) == 1
@@ -338,11 +340,32 @@ def test_flags_of_xla_are_python_values(monkeypatch, text):
     assert cpp_extensions.misc.get_xla_flag("--xla_absent", 7) == 7
 
 
+def mxfp8(**options):
+    return QuantizeSpec(MXFP8, E4M3, **options)
+
+
 def test_partial_blocks_of_mxfp8_warn_once_for_all_shapes():
-    with pytest.warns(UserWarning, match="quantized to MXFP8") as seen:
+    with pytest.warns(UserWarning, match="pad M to a multiple of 32") as seen:
         for rows in (33, 34, 35):
-            tile_scaled.check_mxfp8(rows, 64, None)
+            tile_scaled.check_mxfp8(rows, 64, mxfp8(columnwise=True))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "extents"),
+    [
+        ((33, 64), mxfp8(), None),
+        ((33, 64), mxfp8(two_dimensional=True), "M"),
+        ((64, 33), mxfp8(), "K"),
+        ((64, 33), mxfp8(rowwise=False, columnwise=True), None),
+        ((33, 33), mxfp8(columnwise=True), "K and M"),
+    ],
+)
+def test_mxfp8_warns_about_extents_along_blocks_only(shape, spec, extents):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tile_scaled.check_mxfp8(*shape, spec)
+    assert [f"pad {extents} to" in str(one.message) for one in seen] == ([] if extents is None else [True])
 
 
 @pytest.mark.parametrize("margin", [0.0, "0", np.int64(0)])

@@ -406,7 +406,7 @@ def test_fused_attention_is_unavailable_on_a_cpu(cpu_alone):
     )  # fmt: skip
 
 
-def test_fused_attention_availability_ignores_batch_and_segments(cpu_alone):
+def test_fused_attention_availability_accepts_batch_and_segments(cpu_alone):
     asked = {
         "is_training": True, "q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16,
         "qkv_layout": QKVLayout.THD_THD_THD, "attn_bias_type": AttnBiasType.NO_BIAS,

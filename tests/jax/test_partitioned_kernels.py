@@ -438,6 +438,10 @@ def test_unsupported_attention_has_a_reason(monkeypatch):
     for change, reason in (
         ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it takes bfloat16"), ({"head_dim": 512}, "512 elements > 256"),
         ({"modified": True}, "a score_mod"), ({"bias": AttnBiasType.POST_SCALE_BIAS}, "a bias of packed rows"),
-        ({"queries": 0}, "without elements"),
+        ({"queries": 0}, "without elements"), ({"batch": 4096, "segments": 16}, "65536 sequences > 65535"),
+        ({"layout": QKVLayout.BSHD_BSHD_BSHD, "batch": 65536}, "65536 sequences > 65535"),
     ):  # fmt: skip
         assert reason in (attention_unsupported_reason(request._replace(**change)) or "")
+    assert attention_unsupported_reason(request._replace(batch=4095, segments=16)) is None
+    whole = request._replace(layout=QKVLayout.BSHD_BSHD_BSHD, batch=4096, segments=16)
+    assert attention_unsupported_reason(whole) is None

@@ -170,7 +170,6 @@ def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_rem
     with (
         mesh if entered == "with mesh" else jax.set_mesh(mesh),
         scope,
-        pytest.warns(DeprecationWarning),
         pytest.raises(ValueError, match=r"autocast\(mesh_resource=MeshResource"),
     ):
         te_flax.DenseGeneral(4, **axes).init(jax.random.key(0), ones((4, 8)))
@@ -295,8 +294,24 @@ def test_names_of_ours_without_flax_rules_are_deprecated(mesh):
         with pytest.warns(DeprecationWarning, match="extend_logical_axis_rules"):
             y = sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", None))
         np.testing.assert_array_equal(x, y)
-        with pytest.raises(ValueError, match="no rule for"), pytest.warns(DeprecationWarning):
-            sharding.with_sharding_constraint_by_logical_axes(x, ("batch", None))
+
+
+@pytest.mark.parametrize("names", [("nvte_bacth", None), ("nvte_batch", "nvte_heads"), ("embed", "nvte_tp")])
+def test_misspelled_names_of_ours_raise_without_flax_rules(mesh, names):
+    resource = te.MeshResource(dp_resource="dp")
+    sentence = (
+        f"has {next(name for name in names if name not in (None, 'nvte_batch', 'embed'))}, which no rule"
+    )
+    with jax.set_mesh(mesh), sharding.global_shard_guard(resource), pytest.raises(ValueError, match=sentence):
+        sharding.with_sharding_constraint_by_logical_axes(ones((2, 3)), names)
+
+
+def test_default_axis_names_need_neither_rules_nor_a_resource(mesh):
+    x = ones((2, 3))
+    with jax.set_mesh(mesh):
+        assert sharding.with_sharding_constraint_by_logical_axes(x, ("embed", None)) is x
+        variables = te_flax.LayerNormMLP(intermediate_dim=4).init(jax.random.key(0), x, deterministic=True)
+    assert variables["params"]["wi_kernel"].names == ("embed", "act", "mlp")
 
 
 def test_manual_axes_are_dropped_from_a_constraint(mesh):

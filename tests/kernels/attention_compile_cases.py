@@ -93,6 +93,12 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
 
 def compiled(launch: Launch, absent: tuple[str, ...], capability: int) -> tuple[str, int]:
     """(PTX, bytes of shared memory) of a launch's kernel."""
+    result = compiled_for(GPUTarget("cuda", capability, 32), launch, absent)
+    return result.asm["ptx"], result.metadata.shared
+
+
+def compiled_for(target: GPUTarget, launch: Launch, absent: tuple[str, ...]):
+    """The compiled kernel of a launch for a GPU of either vendor."""
     names = launch.kernel.arg_names
     first = len(names) - len(launch.constants)
     constants = dict(zip(names[first:], launch.constants, strict=True))
@@ -110,12 +116,11 @@ def compiled(launch: Launch, absent: tuple[str, ...], capability: int) -> tuple[
             continue
         if name not in scalars or scalars[name] % 16 == 0:
             aligned[(place,)] = [["tt.divisibility", 16]]
-    result = triton.compile(
+    return triton.compile(
         ASTSource(launch.kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", capability, 32),
+        target=target,
         options={"num_warps": launch.warps, "num_stages": 1},
     )
-    return result.asm["ptx"], result.metadata.shared
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -18,16 +19,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from transformer_engine.common.formats import E4M3
-from transformer_engine.common.kernels import block_cast, cast, mxfp8, nvfp4
+from transformer_engine.common.hardware import nvidia
+from transformer_engine.common.kernels import block_cast, cast, conversion, mxfp8, nvfp4
 from transformer_engine.common.kernels.launch import Launch, compile_options
+from transformer_engine.common.kernels.machine import Machine
 
 SHAPE = (512, 1024)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": 3.3895313892515355e38}
 VALUES, SCALAR, BYTES, CODES = "*bf16", "*fp32", "*u8", "*fp8e4nv"
+_DTYPES: dict[str | None, str] = {CODES: "float8_e4m3fn", "*fp8e5": "float8_e5m2"}
 
 
-def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
-    """(name, record, type of each pointer; None: that argument is not given)."""
+def launches(
+    overlaps: bool = True, shared_memory: int = 227 << 10
+) -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
+    """(name, record, type of each pointer; None: that argument is not given); overlaps: with dependent launches."""
+    machine = Machine(132, shared_memory, 2)
     float8 = {
         "x": VALUES,
         "multiplier": SCALAR,
@@ -37,13 +44,13 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
         "scale": SCALAR,
     }
     block = {"x": VALUES, "codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
-    yield "amax", cast.absolute_maximum(512 * 1024, overlaps=True), {"x": VALUES, "amax": SCALAR}
+    yield "amax", cast.absolute_maximum(512 * 1024, overlaps=overlaps), {"x": VALUES, "amax": SCALAR}
     yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), float8
     following = {**float8, "multiplier": None, "codes_t": CODES}
-    yield "cast_transpose", cast.cast(SHAPE, E4M3, True, True, follows=True), following
+    yield "cast_transpose", cast.cast(SHAPE, E4M3, True, True, follows=overlaps), following
     rows = {"x": VALUES, "codes": CODES, "scale": SCALAR}
-    yield "block1d_rows", block_cast.row_blocks(SHAPE, E4M3, True, False, processors=132, **SCALES), rows
-    yield "block1d_both", block_cast.row_blocks(SHAPE, E4M3, True, True, processors=132, **SCALES), block
+    yield "block1d_rows", block_cast.row_blocks(SHAPE, E4M3, True, False, machine=machine, **SCALES), rows
+    yield "block1d_both", block_cast.row_blocks(SHAPE, E4M3, True, True, machine=machine, **SCALES), block
     yield "block2d", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), block
     exponents = {**block, "scale": BYTES, "scale_t": BYTES}
     yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), exponents
@@ -61,18 +68,27 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
 
 def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
     """(PTX, bytes of shared memory) of a launch's kernel."""
+    kernel = compiled(launch, pointers, capability)
+    return kernel.asm["ptx"], kernel.metadata.shared
+
+
+def compiled(launch: Launch, pointers: dict[str, str | None], capability: int) -> Any:
+    """A launch's kernel for a capability, with the conversion of its row."""
     names = launch.kernel.arg_names
-    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    dtypes = [_DTYPES.get(kind) for kind in pointers.values()]
+    arguments, as_bytes = conversion.resolve(names, launch.constants, nvidia(*divmod(capability, 10)), dtypes)
+    if as_bytes:
+        pointers = {name: BYTES if kind in _DTYPES else kind for name, kind in pointers.items()}
+    constants = dict(zip(names[len(names) - len(arguments) :], arguments, strict=True))
     constants |= {name: None for name, kind in pointers.items() if kind is None}
     kinds = dict.fromkeys(names, "i32") | {name: kind for name, kind in pointers.items() if kind is not None}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
-    compiled = triton.compile(
+    return triton.compile(
         ASTSource(launch.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
         options=compile_options(launch.warps, None, launch.fuses) | {"launch_pdl": launch.dependent},
     )
-    return compiled.asm["ptx"], compiled.metadata.shared
 
 
 # Kernels that LLVM optimizes for seconds: the architecture for which each is compiled by default.

@@ -23,6 +23,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import Launch
+from transformer_engine.common.kernels.machine import Machine
 
 Pointers = dict[str, "str | None"]
 
@@ -73,7 +74,7 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         }
         yield f"rope_packed_{transposed}", launch, {**rotated, **packed}
     sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
-    yield "column_sums", column_sums.column_sums(SHAPE, 4096, measures=True), sums
+    yield "column_sums", column_sums.column_sums(SHAPE, 4096, Machine(132, 227 << 10, 2), measures=True), sums
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
 
 
@@ -92,12 +93,12 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
 
 
-def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
+def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, Pointers]]:
     """Kernels that make FP8 codes in blocks; a launch of each plan."""
     target: Pointers = {"codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
     both = block_fused.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
     constants = (7.0, 1.7, 1.0)
-    machine = partial(block_fused.Machine, 132, 232448)
+    machine = partial(block_fused.Machine, 132, shared_memory)
     launch = block_fused.forward("gelu", False, SHAPE, 8192, constants, both, machine(2))
     yield "gelu_blocks", launch, {"x": VALUES, **target, **CONSTANTS}
     squares = both._replace(square=True)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 
 from tests.kernels.compile_cases import ptx_of
 from transformer_engine.common.kernels import statistics
+from transformer_engine.common.kernels.launch import Launch
 
 SCALED = {
     "none": (statistics.NO_CODES, False, None, None, None),
@@ -20,17 +22,24 @@ SCALED = {
 }
 
 
-def main() -> None:
-    sizes = {}
+def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
+    """(name, record, type of each pointer) for each scaling, then of the kernel that adds partial results."""
     for name, (scaling, packed, codes, scales, second) in SCALED.items():
         form = statistics.Codes(scaling, packed, (1, 32), 448.0, 464 / 448, (4096, 1, 128, 1))
         program = statistics.statistics((8192, 4096), (4096, 1), form)
         measure, add = (step.launch for step in program.steps)
         pointers = {"x": "*bf16", "codes": codes, "scales": scales, "second": second, "partials": "*fp32"}
-        both = "--all" in sys.argv or name in ("exponents", "two levels")
+        yield name, measure, pointers
+    yield "sum", add, {"partials": "*fp32", "kept": "*fp64"}
+
+
+def main() -> None:
+    sizes = {}
+    for name, launch, pointers in launches():
+        both = name != "sum" and ("--all" in sys.argv or name in ("exponents", "two levels"))
         for capability in (90, 100) if both else (90,):
-            sizes[f"{name} sm{capability}"] = len(ptx_of(measure, pointers, capability)[0])
-    sizes["sum"] = len(ptx_of(add, {"partials": "*fp32", "kept": "*fp64"}, 90)[0])
+            key = name if name == "sum" else f"{name} sm{capability}"
+            sizes[key] = len(ptx_of(launch, pointers, capability)[0])
     print(json.dumps(sizes))
 
 

@@ -29,14 +29,10 @@ def test_interpreted_kernels_equal_plain_torch():
 COMPILE = """
 import json, sys
 sys.path[:0] = [{root!r}, {here!r}]
-from tests.kernels.compile_cases import CODES, SCALAR, VALUES, count, ptx_of
-from transformer_engine.common.kernels import fp8_attention, packed_sequences
-three = dict(q=VALUES, k=VALUES, v=VALUES, scale=SCALAR, history=SCALAR)
-three |= dict(codes_q=CODES, codes_k=CODES, codes_v=CODES, descales=SCALAR)
-back = dict(codes=CODES, descale=SCALAR, amaxes=SCALAR, history=SCALAR, values=VALUES)
-launches = dict(
-    three=(fp8_attention.codes_of_three((1 << 23, 1 << 21, 1 << 21), (2, 3), "float8_e4m3fn"), three),
-    back=(fp8_attention.values_of(1 << 23, (8, 3), "bfloat16"), back),
+from tests.kernels.compile_cases import VALUES, count, ptx_of
+from tests.kernels.conversion_compile import attention_casts
+from transformer_engine.common.kernels import packed_sequences
+launches = {{name: (launch, pointers) for name, launch, pointers in attention_casts()}} | dict(
     tail=(packed_sequences.zero_padding_launch(4096, 4096, 8), dict(x=VALUES, starts="*i32")),
 )
 facts = {{}}
@@ -54,7 +50,7 @@ print(json.dumps(facts))
 def test_kernels_compile_for_hopper_and_casts_saturate():
     code = COMPILE.format(root=str(HERE.parents[1]), here=str(HERE))
     facts = json.loads(programs.output(["-W", "ignore", "-c", code], HERE, os.environ, 300).splitlines()[-1])
-    assert sorted(facts) == ["back", "tail", "three"]
+    assert sorted(facts) == ["tail", "three", "values"]
     for shared, unsaturated, double in facts.values():
         assert shared < 48 * 1024
         assert unsaturated == double == 0

@@ -90,9 +90,13 @@ def test_a_start_that_differs_from_its_record_is_rejected(fault):
 class TestProgram:
     def steps(self):
         from transformer_engine.common.kernels import column_sums
+        from transformer_engine.common.kernels.machine import Machine
         from transformer_engine.common.kernels.program import Program, ProgramStep
 
-        strips, total = column_sums.column_sums((128, 64), 64), column_sums.sum_columns((2, 64), "float32")
+        strips, total = (
+            column_sums.column_sums((128, 64), 64, Machine(3, 1 << 16, 2)),
+            column_sums.sum_columns((2, 64), "float32"),
+        )
         return Program, ProgramStep, strips, total
 
     def test_a_step_reads_only_inputs_and_earlier_results(self):

@@ -56,6 +56,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
+from transformer_engine.common.kernels.machine import Machine
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
@@ -64,6 +65,7 @@ HALF, FLOAT, CODES, BYTES, INDEX, ADDRESS = "*bf16", "*fp32", "*fp8e4nv", "*u8",
 SHAPE = (512, 1024)
 EVERY_COMBINATION = "--all" in sys.argv
 CONSTANTS = (7.0, 1.7, 1.0)
+MACHINE = Machine(3, 1 << 17, 2)
 BLOCKS = block_cast.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 
@@ -74,9 +76,13 @@ def casts() -> Iterator[Case]:
     yield "cast, measured before", cast.cast(SHAPE, E4M3, True, False, follows=True), (HALF, None, FLOAT)
     yield "cast both", cast.cast(SHAPE, E4M3, True, True, records=True), (HALF, FLOAT, FLOAT)
     yield "cast columns", cast.cast(SHAPE, E4M3, False, True), (HALF, None, FLOAT)
-    yield "rows", block_cast.row_blocks(SHAPE, E4M3, True, False, processors=3, **SCALES), (HALF,)
-    yield "rows and columns", block_cast.row_blocks(SHAPE, E4M3, True, True, processors=3, **SCALES), (HALF,)
-    yield "columns", block_cast.row_blocks(SHAPE, E4M3, False, True, processors=3, **SCALES), (HALF,)
+    yield "rows", block_cast.row_blocks(SHAPE, E4M3, True, False, machine=MACHINE, **SCALES), (HALF,)
+    yield (
+        "rows and columns",
+        block_cast.row_blocks(SHAPE, E4M3, True, True, machine=MACHINE, **SCALES),
+        (HALF,),
+    )
+    yield "columns", block_cast.row_blocks(SHAPE, E4M3, False, True, machine=MACHINE, **SCALES), (HALF,)
     yield "squares", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), (HALF,)
     yield "squares of rows", block_cast.square_blocks(SHAPE, E4M3, True, False, **SCALES), (HALF,)
     yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), (HALF,)
@@ -120,8 +126,8 @@ def activations() -> Iterator[Case]:
         yield f"{name} backward blocks", launch, (HALF, HALF)
     yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
     yield from _statistics()
-    yield "column sums", column_sums.column_sums(SHAPE, SHAPE[1]), (HALF,)
-    yield "column sums and maximum", column_sums.column_sums(SHAPE, SHAPE[1], measures=True), (HALF,)
+    yield "column sums", column_sums.column_sums(SHAPE, SHAPE[1], MACHINE), (HALF,)
+    yield "column sums and maximum", column_sums.column_sums(SHAPE, SHAPE[1], MACHINE, measures=True), (HALF,)
 
 
 def _statistics() -> Iterator[Case]:

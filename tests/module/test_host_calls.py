@@ -16,7 +16,7 @@ MOST = {
     "linear/delayed/fb": 114,
     "linear/current/fb": 69,
     "linear/block/fb": 64,
-    "linear_bias/current/f": 50,
+    "linear_bias/current/f": 51,
     "layernorm_linear/delayed/fb": 116,
     "layernorm_mlp/current/fb": 82,
     "layernorm_mlp/block/fb": 74,

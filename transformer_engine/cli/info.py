@@ -21,7 +21,13 @@ from .._version import __version__
 from ..common import optional
 from ..common.dispatch import LATER
 from ..common.hardware import NO_GPU, Hardware
-from ..pytorch.runtime.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
+from ..pytorch.runtime.device import (
+    cuda_version,
+    current_hardware,
+    get_cudnn_version,
+    get_device_compute_capability,
+    has_cuda,
+)
 from .survey import Survey, survey
 
 # Distribution name, and the sentence for a machine without it.
@@ -36,12 +42,16 @@ LIBRARIES = {
 
 @dataclass(frozen=True)
 class MachineReport:
-    """The device and the libraries; a missing version is a sentence on its installation."""
+    """The device and the libraries; a missing version is a sentence on its installation.
+
+    `hardware` is the device's row in the table of hardware; empty without a GPU.
+    """
 
     version: str
     python: str
     device: str
     capability: str
+    hardware: dict[str, Any]
     memory: str
     libraries: dict[str, str]
     jax: JaxMachine
@@ -84,11 +94,13 @@ def machine() -> MachineReport:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         device, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
         capability = ".".join(map(str, get_device_compute_capability()))
+        hardware = asdict(current_hardware())
     else:
         count = torch.get_num_threads()
         device = f"CPU ({platform.machine()}, {count} thread{'s' if count > 1 else ''})"
         memory = _host_memory()
         capability = "none: torch finds no CUDA device"
+        hardware = {}
     versions = {name: _version(name, sentence) for name, sentence in LIBRARIES.items()}
     versions["torch"] = str(
         torch.__version__
@@ -98,7 +110,9 @@ def machine() -> MachineReport:
     # JAX makes the last GPU that it finds the current device of the thread.
     with torch.cuda.device(torch.cuda.current_device()) if has_cuda() else nullcontext():
         of_jax = jax_machine()
-    return MachineReport(__version__, platform.python_version(), device, capability, memory, versions, of_jax)
+    return MachineReport(
+        __version__, platform.python_version(), device, capability, hardware, memory, versions, of_jax
+    )
 
 
 def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
@@ -144,6 +158,7 @@ def _print_machine(console: Console, described: MachineReport) -> None:
         "device": described.device,
         "memory": described.memory,
         "compute capability": described.capability,
+        "table of hardware": _row(described.hardware),
         "python": described.python,
         **described.libraries,
         **described.jax.versions,
@@ -153,6 +168,17 @@ def _print_machine(console: Console, described: MachineReport) -> None:
     for name, value in rows.items():
         table.add_row(name, escape(value))
     console.print(table)
+
+
+def _row(hardware: Mapping[str, Any]) -> str:
+    """Return a row of the table of hardware as text."""
+    if not hardware:
+        return "none: operations run on the CPU"
+    like = f", treated as {hardware['likeness']}" if hardware["likeness"] else ""
+    gpus = f" ({', '.join(hardware['gpus'])})" if hardware["gpus"] else ""
+    return (
+        f"{hardware['vendor']} {hardware['architecture']}{gpus}{like}: {', '.join(hardware['capabilities'])}"
+    )
 
 
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:

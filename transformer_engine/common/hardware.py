@@ -13,7 +13,11 @@ products on each row.
 from __future__ import annotations
 
 import functools
+import re
+import shutil
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 Capability = Literal[
@@ -30,6 +34,7 @@ Capability = Literal[
     "hopper instructions",  # wgmma, for kernels in Gluon
     "tensor memory",  # tcgen05: products of at least 128 rows; accumulators and scales in tensor memory
     # Casts.
+    "cast kernels",  # kernels that round to FP8 and FP4 codes, by an instruction or by integer arithmetic
     "fp8 casts",  # float32 to FP8 in one instruction, which rounds once
     "triton fp8 casts",  # the same, as Triton's own conversion
     "fp4 casts",
@@ -41,10 +46,17 @@ Capability = Literal[
     "cudnn attention",
     "cudnn packed attention",  # THD with deterministic gradients, and through jax.nn
     "cudnn fp8 attention",
+    "cudnn deterministic attention",  # gradients of equal bits in every run
+    "cudnn cached attention",  # keys and values of earlier steps
+    "cudnn ragged statistics",  # logarithms of packed sequences without padding, which gradients read
+    "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
+    "cudnn fp8 gradients of all heads",  # head sizes other than 128
     "torch cudnn attention",
     "torch flash attention",
     "flash attention 3",
     "flash attention 4",
+    "early flash attention 4",  # releases before 4.0.0b36
+    "flash attention 4 of a cache",
     "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
     # Availability of the original's recipes.
     "bf16 recipe",
@@ -69,9 +81,11 @@ class Hardware:
         shared_memory: Bytes of shared memory that one program may use.
         threads: Threads of a multiprocessor.
         tensor_memory: Columns of tensor memory of 128 x 32 bits; 0 without tensor memory.
+        cudnn: First version of cuDNN whose attention supports it; zeros for all versions that the package supports.
         scaled_dot: First version of Triton whose tl.dot_scaled becomes the native instruction.
         backward_head: Largest head size of cuDNN's attention gradient.
         likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
+        remark: Why it lacks the formats of recipes, for messages.
     """
 
     vendor: str
@@ -83,7 +97,9 @@ class Hardware:
     tensor_memory: int = 0
     backward_head: int = 0
     scaled_dot: tuple[int, int] = (3, 6)
+    cudnn: tuple[int, int, int] = (0, 0, 0)
     likeness: str = ""
+    remark: str = ""
 
     def has(self, capability: Capability) -> bool:
         """Return whether the architecture has a capability."""
@@ -113,9 +129,19 @@ class Hardware:
 
 
 _ANY = frozenset({"triton kernels", "bf16 products"})
-_AMPERE = _ANY | {"bf16 recipe", "cudnn attention", "torch flash attention"}
-_ADA = _AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}
+_AMD_ANY = _ANY | {"bf16 recipe"}
+_AMPERE = _ANY | {
+    "cast kernels",
+    "bf16 recipe",
+    "cudnn attention",
+    "torch flash attention",
+    "cudnn deterministic attention",
+    "cudnn cached attention",
+    "cudnn ragged statistics",
+}
+_ADA = (_AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}) - {"cudnn cached attention"}
 _AFTER_ADA = _ADA | {
+    "cudnn cached attention",
     "triton fp8 casts",
     "dependent launch",
     "copy engine",
@@ -127,8 +153,11 @@ _HOPPER = _AFTER_ADA | {
     "fp8 block products",
     "hopper instructions",
     "cudnn fp8 attention",
+    "cudnn gradients of equal wide heads",
     "flash attention 3",
     "flash attention 4",
+    "early flash attention 4",
+    "flash attention 4 of a cache",
     "flash attention 4 of wide heads",
 }
 _BLACKWELL = _AFTER_ADA | {
@@ -137,15 +166,26 @@ _BLACKWELL = _AFTER_ADA | {
     "fp4 casts",
     "fp8 products in all layouts by xla",
     "nvfp4 recipe",
+    "flash attention 4",
 }
 _DATA_CENTER = _BLACKWELL | {
+    "flash attention 4 of a cache",
     "fp8 products in all layouts",
     "mxfp8 products in all layouts",
     "tensor memory",
     "mxfp8 recipe",
 }
-_B200 = _DATA_CENTER | {"flash attention 4", "stochastic casts"}
-_WORKSTATION = _BLACKWELL | {"current scaling by default"}
+_B200 = _DATA_CENTER | {
+    "early flash attention 4",
+    "stochastic casts",
+    "cudnn fp8 attention",
+    "cudnn fp8 gradients of all heads",
+}
+_WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
+    "cudnn deterministic attention",
+    "cudnn cached attention",
+    "cudnn ragged statistics",
+}
 
 _SMALL, _LARGE = 101376, 232448  # bytes of shared memory
 
@@ -159,10 +199,11 @@ def _nvidia(
     tensor_memory: int = 0,
     backward_head: int = 256,
     scaled_dot: tuple[int, int] = (3, 6),
+    cudnn: tuple[int, int, int] = (0, 0, 0),
 ) -> Hardware:
     names = tuple(sorted(capabilities))
     sizes = shared_memory, threads, tensor_memory, backward_head
-    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot)
+    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot, cudnn)
 
 
 ROWS: tuple[Hardware, ...] = (
@@ -181,18 +222,45 @@ ROWS: tuple[Hardware, ...] = (
     _nvidia("9.0", ("H100", "H200", "H800", "H20", "GH200"), _HOPPER, _LARGE, 2048),
     _nvidia("10.0", ("B200", "GB200"), _B200, _LARGE, 2048, 512),
     _nvidia("10.3", ("B300", "GB300"), _B200, _LARGE, 2048, 512),
-    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512),
+    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512, backward_head=128),
     _nvidia(
         "12.0",
         ("RTX 5090", "RTX 5080", "RTX 5070", "RTX 5060", "RTX PRO 6000", "RTX PRO 5000", "RTX PRO 4500"),
         _WORKSTATION,
         _SMALL,
         1536,
+        backward_head=128,
+        cudnn=(9, 18, 1),
     ),
-    _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, scaled_dot=(3, 8)),
-    # gfx942 has other FP8 codes (fnuz) than every recipe, and no kernel of this package was run on either.
-    Hardware("amd", "gfx942", ("MI300X", "MI300A", "MI325X"), tuple(_ANY), 64 << 10, 2048),
-    Hardware("amd", "gfx950", ("MI350X", "MI355X"), tuple(_ANY), 160 << 10, 2048),
+    _nvidia(
+        "12.1",
+        ("DGX Spark", "GB10"),
+        _WORKSTATION,
+        _SMALL,
+        1536,
+        backward_head=128,
+        scaled_dot=(3, 8),
+        cudnn=(9, 18, 1),
+    ),
+    # No kernel of this package was run on either.
+    Hardware(
+        "amd",
+        "gfx942",
+        ("MI300X", "MI300A", "MI325X"),
+        tuple(sorted(_AMD_ANY)),
+        64 << 10,
+        2048,
+        remark="its FP8 codes (fnuz) differ from those of the recipes",
+    ),
+    Hardware(
+        "amd",
+        "gfx950",
+        ("MI350X", "MI355X"),
+        tuple(sorted(_AMD_ANY)),
+        160 << 10,
+        2048,
+        remark="no kernel of FP8 codes was run on it",
+    ),
 )
 NO_GPU = Hardware("none", "")
 TABLE: dict[tuple[str, str], Hardware] = {(row.vendor, row.architecture): row for row in (*ROWS, NO_GPU)}
@@ -272,6 +340,21 @@ def is_older(row: Hardware, other: Hardware) -> bool:
     return _version(row.architecture or "0.0") < _version(other.architecture)
 
 
+@functools.cache
+def driver_version() -> str | None:
+    """Version of NVIDIA's driver, such as "580.65.06"; None without a driver."""
+    kernel = Path("/proc/driver/nvidia/version")
+    if kernel.is_file():
+        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text(encoding="utf-8"))
+        return version.group(1) if version else "of unknown version"
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
 def _contains(words: list[str], part: list[str]) -> bool:
     return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))
 
@@ -285,10 +368,14 @@ def _version(architecture: str) -> tuple[int, int]:
 def _reason(row: Hardware, capability: Capability) -> str:
     if row is NO_GPU:
         return f"there is no GPU, which {capability} need"
-    having = rows_with(capability)
-    first, last = having[0].architecture, having[-1].architecture
-    if having[-1] is _NVIDIA[-1]:
-        places = f"{first} and higher"
+    having = [each.architecture for each in rows_with(capability)]
+    every = [each.architecture for each in _NVIDIA]
+    begin, end = every.index(having[0]), every.index(having[-1]) + 1
+    if having != every[begin:end]:
+        places = f"{', '.join(having[:-1])} and {having[-1]}"
+    elif end == len(every):
+        places = f"{having[0]} and higher"
     else:
-        places = first if first == last else f"{first} to {last}"
-    return f"{row.title} has no {capability}; NVIDIA GPUs of compute capability {places} have"
+        places = having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
+    remark = f" ({row.remark})" if row.remark and capability.startswith(("fp", "mxfp8", "nvfp4")) else ""
+    return f"{row.title} has no {capability}{remark}; NVIDIA GPUs of compute capability {places} have"

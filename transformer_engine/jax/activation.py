@@ -11,7 +11,7 @@ from jax import Array
 
 from ..common.checks import described
 from .checks import check_optional, check_values
-from .explicit_axes import distinct, explicit_entries, with_automatic_axes
+from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
 from .products import quantized_identity
 from .quantize.quantizers import Quantizer
@@ -55,7 +55,7 @@ def activation(
     params = ActivationParams.of(act_params)
     y: Any = with_automatic_axes(
         lambda x: _activation(x, names, params), x,
-        out=lambda: distinct((*explicit_entries(x)[:-2], explicit_entries(x)[-1])),
+        out=lambda: unique_axes((*explicit_entries(x)[:-2], explicit_entries(x)[-1])),
     )  # fmt: skip
     return y if quantizer is None else quantized_identity(y, quantizer)
 

@@ -14,7 +14,7 @@ from ..common.checks import switch
 from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
 from .code_bits import bits_to_codes, codes_to_bits
 from .collective import CollectiveOpSet, noop_collective_op_set
-from .explicit_axes import distinct, explicit_entries, with_automatic_axes
+from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .grouped_dense import grouped_dense
 from .products import (
     biased,
@@ -140,8 +140,8 @@ def product_of(
     y, passed = with_automatic_axes(
         functools.partial(_product, source, contracted), given, kernel, quantizer_set,
         out=lambda: (
-            distinct((*explicit_entries(given[0])[:-contracted], *explicit_entries(kernel)[contracted:])),
-            tuple(distinct(explicit_entries(x)) for x in source.passed(given)),
+            unique_axes((*explicit_entries(given[0])[:-contracted], *explicit_entries(kernel)[contracted:])),
+            tuple(unique_axes(explicit_entries(x)) for x in source.passed(given)),
         ),
     )  # fmt: skip
     store_returned_input(passed)

@@ -1,8 +1,8 @@
-"""Mesh axes of the type Explicit: functions of this package run with all axes automatic.
+"""Computation under Explicit mesh axes, which this package treats as Auto axes.
 
-With Explicit axes, the default of `jax.make_mesh`, the sharding of an array is part of its type, and JAX rejects a
-product whose contracted axes are sharded, as those of a weight gradient are. XLA places such products by itself over
-Auto axes.
+With Explicit axes, the default of `jax.make_mesh`, the sharding of an array is part of its type. JAX then rejects a
+product whose contracted axes are sharded, such as a weight gradient. Over Auto axes, XLA chooses the sharding of the
+product and inserts the sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_automatic_axes(function: Callable[..., Any], *args: Any, out: Callable[
     Args:
         function: The function.
         *args: Its arguments.
-        out: Returns the specs of the results over Explicit axes, a pytree; called only if the mesh has such axes.
+        out: Computes the specs of the results over Explicit axes, a pytree; called only if the mesh has such axes.
     """
     axes = explicit_axes()
     if not axes:
@@ -43,7 +43,7 @@ def with_automatic_axes(function: Callable[..., Any], *args: Any, out: Callable[
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out())(*args)
 
 
-def distinct(entries: Sequence[Entry]) -> PartitionSpec:
+def unique_axes(entries: Sequence[Entry]) -> PartitionSpec:
     """Return a spec in which each mesh axis occurs once, at its first entry."""
     seen: set[str] = set()
     spec: list[Entry] = []

@@ -22,7 +22,7 @@ from .checks import (
     check_values,
 )
 from .code_bits import bits_to_codes, codes_to_bits
-from .explicit_axes import distinct, explicit_entries, with_automatic_axes
+from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import (
     GroupedNoScaleTensor,
@@ -125,7 +125,7 @@ def product(
     values, quantizer_set = align_mesh_axes(values, quantizer_set)
     return with_automatic_axes(
         lambda *arrays: _grouped_dense(*arrays, spec), *values, quantizer_set,
-        out=lambda: distinct((explicit_entries(values[0])[0], explicit_entries(values[1])[2])),
+        out=lambda: unique_axes((explicit_entries(values[0])[0], explicit_entries(values[1])[2])),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from ..common.checks import described, switch
 from ..common.checks import epsilon as check_epsilon
 from .checks import check_optional, check_shaped, check_values
-from .explicit_axes import distinct, explicit_entries, with_automatic_axes
+from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .primitives.norm import norm_backward, norm_forward
 from .products import quantized_identity
 from .quantize.quantizers import Quantizer
@@ -64,7 +64,7 @@ def layernorm(
     options = (name == "layernorm", zero_centered_gamma, float(epsilon), passes)
     y, passed = with_automatic_axes(
         lambda *arrays: _norm(*arrays, *options), x, gamma, beta,
-        out=lambda: ((spec := distinct(explicit_entries(x))), (spec,) * passes),
+        out=lambda: ((spec := unique_axes(explicit_entries(x))), (spec,) * passes),
     )  # fmt: skip
     store_returned_input(passed)
     return y if quantizer is None else quantized_identity(y, quantizer)

@@ -15,6 +15,7 @@ from ..common.checks import described, number, switch, text_or_none, whole
 from .activation import activation, check_activation
 from .checks import check_axis_names, check_floating, check_instance, check_values
 from .ep import EpConfig, dispatched, returned
+from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .grouped_dense import RowsSpec, checked_kernel, plus_bias, product
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
 from .quantize.grouped import GroupedQuantizer, group_of_rows
@@ -193,40 +194,64 @@ def moe(
     for axis in data_parallelism_axes:
         check_axis("data_parallelism_axes", axis)
     dtype = None if dtype is None else check_floating("dtype", dtype)
-    x = with_sharding_constraint_by_logical_axes(x if dtype is None else x.astype(dtype), input_axes or None)
-    routing = Routing(
-        num_experts, num_experts_per_tok, use_pre_softmax, num_groups, group_topk, float(scaling_factor),
-        score_function, float(aux_loss_coeff),
-    )  # fmt: skip
-    experts = Experts(activation_type, apply_topk_weights_early, quantizer_sets)
-    gate_kernel = with_sharding_constraint_by_logical_axes(gate_kernel, gate_kernel_axes or None)
-    params = {
-        "wi_0": wi_0, "wi_1": wi_1, "wo": wo, "wi_0_bias": wi_0_bias, "wi_1_bias": wi_1_bias, "wo_bias": wo_bias,
-    }  # fmt: skip
     devices = get_mesh_axis_size(ep_axis)
-    if devices == 1:
-        from flax import linen
-
-        for name, axes in (("wi_0", wi_kernel_axes), ("wi_1", wi_kernel_axes), ("wo", wo_kernel_axes)):
-            if {axis for axis, _ in linen.get_logical_axis_rules()} & set(axes):
-                params[name] = with_sharding_constraint_by_logical_axes(params[name], axes)
-        tokens = x.reshape(-1, x.shape[-1])
-        logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
-        slots = tokens.shape[0] * routing.topk
-        rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
-        assert row_weights is not None
-        made = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
-        y = token_combine(made, row_id_map, None if experts.weights_early else weights, pads)
-        return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
-    assert ep_axis is not None
     if num_experts % devices:
         raise ValueError(
             f"ep_axis={ep_axis!r} has {devices} devices, which do not divide num_experts={num_experts}"
         )
-    return _on_several_devices(
-        x, gate_kernel, expert_bias, params, routing, experts,
-        EpConfig(num_experts, devices, ep_axis), tuple(data_parallelism_axes),
+    routing = Routing(
+        num_experts, num_experts_per_tok, use_pre_softmax, num_groups, group_topk, float(scaling_factor),
+        score_function, float(aux_loss_coeff),
     )  # fmt: skip
+    params = {
+        "wi_0": wi_0, "wi_1": wi_1, "wo": wo, "wi_0_bias": wi_0_bias, "wi_1_bias": wi_1_bias, "wo_bias": wo_bias,
+    }  # fmt: skip
+    names = {"wi_0": wi_kernel_axes, "wi_1": wi_kernel_axes, "wo": wo_kernel_axes}
+
+    def mixture(x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any) -> Any:
+        x = with_sharding_constraint_by_logical_axes(
+            x if dtype is None else x.astype(dtype), input_axes or None
+        )
+        gate_kernel = with_sharding_constraint_by_logical_axes(gate_kernel, gate_kernel_axes or None)
+        experts = Experts(activation_type, apply_topk_weights_early, sets)
+        if ep_axis is None or devices == 1:
+            return _on_one_device(x, gate_kernel, bias, _constrained(params, names), routing, experts)
+        cfg = EpConfig(num_experts, devices, ep_axis)
+        return _on_several_devices(
+            x, gate_kernel, bias, params, routing, experts, cfg, tuple(data_parallelism_axes)
+        )
+
+    replicated = PartitionSpec()
+    return with_automatic_axes(
+        mixture, x, gate_kernel, expert_bias, params, tuple(quantizer_sets),
+        out=lambda: (unique_axes(explicit_entries(x)), replicated if routing.aux_loss_coeff else None, replicated),
+    )  # fmt: skip
+
+
+def _constrained(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, Any]:
+    """Constrain the kernels of experts that have a logical axis with a rule of Flax."""
+    from flax import linen
+
+    ruled = {axis for axis, _ in linen.get_logical_axis_rules()}
+    return params | {
+        name: with_sharding_constraint_by_logical_axes(params[name], axes)
+        for name, axes in names.items()
+        if ruled & set(axes)
+    }
+
+
+def _on_one_device(
+    x: Array, gate_kernel: Array, expert_bias: Array | None, params: Any, routing: Routing, experts: Experts
+) -> tuple[Array, Array | None, Array]:
+    """Choose experts for all tokens, and compute the experts without an exchange of tokens."""
+    tokens = x.reshape(-1, x.shape[-1])
+    logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
+    slots = tokens.shape[0] * routing.topk
+    rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
+    assert row_weights is not None
+    outputs = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
+    y = token_combine(outputs, row_id_map, None if experts.weights_early else weights, pads)
+    return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
 
 
 def _routed(

@@ -16,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .code_bits import bits_to_codes, codes_to_bits
-from .explicit_axes import distinct, explicit_entries, with_automatic_axes
+from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .primitives.operand import Operand
 from .products import (
     biased,
@@ -62,8 +62,8 @@ def quantized_mlp(
     y, passed = with_automatic_axes(
         functools.partial(_mlp, spec), *values, sets,
         out=lambda: (
-            distinct((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
-            tuple(distinct(explicit_entries(one)) for one in spec.source.passed(values[0])),
+            unique_axes((*explicit_entries(x)[:-1], *explicit_entries(last)[1:])),
+            tuple(unique_axes(explicit_entries(one)) for one in spec.source.passed(values[0])),
         ),
     )  # fmt: skip
     store_returned_input(passed)

@@ -25,6 +25,7 @@ from .blocks import reusable
 from .checks import check_array, check_axis_names
 from .explicit_axes import explicit_axes, explicit_entries
 
+_PREFIX = "nvte_"  # of the logical axis names of this module
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
 SEQLEN_TP_AXES = "nvte_seqlen_tp"
@@ -321,10 +322,10 @@ def _constrained(x: Array, sharding: NamedSharding) -> Array:
 def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequence[str]) -> PartitionSpec:
     """Return the part of a spec over Explicit axes; an unconstrained axis keeps its current entry."""
     entries: list[Any] = []
-    for entry, now in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
+    for entry, unchanged in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
         names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name in explicit)
-        entries.append(now if entry is PartitionSpec.UNCONSTRAINED else kept or None)
+        axes = tuple(name for name in names if name in explicit)
+        entries.append(unchanged if entry is PartitionSpec.UNCONSTRAINED else axes or None)
     return PartitionSpec(*entries)
 
 
@@ -365,13 +366,17 @@ def with_sharding_constraint_by_logical_axes(
     """Return x, sharded by the names of its axes: by Flax's axis rules, or by the names of this module.
 
     None or () has no effect, and neither has any name if all axes of the mesh are manual (shard_map, pmap). Without
-    Flax rules, names of this module are mapped with a DeprecationWarning, and axes with other names, such as those of
-    Flax's layers, are not sharded. With Flax rules, an axis whose name has no rule is not sharded, which a warning
-    reports once per name.
+    Flax rules, names of this module are mapped with a DeprecationWarning, and axes with other names, such as "embed" of
+    the layers' defaults, are not sharded. With Flax rules, an axis whose name has no rule is not sharded, which a
+    warning reports once per name.
 
     Args:
         x: The array.
         logical_axis_names: One name, or None, per axis of `x`.
+
+    Raises:
+        ValueError: Without Flax rules, a name that begins with "nvte_" is not one of this module, or no MeshResource is
+            active.
     """
     if logical_axis_names is None:
         return x
@@ -395,11 +400,15 @@ def with_sharding_constraint_by_logical_axes(
             # As flax.linen.with_logical_constraint does in a program; a spec without axes replicates the array.
             return _constrained(x, NamedSharding(mesh, spec))
         return with_sharding_constraint(x, spec)
-    if mesh is None:
+    names = [name for name in logical_axis_names if name is not None and name.startswith(_PREFIX)]
+    if mesh is None or not names:
         return x
     ours = get_sharding_map_logic_axis_to_mesh_axis()
-    if not any(name in ours for name in logical_axis_names):
-        return x
+    if misspelled := [name for name in names if name not in ours]:
+        raise ValueError(
+            f"logical_axis_names={tuple(logical_axis_names)} has {', '.join(misspelled)}, which no rule of Flax and no "
+            f"name of transformer_engine.jax.sharding matches; give a rule, or one of {', '.join(ours)}"
+        )
     warnings.warn(
         "axis names of transformer_engine.jax without Flax axis rules are deprecated; enter "
         "flax.linen.logical_axis_rules(te.flax.extend_logical_axis_rules(()))",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.formats import E4M3, FLOAT32_MAX
+from ...common.kernels.machine import Machine
 
 if TYPE_CHECKING:
     from ...common.kernels.launch import Launch
@@ -115,7 +116,7 @@ def _launch(
             E4M3,
             True,
             True,
-            processors=limits.processors,
+            machine=Machine(limits.processors, limits.shared_memory, 2),
             **SCALES,  # pyright: ignore
         )
         return launch, (x,)

@@ -311,10 +311,28 @@ def as_dict(findings: list[Finding]) -> dict[str, object]:
     return {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 
-def main(arguments: list[str]) -> int:
-    """Run `te doctor` without the libraries of the command line: only the option --json."""
-    unknown = [argument for argument in arguments if argument != "--json"]
-    if unknown:
-        print(f"error: te doctor has no option {unknown[0]}; its only option is --json", file=sys.stderr)
+def run_self_test(as_json: bool) -> int:
+    """Run the self-test, print its report and return the exit code: 1 if a backend differs from the reference."""
+    if (reason := optional.failure("torch")) is not None:
+        print(
+            f"error: the self-test needs torch: {reason}; {optional.install_command('pytorch')}",
+            file=sys.stderr,
+        )
         return 2
+    from ...pytorch.inspect.self_test import self_test
+
+    test = self_test(progress=lambda path: print(f"testing {path}", file=sys.stderr, flush=True))
+    print(json.dumps(test.as_dict(), indent=2) if as_json else test.report())
+    return 1 if test.failed else 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run `te doctor` without the libraries of the command line: only the options --json and --self-test."""
+    unknown = [argument for argument in arguments if argument not in ("--json", "--self-test")]
+    if unknown:
+        words = f"te doctor has no option {unknown[0]}; its options are --json and --self-test"
+        print(f"error: {words}", file=sys.stderr)
+        return 2
+    if "--self-test" in arguments:
+        return run_self_test("--json" in arguments)
     return run("--json" in arguments)

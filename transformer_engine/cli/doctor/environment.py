@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from ..._version import __version__
 from ...common import env, optional
-from ...common.hardware import NO_GPU, Hardware
+from ...common.hardware import NO_GPU, Hardware, driver_version
 
 T = TypeVar("T")
 
@@ -133,7 +131,7 @@ def gather() -> Installation:
         copies=tuple(copies),
         extension=None if extension is None else extension.origin,
         failures=failures,
-        driver=_driver(),
+        driver=driver_version(),
         gpu=gpu or Gpu(),
         jax_devices=jax_devices or (),
         variables=_variables(),
@@ -182,19 +180,6 @@ def _jax_devices() -> tuple[str, ...]:
     import jax
 
     return tuple(sorted({device.platform for device in jax.devices()}))
-
-
-def _driver() -> str | None:
-    kernel = Path("/proc/driver/nvidia/version")
-    if kernel.is_file():
-        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text(encoding="utf-8"))
-        return version.group(1) if version else "of unknown version"
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
 
 
 def _variables() -> str | None:

@@ -12,9 +12,10 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
+from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
 from .norm import maximum_before, multiplier_of, record_maximum
-from .rounding import magnitude_bits
+from .rounding import magnitude_bits, to_codes
 
 
 @triton.jit
@@ -35,6 +36,7 @@ def _emit(
     factor,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Store the tile whose rows 2 half and 2 half + 1 are `even` and `odd`; return the int32 bits of its magnitudes.
 
@@ -45,12 +47,12 @@ def _emit(
         _store(y + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, odd, EVEN)
     if codes is not None:
         element = codes.dtype.element_ty
-        narrow = (even.to(tl.float32) * factor).to(element)
+        narrow = to_codes(even.to(tl.float32) * factor, element, CONVERSION)
         _store(codes + shift, M, width, stride, first_m, first_n, half * 2, column, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * factor).to(element)
+        narrow = to_codes(odd.to(tl.float32) * factor, element, CONVERSION)
         _store(codes + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, narrow, EVEN)
     if codes_t is not None:
-        pairs = (tl.join(even, odd).to(tl.float32) * factor).to(codes_t.dtype.element_ty)
+        pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
         rows_of_half = codes_t + tl.cast(shift, tl.int64) * M
         tile.store_pairs_transposed(
             rows_of_half, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN
@@ -110,6 +112,7 @@ def forward_kernel(
     BAND: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute a tile of y [M, width]."""
     program = tl.program_id(0)
@@ -141,7 +144,7 @@ def forward_kernel(
     )
     bits = _emit(
         even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, factor,
-        PAIRS, EVEN,
+        PAIRS, EVEN, CONVERSION,
     )  # fmt: skip
     if amax is not None:  # every curve maps the 0 outside of the matrix to 0
         record_maximum(amax, tl.max(bits), known)
@@ -206,6 +209,7 @@ def backward_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
     TILES: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute a strip of TILES tiles of dx [M, width], and if gated the same strip of the second half of dx.
 
@@ -235,14 +239,14 @@ def backward_kernel(
         )  # fmt: skip
         bits = _emit(
             even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, factor,
-            PAIRS, EVEN,
+            PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
         if workspace is not None:
             sums += even.to(tl.float32) + odd.to(tl.float32)
         if GATED:
             beside = _emit(
                 even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
-                factor, PAIRS, EVEN,
+                factor, PAIRS, EVEN, CONVERSION,
             )  # fmt: skip
             bits = tl.maximum(bits, beside)
             if workspace is not None:
@@ -286,7 +290,7 @@ def forward(
     if measures:
         outputs = (_MEASURED, *outputs)
     scalars = (*shape, x_stride, *constants)
-    fixed = (CURVES[name], gated, zero_is_one, *tiling)
+    fixed = (CURVES[name], gated, zero_is_one, *tiling, NATIVE)
     recorded = () if measures else (2,)
     return Launch(forward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
 
@@ -321,7 +325,7 @@ def backward(
     )
     curve = "identity" if name == "identity" else CURVES[name]
     scalars = (*shape, *strides, *constants)
-    fixed = (curve, gated, zero_is_one, *tiling, tile[3])
+    fixed = (curve, gated, zero_is_one, *tiling, tile[3], NATIVE)
     recorded = () if measures else (3,)
     return Launch(backward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
 

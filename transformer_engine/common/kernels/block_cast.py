@@ -10,8 +10,10 @@ import triton.language as tl
 
 from ..formats import Element, ceil_div
 from . import tile
+from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
-from .rounding import as_float, magnitude_bits, scale_from_amax
+from .machine import MEASURED_MEMORY, Machine
+from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
 
 _WIDTH = 128
 WIDTH = tl.constexpr(_WIDTH)
@@ -33,11 +35,12 @@ def _row_blocks(
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Store codes and scales of the given rows of a tile; every row is one block."""
     amax = as_float(tl.max(magnitude_bits(values), 1))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-    narrow = (values.to(tl.float32) * multiplier[:, None]).to(codes.dtype.element_ty)
+    narrow = to_codes(values.to(tl.float32) * multiplier[:, None], codes.dtype.element_ty, CONVERSION)
     tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
     tile.store(scale + (first_k // WIDTH * M + first_m) + rows, decode, first_m + rows < M, EVEN)
 
@@ -62,6 +65,7 @@ def tile_blocks(
     VALUE_FOR_INF: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Store 1 x 128 blocks of a tile whose rows 2 half and 2 half + 1 are `even` and `odd`, 0 outside of [M, K].
 
@@ -84,6 +88,7 @@ def tile_blocks(
             POWER_OF_TWO,
             VALUE_FOR_INF,
             EVEN,
+            CONVERSION,
         )
         _row_blocks(
             codes,
@@ -100,12 +105,17 @@ def tile_blocks(
             POWER_OF_TWO,
             VALUE_FOR_INF,
             EVEN,
+            CONVERSION,
         )
     if codes_t is not None:
         amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
         multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
         tile.store(scale_t + (first_m // WIDTH * K + first_k) + k, decode, first_k + k < K, EVEN)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]).to(codes_t.dtype.element_ty)
+        pairs = to_codes(
+            tl.join(even, odd).to(tl.float32) * multiplier[None, :, None],
+            codes_t.dtype.element_ty,
+            CONVERSION,
+        )
         tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
 
 
@@ -129,6 +139,7 @@ def tile_square(
     VALUE_FOR_INF: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Store the tile as one block of 128 x 128: scale [ceil(M/128), ceil(K/128)], scale_t is its transpose."""
     tile_m, tile_k = first_m // WIDTH, first_k // WIDTH
@@ -137,13 +148,13 @@ def tile_square(
     if codes is not None:
         tl.store(scale + tile_m * tl.cdiv(K, WIDTH) + tile_k, decode)
         element = codes.dtype.element_ty
-        narrow = (even.to(tl.float32) * multiplier).to(element)
+        narrow = to_codes(even.to(tl.float32) * multiplier, element, CONVERSION)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        narrow = to_codes(odd.to(tl.float32) * multiplier, element, CONVERSION)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
     if codes_t is not None:
         tl.store(scale_t + tile_k * tl.cdiv(M, WIDTH) + tile_m, decode)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        pairs = to_codes(tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION)
         tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
 
 
@@ -160,6 +171,7 @@ def row_block_kernel(
     VALUE_FOR_INF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize 1 x 128 blocks along the rows only; scale [ceil(K/128), M]."""
     program = tl.program_id(0)
@@ -184,6 +196,7 @@ def row_block_kernel(
         POWER_OF_TWO,
         VALUE_FOR_INF,
         EVEN,
+        CONVERSION,
     )
 
 
@@ -204,6 +217,7 @@ def both_blocks_kernel(
     STAGES: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize 1 x 128 blocks along the columns, and along the rows unless codes is None.
 
@@ -237,6 +251,7 @@ def both_blocks_kernel(
             VALUE_FOR_INF,
             PAIRS,
             EVEN,
+            CONVERSION,
         )
 
 
@@ -256,6 +271,7 @@ def square_block_kernel(
     BAND: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize 128 x 128 blocks; scale [ceil(M/128), ceil(K/128)], scale_t is its transpose."""
     tiles_m = tl.cdiv(M, WIDTH)
@@ -286,6 +302,7 @@ def square_block_kernel(
         VALUE_FOR_INF,
         PAIRS,
         EVEN,
+        CONVERSION,
     )
 
 
@@ -315,7 +332,7 @@ def row_blocks(
     power_of_two: bool,
     epsilon: float,
     value_for_inf: float,
-    processors: int,
+    machine: Machine,
 ) -> Launch:
     """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/128)], codes_t, scale_t [K, ceil(M/128)].
 
@@ -334,18 +351,21 @@ def row_blocks(
         block_m = 32
         tiles = (block_m, rows % block_m == 0 and depth % _WIDTH == 0)
         grid = (ceil_div(rows, block_m) * tiles_k, 1, 1)
-        return Launch(row_block_kernel, grid, by_rows, shape, (*steps, *tiles), warps=8)
+        return Launch(row_block_kernel, grid, by_rows, shape, (*steps, *tiles, NATIVE), warps=8)
     by_columns = (
         Output((depth, rows), dtype),
         Output((tiles_m, depth), "float32", transposed=True),
     )
     # H200, the same: two programs of 4 warps per processor, three tiles in flight, bands of 4: 0.1371 ms; without
-    # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4.
+    # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than
+    # an H200's has room for one program, whose 8 warps need no stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    programs = min(2 * processors, tiles_m * tiles_k)
-    tiles = (4, 3 if even else 1, rows % 2 == 0, even)
+    resident, warps = (2, 4) if machine.shared_memory >= MEASURED_MEMORY else (1, 8)
+    programs = min(resident * machine.processors, tiles_m * tiles_k)
+    stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1
+    tiles = (4, stages, rows % 2 == 0, even)
     return Launch(
-        both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, (*steps, *tiles), warps=4
+        both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, (*steps, *tiles, NATIVE), warps
     )
 
 
@@ -374,5 +394,5 @@ def square_blocks(
     # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892.
     band, warps = (4, 8) if columnwise else (1, 4)
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even)
+    constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even, NATIVE)
     return Launch(square_block_kernel, (tiles_m * tiles_k, 1, 1), outputs, shape, constants, warps)

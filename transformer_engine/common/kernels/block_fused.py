@@ -18,10 +18,11 @@ from . import tile
 from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
 from .block_cast import Blocks, tile_blocks, tile_square
+from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
+from .machine import Machine
 
 _WIDTH = 128
-_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
 WIDTH = tl.constexpr(_WIDTH)
 
 
@@ -30,16 +31,17 @@ def _emit(
     even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
     SQUARE: tl.constexpr, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):  # fmt: skip
     if SQUARE:
         tile_square(
             even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
     else:
         tile_blocks(
             even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
 
 
@@ -68,6 +70,7 @@ def forward_kernel(
     STAGES: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize the tiles of y [M, width]; programs share the tiles and load STAGES of them ahead."""
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -88,7 +91,7 @@ def forward_kernel(
         )  # fmt: skip
         _emit(
             even, odd, codes, scale, codes_t, scale_t, M, width, first_m, first_n, half, column,
-            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
 
 
@@ -120,6 +123,7 @@ def backward_kernel(
     STAGES: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize the tiles of dx [M, width], and if gated the same tiles of the second half of [M, 2 * width].
 
@@ -144,7 +148,7 @@ def backward_kernel(
         )  # fmt: skip
         _emit(
             even, odd, codes, scale, codes_t, scale_t, M, columns, first_m, first_n, half, column,
-            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
         if workspace is not None:
             sums = even.to(tl.float32) + odd.to(tl.float32)
@@ -152,19 +156,11 @@ def backward_kernel(
         if GATED:
             _emit(
                 even_b, odd_b, codes, scale, codes_t, scale_t, M, columns, first_m, first_n + width, half,
-                column, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+                column, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
             )  # fmt: skip
             if workspace is not None:
                 sums = even_b.to(tl.float32) + odd_b.to(tl.float32)
                 store_column_sums(workspace + width, sums, tile_m, columns, first_n, column, width)
-
-
-class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, and bytes read per element of a tile."""
-
-    processors: int
-    shared_memory: int
-    bytes_read: int
 
 
 class FusedPlan(NamedTuple):
@@ -197,7 +193,7 @@ def forward(
     plan = plan or _plan(name, blocks)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     scalars = (*shape, x_stride, *constants)
-    fixed = (CURVES[name], gated, blocks.square, *blocks.steps, *tiling)
+    fixed = (CURVES[name], gated, blocks.square, *blocks.steps, *tiling, NATIVE)
     return Launch(forward_kernel, grid, _outputs(shape, blocks), scalars, fixed, plan.warps)
 
 
@@ -225,7 +221,7 @@ def backward(
     sums = Output((ceil_div(rows, tiling[0]), columns), "float32") if sums_columns else None
     outputs = (*_outputs((rows, columns), blocks), sums)
     curve = "identity" if name == "identity" else CURVES[name]
-    fixed = (curve, gated, blocks.square, *blocks.steps, *tiling)
+    fixed = (curve, gated, blocks.square, *blocks.steps, *tiling, NATIVE)
     return Launch(backward_kernel, grid, outputs, (*shape, *strides, *constants), fixed, plan.warps)
 
 
@@ -251,9 +247,7 @@ def _tiling(
     even = rows % block_m == 0 and width % _WIDTH == 0
     tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
     programs = min(plan.resident * machine.processors, tiles) if plan.resident else tiles
-    # All stages but the current one are in the shared memory, which also holds the codes to be transposed.
-    room = (machine.shared_memory - _EXCHANGE_BYTES) // (block_m * _WIDTH * machine.bytes_read)
-    stages = max(1, min(plan.stages, room + 1)) if even else 1
+    stages = machine.stages(block_m * _WIDTH, plan.stages) if even else 1
     return (block_m, plan.band, stages, rows % 2 == 0, even), (programs, 1, 1)
 
 

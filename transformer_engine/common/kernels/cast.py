@@ -11,9 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
+from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
 from .program import Program, ProgramStep, step
-from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
+from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 _ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
@@ -120,6 +121,7 @@ def cast_kernel(
     FOLLOWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute codes [SIZE] of x [SIZE]: without codes_t, the matrix's shape does not matter."""
     program = tl.program_id(0)
@@ -132,7 +134,7 @@ def cast_kernel(
     if FOLLOWS:
         gdc_wait()
     factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
-    narrow = (values.to(tl.float32) * factor).to(codes.dtype.element_ty)
+    narrow = to_codes(values.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
     if FOLLOWS and EVEN:
         tl.store(codes + start + offsets, narrow, eviction_policy="evict_first")
     else:
@@ -162,6 +164,7 @@ def cast_transpose_kernel(
     BAND: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute codes [M, K] (unless None) and codes_t [K, M] of x [M, K], one tile per program."""
     program = tl.program_id(0)
@@ -179,11 +182,11 @@ def cast_transpose_kernel(
     factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
     if codes is not None:
         element = codes.dtype.element_ty
-        narrow = (even.to(tl.float32) * factor).to(element)
+        narrow = to_codes(even.to(tl.float32) * factor, element, CONVERSION)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * factor).to(element)
+        narrow = to_codes(odd.to(tl.float32) * factor, element, CONVERSION)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
-    pairs = (tl.join(even, odd).to(tl.float32) * factor).to(codes_t.dtype.element_ty)
+    pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
     tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
     if RECORDS:
         _record(amax, tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
@@ -279,7 +282,7 @@ def cast(
         (grid, 1, 1),
         outputs,
         scalars,
-        (*steps, *tiles),
+        (*steps, *tiles, NATIVE),
         warps,
         dependent=follows,
         in_place=(2,) if records else (),

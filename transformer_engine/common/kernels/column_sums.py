@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..formats import ceil_div
 from .activation_cast import store_column_sums
 from .launch import Launch, Output
+from .machine import Machine
 from .norm import maximum_before, record_maximum, sum_partials
 from .program import Program, ProgramStep, step
 from .rounding import magnitude_bits
@@ -63,7 +64,12 @@ def column_sums_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def column_sums(
-    shape: tuple[int, int], stride: int, *, measures: bool = False, overlaps: bool = False
+    shape: tuple[int, int],
+    stride: int,
+    machine: Machine,
+    *,
+    measures: bool = False,
+    overlaps: bool = False,
 ) -> Launch:
     """Return the launch (x [M, N] with this row stride) -> amax float32 [1] if measures, float32 sums [strips, N].
 
@@ -76,24 +82,25 @@ def column_sums(
     tiles = max(1, min(8, ceil_div(rows, block_m) * tiles_n // 528))
     strips = ceil_div(rows, block_m * tiles)
     even = rows % (block_m * tiles) == 0 and columns % block_n == 0
-    constants = (block_m, block_n, tiles, 3 if even and tiles > 1 else 1, overlaps, even)
+    stages = machine.stages(block_m * block_n, 3) if even and tiles > 1 else 1
+    constants = (block_m, block_n, tiles, stages, overlaps, even)
     amax = Output((1,), "float32", begins=0.0) if measures else None
     outputs = (amax, Output((strips, columns), "float32"))
     grid = (strips * tiles_n, 1, 1)
     return Launch(column_sums_kernel, grid, outputs, (rows, columns, stride), constants, warps=8)
 
 
-def sums(shape: tuple[int, int], stride: int, dtype: str) -> Program:
+def sums(shape: tuple[int, int], stride: int, dtype: str, machine: Machine) -> Program:
     """Return the program (x [M, N]) -> its column sums [N]."""
-    first = step(column_sums(shape, stride), ("x",), ("amax", "partials"))
+    first = step(column_sums(shape, stride, machine), ("x",), ("amax", "partials"))
     return Program(("x",), (first, sum_strips(first.launch.outputs[1], dtype)), ("sums",))
 
 
-def sums_and_cast(shape: tuple[int, int], dtype: str, cast: Launch) -> Program:
+def sums_and_cast(shape: tuple[int, int], dtype: str, cast: Launch, machine: Machine) -> Program:
     """Return the program (x [M, N]) -> codes, scale, codes_t, scale_t, amax, column sums [N].
 
     `cast` computes the scale from max|x|; if it follows, it begins before the pass that finds the maximum ends."""
-    measure = column_sums(shape, shape[1], measures=True, overlaps=cast.dependent)
+    measure = column_sums(shape, shape[1], machine, measures=True, overlaps=cast.dependent)
     after = step(cast, ("x", None, "amax"), ("codes", "codes_t", "scale"))
     steps = (
         step(measure, ("x",), ("amax", "partials")),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..hardware import nvidia
 from ..memory import Memory
+from . import conversion
 from .launch import Launch, compile_options
 
 _KINDS = {
@@ -76,14 +78,18 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
     assert not launch.dependent, (
         "a launch that starts early needs an attribute that only a stream's launcher sets"
     )
-    kinds = tuple(map(type, (*launch.scalars, *launch.constants)))
+    row = nvidia(*divmod(capability, 10))
+    constants, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)
+    if as_bytes:
+        dtypes = [conversion.BYTES if dtype in conversion.INTEGERS else dtype for dtype in dtypes]
+    kinds = tuple(map(type, (*launch.scalars, *constants)))
     return _COMPILED[
         KernelKey(
             launch.kernel,
             tuple(dtypes),
             launch.scalars,
             kinds,
-            launch.constants,
+            constants,
             launch.warps,
             launch.registers,
             launch.fuses,

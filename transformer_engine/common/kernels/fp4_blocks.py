@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX
 from ..quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE
-from .rounding import as_float
+from .rounding import as_float, to_codes, to_values
 
 BLOCK = 16
 GROUP = tl.constexpr(BLOCK)
@@ -58,14 +58,16 @@ def encode_scale_of(amax, RANGE: tl.constexpr):
 
 
 @triton.jit
-def as_block_scale(wanted, LIMIT: tl.constexpr):
-    return tl.where(wanted > LIMIT, LIMIT, wanted).to(tl.float8e4nv)
+def as_block_scale(wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr):
+    return to_codes(tl.where(wanted > LIMIT, LIMIT, wanted), tl.float8e4nv, CONVERSION)
 
 
 @triton.jit
-def scaled_blocks(x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def scaled_blocks(
+    x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr
+):
     """Return x [ROWS, COLUMNS] times the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
-    multiplier = tl.div_rn(1.0, block_scale.to(tl.float32) * tl.div_rn(1.0, encode_scale))
+    multiplier = tl.div_rn(1.0, to_values(block_scale, CONVERSION) * tl.div_rn(1.0, encode_scale))
     multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
     return x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP) * multiplier[:, :, None]
 
@@ -111,11 +113,11 @@ def sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def block_error(
     x, block_scale, amax, encode_scale, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
     """Return the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is a number of `ERRORS`."""
-    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS)
-    values = values_of(codes_of(scaled, scaled, False)) * block_scale.to(tl.float32)[:, :, None]
+    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
+    values = values_of(codes_of(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
     exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
     if PER_ROW:
         amax, encode_scale = amax[:, :, None], encode_scale[:, :, None]
@@ -128,22 +130,22 @@ def block_error(
 
 
 @triton.jit
-def candidates(bits, encode_scale):
+def candidates(bits, encode_scale, CONVERSION: tl.constexpr):
     """Return the scales of blocks whose maximum maps to 6, and to 4; bits are those of the blocks' maxima."""
     base = tl.div_rn(as_float(bits), 6.0) * encode_scale
-    return as_block_scale(base, 448.0), as_block_scale(base * 1.5, 448.0)
+    return as_block_scale(base, 448.0, CONVERSION), as_block_scale(base * 1.5, 448.0, CONVERSION)
 
 
 @triton.jit
 def takes_four(
     x, bits, amax, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr, SQUARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
     """Return int32 [ROWS, COLUMNS / 16], or [ROWS / 16, ..] of square tiles: 1 where mapping the maximum to 4 wins."""
     encode_scale = encode_scale_of(amax, RANGE)
-    six, four = candidates(bits, encode_scale)
-    error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
-    error_four = block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
+    six, four = candidates(bits, encode_scale, CONVERSION)
+    error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)
+    error_four = block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)
     if SQUARE:
         error_six = sum_of_rows(error_six, ROWS // GROUP, COLUMNS // GROUP)
         error_four = sum_of_rows(error_four, ROWS // GROUP, COLUMNS // GROUP)

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
+from .conversion import NATIVE
 from .launch import Launch, Output
-from .rounding import magnitude_bits
+from .rounding import magnitude_bits, to_codes, to_values
 
 # H200, 2 x 8192 tokens of 32 + 8 + 8 heads of 128: the same as for the plain cast, see cast.py.
 _BLOCK, _WARPS = 16384, 16
@@ -22,14 +23,13 @@ _SMALL_BLOCK, _SMALL_WARPS = 2048, 4
 
 
 @triton.jit
-def _codes_of_block(x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr):
+def _codes_of_block(x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr, CONVERSION: tl.constexpr):
     start = block.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     inside = start + offsets < SIZE
     values = tl.load(x + start + offsets, mask=inside, other=0.0)
-    tl.store(
-        codes + start + offsets, (values.to(tl.float32) * multiplier).to(codes.dtype.element_ty), mask=inside
-    )
+    narrow = to_codes(values.to(tl.float32) * multiplier, codes.dtype.element_ty, CONVERSION)
+    tl.store(codes + start + offsets, narrow, mask=inside)
     # Compared as integers: they order like non-negative floats, with NaN as the largest.
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(values), 0), sem="relaxed")
 
@@ -51,6 +51,7 @@ def codes_of_three_kernel(
     SLOT: tl.constexpr,
     SLOT_OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute codes = x * scale[SLOT] of three flat tensors; descales [8]: 1 / scale of SLOT, then of the output."""
     program = tl.program_id(0)
@@ -60,11 +61,13 @@ def codes_of_three_kernel(
         tl.store(descales, tl.div_rn(1.0, multiplier))
         tl.store(descales + 4, tl.div_rn(1.0, tl.load(scale + SLOT_OUTPUT)))
     if program < blocks_q:
-        _codes_of_block(q, codes_q, program, SIZE_Q, multiplier, history + SLOT, BLOCK)
+        _codes_of_block(q, codes_q, program, SIZE_Q, multiplier, history + SLOT, BLOCK, CONVERSION)
     elif program < blocks_q + blocks_k:
-        _codes_of_block(k, codes_k, program - blocks_q, SIZE_K, multiplier, history + SLOT, BLOCK)
+        _codes_of_block(k, codes_k, program - blocks_q, SIZE_K, multiplier, history + SLOT, BLOCK, CONVERSION)
     else:
-        _codes_of_block(v, codes_v, program - blocks_q - blocks_k, SIZE_V, multiplier, history + SLOT, BLOCK)
+        _codes_of_block(
+            v, codes_v, program - blocks_q - blocks_k, SIZE_V, multiplier, history + SLOT, BLOCK, CONVERSION
+        )
 
 
 @triton.jit
@@ -79,6 +82,7 @@ def values_kernel(
     SLOT_OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute values [SIZE] = codes * descale; history becomes max(history, amaxes [2]) of the output and softmax."""
     program = tl.program_id(0)
@@ -94,7 +98,7 @@ def values_kernel(
         found = tl.load(codes + start + offsets)
     else:
         found = tl.load(codes + start + offsets, mask=inside)
-    found = found.to(tl.float32) * tl.load(descale)
+    found = to_values(found, CONVERSION) * tl.load(descale)
     tile.store(values + start + offsets, found.to(values.dtype.element_ty), inside, EVEN)
 
 
@@ -108,7 +112,9 @@ def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: s
     block, warps = (_BLOCK, _WARPS) if sum(sizes) > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     grid = sum(ceil_div(size, block) for size in sizes)
     outputs = (*(Output((size,), dtype) for size in sizes), Output((8,), "float32"))
-    return Launch(codes_of_three_kernel, (grid, 1, 1), outputs, sizes, (*slots, block), warps, in_place=(4,))
+    return Launch(
+        codes_of_three_kernel, (grid, 1, 1), outputs, sizes, (*slots, block, NATIVE), warps, in_place=(4,)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,6 +124,6 @@ def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
     The launch updates `history` in place. `slots` are those of the softmax and of the output.
     """
     block, warps = (8192, 8) if size > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
-    constants = (*slots, block, size % block == 0)
+    constants = (*slots, block, size % block == 0, NATIVE)
     grid, outputs = (ceil_div(size, block), 1, 1), (Output((size,), dtype),)
     return Launch(values_kernel, grid, outputs, (size,), constants, warps, in_place=(3,))

@@ -14,10 +14,11 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from . import tile
 from .block_cast import _row_blocks
+from .conversion import NATIVE
 from .grouped_cast import codes_of, grid_of, place_of, store_transposed, tables_of
 from .grouped_layout import TILE_ROWS
 from .launch import Launch, Output
-from .rounding import as_float, magnitude_bits, scale_from_amax
+from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
 
 WIDTH = tl.constexpr(TILE_ROWS)
 
@@ -40,6 +41,7 @@ def row_block_kernel(
     POWER_OF_TWO: tl.constexpr,
     INFINITE: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize 1 x 128 blocks of groups of rows: along rows unless codes is None, along columns unless codes_t is."""
     group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
@@ -56,11 +58,11 @@ def row_block_kernel(
             decode = scale + start * TILES_K
             _row_blocks(
                 place, decode, rows, K, first_m, first_k, half * 2, k, even,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
+                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False, CONVERSION,
             )  # fmt: skip
             _row_blocks(
                 place, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
+                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False, CONVERSION,
             )  # fmt: skip
         if codes_t is not None:
             amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
@@ -69,7 +71,7 @@ def row_block_kernel(
             tile.store(row + k, decode, first_k + k < K, EVEN)
             pairs = tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]
             store_transposed(
-                codes_t, pairs.to(codes_t.dtype.element_ty), rows, K, first_m, first_k, half, k,
+                codes_t, to_codes(pairs, codes_t.dtype.element_ty, CONVERSION), rows, K, first_m, first_k, half, k,
                 start, first_tile, tiles, True, EVEN,
             )  # fmt: skip
 
@@ -92,6 +94,7 @@ def square_block_kernel(
     POWER_OF_TWO: tl.constexpr,
     INFINITE: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize 128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t transposed."""
     _, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
@@ -108,13 +111,13 @@ def square_block_kernel(
     if codes is not None:
         tl.store(scale + (first_tile + tile_m) * TILES_K + tile_k, decode)
         place = codes + start * K
-        narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        narrow = to_codes(even.to(tl.float32) * multiplier, codes.dtype.element_ty, CONVERSION)
         tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        narrow = to_codes(odd.to(tl.float32) * multiplier, codes.dtype.element_ty, CONVERSION)
         tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
     if codes_t is not None:
         tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        pairs = to_codes(tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION)
         store_transposed(
             codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, False, EVEN
         )
@@ -133,7 +136,7 @@ def row_blocks(
 ) -> Launch:
     """Return the launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise."""
     grid, scalars, even = grid_of(shape, groups, True, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, NATIVE)
     codes, codes_t = codes_of(shape, groups, True, element, rowwise, columnwise)
     scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
     scale_t = Output(None, "float32") if columnwise else None
@@ -155,7 +158,7 @@ def square_blocks(
 
     codes and scale are present if rowwise, codes_t and scale_t if columnwise."""
     grid, scalars, even = grid_of(shape, groups, False, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, NATIVE)
     codes, codes_t = codes_of(shape, groups, False, element, rowwise, columnwise)
     tiles = (ceil_div(shape[0], TILE_ROWS), ceil_div(shape[1], TILE_ROWS))
     outputs = (

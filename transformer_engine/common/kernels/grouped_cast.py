@@ -16,6 +16,7 @@ import triton.language as tl
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .cast import _record
+from .conversion import NATIVE
 from .grouped_gemm import SCALE_SLOT, SLOT, base_of
 from .grouped_layout import (
     TILE_ROWS,
@@ -27,7 +28,7 @@ from .grouped_layout import (
 )
 from .launch import READ, AddressTable, Launch, Output, codes_dtype
 from .program import Program, ProgramStep, step
-from .rounding import given_multiplier, magnitude_bits, scale_from_amax
+from .rounding import given_multiplier, magnitude_bits, scale_from_amax, to_codes
 
 WIDTH = tl.constexpr(TILE_ROWS)
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
@@ -143,6 +144,7 @@ def cast_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     REST: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize with one multiplier per group; the first entry of each row of scale [GROUPS, SLOT] is written.
 
@@ -179,12 +181,12 @@ def cast_kernel(
         odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN and not BY_ROWS)
         if codes is not None:
             place = codes + start * K
-            narrow = (even.to(tl.float32) * factor).to(codes.dtype.element_ty)
+            narrow = to_codes(even.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
             tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS)
-            narrow = (odd.to(tl.float32) * factor).to(codes.dtype.element_ty)
+            narrow = to_codes(odd.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
             tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
         if codes_t is not None:
-            pairs = (tl.join(even, odd).to(tl.float32) * factor).to(codes_t.dtype.element_ty)
+            pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
             store_transposed(
                 codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN
             )
@@ -192,7 +194,7 @@ def cast_kernel(
             bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
             _record(amax + OFFSET + group * STRIDE, bits)
     elif REST:
-        _cast_padding(x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K)
+        _cast_padding(x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K, CONVERSION)
 
 
 @triton.jit
@@ -207,6 +209,7 @@ def _cast_padding(
     GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Convert x to codes, with a multiplier of 1, in a tile of the rows after the last group."""
     part = program // TILES_K
@@ -214,7 +217,7 @@ def _cast_padding(
     first_m, first_k = row.to(tl.int64), (program % TILES_K * BLOCK_K).to(tl.int64)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     values = tile.load_rows(x, M, K, first_m, first_k, m, k, False)
-    narrow = values.to(tl.float32).to(codes.dtype.element_ty)
+    narrow = to_codes(values.to(tl.float32), codes.dtype.element_ty, CONVERSION)
     tile.store_rows(codes, M, K, first_m, first_k, m, k, narrow, False)
 
 
@@ -314,7 +317,7 @@ def cast(
         tiles_k = ceil_div(shape[1], block_k)
         grid, scalars = (grid[0] + TILE_ROWS // block_m * tiles_k, 1, 1), (shape[0], *scalars[1:])
     scale = (element.maximum, epsilon, power_of_two, zero_is_one)
-    steps = (groups, by_rows, *scale, block_m, block_k, even, rest)
+    steps = (groups, by_rows, *scale, block_m, block_k, even, rest, NATIVE)
     codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
     return Launch(
         cast_kernel,

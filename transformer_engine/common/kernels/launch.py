@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import optional
 from ..formats import E2M1, E4M3, E5M2, Element
+from ..hardware import NO_GPU, Hardware, hardware_named, nvidia
 from ..numbers import with_article
+from . import conversion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +101,8 @@ class Launch:
     Attributes:
         outputs: Tensors that each call allocates, in the order of the kernel's arguments; None: not requested.
         scalars: Run-time arguments; part of the record, because Triton specializes on their values.
-        constants: Compile-time arguments.
+        constants: Compile-time arguments. The last one of a kernel that converts FP8 codes is `conversion.NATIVE`,
+            which the GPU's conversion replaces; any other conversion is used on every GPU.
         registers: Registers per thread at launch, which specialized warps then redistribute; None: the compiler's
             choice.
         dependent: May start before the previous launch has ended (programmatic dependent launch); the kernel waits
@@ -196,7 +199,10 @@ def starter(launch: Launch, tensors: Tensors) -> Any:
 def _compile(launch: Launch, tensors: Tensors) -> Any:
     """Return a callable (device, pointers, tensors, made) that starts the kernel compiled for this alignment."""
     _check(launch, tensors)
-    arguments = (*launch.scalars, *launch.constants)
+    dtypes = [None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    names = launch.kernel.arg_names
+    constants, as_bytes = conversion.resolve(names, launch.constants, _hardware_of(tensors), dtypes)
+    arguments = (*launch.scalars, *constants)
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
         options["launch_pdl"] = True
@@ -206,10 +212,12 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
 
         def start_publicly(device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
-            launch.kernel[launch.grid](*tensors, *made, *arguments, **options)
+            every = (*tensors, *made)
+            launch.kernel[launch.grid](*(_bytes(every) if as_bytes else every), *arguments, **options)
 
         return start_publicly
 
+    tensors = _bytes(tensors) if as_bytes else tensors
     compiled = launch.kernel.warmup(*tensors, *arguments, grid=launch.grid, **options)
     run = compiled.run  # reading it loads the module; `function` is unset before
     before = (compiled.function,)
@@ -218,6 +226,29 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
         run, *flags = direct
         before = (*before, *flags)
     return Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
+
+
+def _hardware_of(tensors: Tensors) -> Hardware:
+    """Return the row of the tensors' GPU, which is the current one; a row without a GPU in the interpreter."""
+    first = next((tensor for tensor in tensors if tensor is not None), None)
+    if first is None or first.device.type != "cuda":
+        return NO_GPU
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    if target.backend != "cuda":
+        return hardware_named("amd", str(target.arch).split(":")[0])
+    return nvidia(*divmod(target.arch, 10))
+
+
+def _bytes(tensors: Tensors) -> list[Tensor | None]:
+    """Return views of FP8 tensors as bytes, for GPUs whose Triton has no FP8 types."""
+    import torch
+
+    return [
+        tensor.view(torch.uint8) if tensor is not None and tensor.dtype.itemsize == 1 else tensor
+        for tensor in tensors
+    ]
 
 
 def compile_options(warps: int, registers: int | None, fuses: bool = True) -> dict[str, Any]:

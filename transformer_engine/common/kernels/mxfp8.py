@@ -9,8 +9,9 @@ import triton.language as tl
 
 from ..formats import Element, ceil_div
 from . import tile
+from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
-from .rounding import as_float, magnitude_bits
+from .rounding import as_float, magnitude_bits, to_codes
 
 _GROUP = 32
 GROUP = tl.constexpr(_GROUP)
@@ -52,11 +53,12 @@ def _store_row_blocks(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Store codes and exponents of the given rows of a tile; bits [ROWS, GROUPS] are the amax of their blocks."""
     exponent = _exponent(bits, INVERSE_MAXIMUM)
     scaled = values.to(tl.float32).reshape(ROWS, GROUPS, GROUP) * _multiplier(exponent)[:, :, None]
-    narrow = scaled.reshape(ROWS, GROUPS * GROUP).to(codes.dtype.element_ty)
+    narrow = to_codes(scaled.reshape(ROWS, GROUPS * GROUP), codes.dtype.element_ty, CONVERSION)
     tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
     group = tl.arange(0, GROUPS)
     tile.store_rows(
@@ -79,6 +81,7 @@ def block_kernel(
     BLOCK_K: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
     HALF: tl.constexpr = BLOCK_M // 2
@@ -122,6 +125,7 @@ def block_kernel(
             HALF,
             GROUPS_K,
             EVEN,
+            CONVERSION,
         )
         _store_row_blocks(
             codes,
@@ -138,14 +142,14 @@ def block_kernel(
             HALF,
             GROUPS_K,
             EVEN,
+            CONVERSION,
         )
     if codes_t is not None:
         exponent = _exponent(of_column, INVERSE_MAXIMUM)
         pairs = tl.join(even, odd).to(tl.float32).reshape(GROUPS_M, SPAN, BLOCK_K, 2)
         pairs = (pairs * _multiplier(exponent)[:, None, :, None]).reshape(HALF, BLOCK_K, 2)
-        tile.store_pairs_transposed(
-            codes_t, M, K, first_m, first_k, half, k, pairs.to(codes_t.dtype.element_ty), PAIRS, EVEN
-        )
+        pairs = to_codes(pairs, codes_t.dtype.element_ty, CONVERSION)
+        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
         group = tl.arange(0, GROUPS_M)
         width = tl.cdiv(M, GROUP)
         exponent_t = tl.trans(exponent).to(tl.uint8)
@@ -180,6 +184,7 @@ def blocks(
             block_k,
             rows % 2 == 0,
             rows % block_m == 0 and depth % block_k == 0,
+            NATIVE,
         ),
         warps=warps,
     )

@@ -19,9 +19,11 @@ import triton.language as tl
 
 from ..formats import Element, ceil_div
 from .block_cast import Blocks
+from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
+from .machine import MEASURED_MEMORY, Machine
 from .program import Program, ProgramStep
-from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
+from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
 
 WIDTH = tl.constexpr(128)  # elements of a block
 
@@ -75,6 +77,7 @@ def _emit(
     result, y, codes, scale, row, rows, first_column, width, offset, mask, factor,
     element: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):  # fmt: skip
     """Store the requested results of the tile, rounded to `element`; return int32 bits of its magnitudes, 0 outside.
 
@@ -92,7 +95,7 @@ def _emit(
                 rounded, mask, scale, row, rows, first_column, width, ROWS, COLUMNS,
                 MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF,
             )  # fmt: skip
-        narrow = (rounded.to(tl.float32) * factor).to(codes.dtype.element_ty)
+        narrow = to_codes(rounded.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
         tl.store(codes + nothing + offset, narrow, mask=mask)
     return tl.where(mask, magnitude_bits(rounded), 0)
 
@@ -142,6 +145,7 @@ def forward_rows(
     VALUE_FOR_INF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Normalize BLOCK_ROWS whole rows per program, in registers."""
     factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
@@ -160,6 +164,7 @@ def forward_rows(
     bits = _emit(
         result, y, codes, scale, tl.program_id(0) * BLOCK_ROWS, rows, 0, width, offset * width + column, mask,
         factor, x.dtype.element_ty, BLOCK_ROWS, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+        CONVERSION,
     )  # fmt: skip
     if amax is not None:
         record_maximum(amax, tl.max(bits), known)
@@ -189,6 +194,7 @@ def forward_streamed(
     VALUE_FOR_INF: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Normalize one row after another in registers, while the next rows are loaded to shared memory."""
     factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
@@ -216,6 +222,7 @@ def forward_streamed(
         bits = _emit(
             result, y, codes, scale, row, rows, 0, width, offset * width + column, inside, factor,
             x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+            CONVERSION,
         )  # fmt: skip
         if amax is not None:
             greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum per column spills registers
@@ -246,6 +253,7 @@ def forward_wide(
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Normalize a row of any length per program: one read per statistic and one to scale; later reads hit the cache."""
     row = tl.program_id(0)
@@ -287,6 +295,7 @@ def forward_wide(
         bits = _emit(
             result, y, codes, scale, row, rows, first, width, target + column, inside, factor,
             x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "evict_first",
+            CONVERSION,
         )  # fmt: skip
         if amax is not None:
             greatest = tl.maximum(greatest, bits)
@@ -495,6 +504,7 @@ class NormRows(NamedTuple):
     zero_centered: bool
     centered: bool
     processors: int
+    shared_memory: int = MEASURED_MEMORY
 
 
 def forward(
@@ -518,7 +528,8 @@ def forward(
         measures: The first output is amax = max|y| instead.
         zero_is_one: Read a given multiplier of 0 as 1.
     """
-    rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
+    rows, width, x_stride, dtype, eps, zero_centered, centered, processors, shared_memory = x
+    machine = Machine(processors, shared_memory, 4 if dtype == "float32" else 2)
     fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
     statistics = (statistic if centered else None, statistic)
@@ -536,18 +547,34 @@ def forward(
     block = triton.next_power_of_2(width)
     # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
-        grid, constants = (rows, 1, 1), (*fixed, 8192)
+        grid, constants = (rows, 1, 1), (*fixed, 8192, NATIVE)
         return Launch(forward_wide, grid, outputs, scalars, constants, warps=32, in_place=recorded)
     if width > 8192:  # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), 16, in_place=recorded)
+        return Launch(
+            forward_streamed,
+            grid,
+            outputs,
+            scalars,
+            (*fixed, block, machine.stages(block, 3), NATIVE),
+            16,
+            in_place=recorded,
+        )
     if centered and 4096 < width < block:  # 3.6 at 5120; one row per program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), 8, in_place=recorded)
+        return Launch(
+            forward_streamed,
+            grid,
+            outputs,
+            scalars,
+            (*fixed, block, machine.stages(block, 4), NATIVE),
+            8,
+            in_place=recorded,
+        )
     # 3.8-4.0 TB/s on an H200.
     block_rows, warps = (2 if centered else 1, 8) if block == 4096 else (max(1, 2048 // block), 4)
     grid = (ceil_div(rows, block_rows), 1, 1)
-    constants = (*fixed, block_rows, block)
+    constants = (*fixed, block_rows, block, NATIVE)
     return Launch(forward_rows, grid, outputs, scalars, constants, warps, in_place=recorded)
 
 

@@ -16,6 +16,7 @@ from ..formats import ceil_div
 from ..quantize_spec import QuantizeSpec
 from . import tile
 from .cast import absolute_maximum, row_maxima
+from .conversion import NATIVE
 from .fp4_blocks import (
     BLOCK,
     ERRORS,
@@ -30,7 +31,7 @@ from .fp4_blocks import (
 )
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
-from .rounding import as_float, magnitude_bits
+from .rounding import as_float, magnitude_bits, to_codes, to_values
 
 _TILE = 64
 
@@ -86,6 +87,7 @@ def _store_direction(
     COLUMNS: tl.constexpr,
     RANGE: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Store codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
 
@@ -97,13 +99,14 @@ def _store_direction(
     GROUPS: tl.constexpr = COLUMNS // GROUP
     encode_scale = encode_scale_of(amax, RANGE)
     if four is not None:
-        to_six, to_four = candidates(bits, encode_scale)
+        to_six, to_four = candidates(bits, encode_scale, CONVERSION)
         # Selected in float32, which represents every block scale.
-        chosen = tl.where(four == 1, to_four.to(tl.float32), to_six.to(tl.float32))
-        block_scale = chosen.to(tl.float8e4nv)
+        chosen = tl.where(four == 1, to_values(to_four, CONVERSION), to_values(to_six, CONVERSION))
+        block_scale = to_codes(chosen, tl.float8e4nv, CONVERSION)
     else:
-        block_scale = as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST)
-    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS).reshape(ROWS, COLUMNS)
+        block_scale = as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST, CONVERSION)
+    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
+    scaled = scaled.reshape(ROWS, COLUMNS)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     inside_r = first_r + r < R
@@ -169,6 +172,7 @@ def block_kernel(
     ERROR: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Quantize both directions of a TILE x TILE tile.
 
@@ -188,17 +192,18 @@ def block_kernel(
         if ERROR > 0:
             # Both directions use the rowwise choice, because the order of a sum matters.
             maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
-            square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE)
+            square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE, CONVERSION)
     if codes is not None:
         maximum = _maxima(amax, first_m, M, TILE, PER_ROW)
         if ERROR > 0:
             if SQUARE:
                 four = _on_every_row(square_four, TILE)
             else:
-                four = takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE)
+                four = takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE, CONVERSION)
         _store_direction(
-            values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN
-        )
+            values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN,
+            CONVERSION,
+        )  # fmt: skip
     if codes_t is not None:
         turned = tl.trans(values)
         maximum_t = _maxima(amax_t, first_k, K, TILE, False)
@@ -213,10 +218,12 @@ def block_kernel(
             if SQUARE:
                 four_t = _on_every_row(tl.trans(square_four), TILE)
             else:
-                four_t = takes_four(turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE)
+                four_t = takes_four(
+                    turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE, CONVERSION
+                )
         _store_direction(
             turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
-            RANGE, EVEN,
+            RANGE, EVEN, CONVERSION,
         )  # fmt: skip
 
 
@@ -294,7 +301,7 @@ def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Opt
         Output((depth, rows // 2), "uint8") if columnwise else None,
         Output((depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
     )
-    constants = (*options.constants, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0)
+    constants = (*options.constants, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0, NATIVE)
     return Launch(
         block_kernel, _grid(shape), outputs, shape, constants, warps=4, fuses=not options.four_over_six
     )

@@ -1,13 +1,97 @@
 """Float32 steps that every quantization kernel shares, each bit-equal to its counterpart in plain torch.
 
-Saturation is left to the conversion: from compute capability 9.0 on, Triton converts float32 to FP8 with
-`cvt.rn.satfinite`, which also saturates infinities and converts every NaN to the canonical code 0x7F.
+Every conversion to FP8 codes saturates values and infinities and converts every NaN to the canonical code 0x7F, as
+`cvt.rn.satfinite` does. `conversion` lists the three ways.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from . import conversion
+
+_NATIVE, _INSTRUCTION = tl.constexpr(conversion.NATIVE), tl.constexpr(conversion.INSTRUCTION)
+_E4M3 = tl.constexpr(conversion.INTEGERS["float8_e4m3fn"])
+_E5M2 = tl.constexpr(conversion.INTEGERS["float8_e5m2"])
+# Two pairs of codes per 32-bit register. The instruction's first operand becomes the upper half.
+_PTX = (
+    "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}x2.f32 a, $2, $1; cvt.rn.satfinite.{0}x2.f32 b, $4, $3; "
+    "mov.b32 $0, {{a, b}}; }}"
+)
+_PTX_E4M3, _PTX_E5M2 = tl.constexpr(_PTX.format("e4m3")), tl.constexpr(_PTX.format("e5m2"))
+
+
+@triton.jit
+def to_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
+    """Round float32 values to FP8 codes: to nearest, ties to even, saturating; NaN becomes 0x7F.
+
+    Args:
+        values: Values, float32.
+        element: Element type of the pointer to the codes; uint8 with integer arithmetic.
+        CONVERSION: See `conversion`.
+    """
+    if CONVERSION == _NATIVE:
+        return values.to(element)
+    elif CONVERSION == _INSTRUCTION:
+        return _to_codes_by_instruction(values, element)
+    elif CONVERSION == _E4M3:
+        # 3 mantissa bits, bias 7; the unit of subnormals below 2^-6 is 2^-9 = 2^14 / 2^23.
+        return _to_codes_by_integers(values, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x7E)
+    else:
+        # 2 mantissa bits, bias 15; the unit of subnormals below 2^-14 is 2^-16 = 2^7 / 2^23.
+        tl.static_assert(CONVERSION == _E5M2)
+        return _to_codes_by_integers(values, 21, 112, 0x38800000, 128.0, 0x43000000, 0x7B)
+
+
+@triton.jit
+def _to_codes_by_instruction(values, element: tl.constexpr):
+    tl.static_assert(element == tl.float8e4nv or element == tl.float8e5)
+    ptx: tl.constexpr = _PTX_E4M3 if element == tl.float8e4nv else _PTX_E5M2
+    codes = tl.inline_asm_elementwise(ptx, "=r,f,f,f,f", [values], dtype=tl.int8, is_pure=True, pack=4)
+    return codes.to(element, bitcast=True)
+
+
+@triton.jit
+def _to_codes_by_integers(
+    values, DROPPED: tl.constexpr, REBIAS: tl.constexpr, NORMAL: tl.constexpr, ROUNDER: tl.constexpr,
+    ROUNDER_BITS: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Round float32 values to codes as bytes.
+
+    Args:
+        values: Values, float32.
+        DROPPED: Mantissa bits of float32 that the codes do not have.
+        REBIAS: Difference of the exponents' biases.
+        NORMAL: Bits of the smallest normal number.
+        ROUNDER: Power of two whose last mantissa bit is the smallest subnormal number, so that a sum rounds to it.
+        ROUNDER_BITS: Bits of ROUNDER.
+        LARGEST: Largest finite code.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    odd = (magnitude >> DROPPED) & 1
+    half: tl.constexpr = (1 << (DROPPED - 1)) - 1
+    normal = ((magnitude + (half + odd)) >> DROPPED) - (REBIAS << (23 - DROPPED))
+    subnormal = (as_float(magnitude) + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
+    code = tl.minimum(tl.where(magnitude < NORMAL, subnormal, normal), LARGEST) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def to_values(codes, CONVERSION: tl.constexpr):
+    """Decode FP8 codes to float32, exactly."""
+    if CONVERSION == _E4M3:
+        byte = codes.to(tl.int32)
+        # The exponent field of a code, moved to that of float32, is 120 too small, also where it is subnormal.
+        magnitude = as_float((byte & 0x7F) << 20) * 1.329227995784916e36  # 2^120
+        magnitude = tl.where((byte & 0x7F) == 0x7F, float("nan"), magnitude)
+        return as_float(magnitude.to(tl.int32, bitcast=True) | ((byte & 0x80) << 24))
+    elif CONVERSION == _E5M2:
+        # The upper byte of a float16.
+        return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return codes.to(tl.float32)
 
 
 @triton.jit

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
+from .conversion import NATIVE
 from .launch import Launch, Output
 from .program import Program, ProgramStep
+from .rounding import to_values
 
 # The statistics in order; the first is a maximum, the others are sums.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
@@ -137,6 +139,7 @@ def _of_strip(
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
     GUARDED: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Return the six statistics of BLOCK_M * TILES rows from first_row on.
 
@@ -172,14 +175,17 @@ def _of_strip(
             else:
                 codes_lie = codes + row[:, None] * code_row + column[None, :] * code_column
                 code = tl.load(codes_lie) if WHOLE else tl.load(codes_lie, mask=inside, other=0.0)
-                code = code.to(tl.float32)
+                code = to_values(code, CONVERSION)
             if SCALING == _ONE_SCALE:
                 scale = tl.load(scales)
             else:
                 scale = _scales_of_tile(
                     scales, row, column, M, K, scale_row, scale_column, ROWS, COLUMNS, BLOCK_M, BLOCK_K
                 )
-                scale = _power_of_two(scale) if SCALING == _EXPONENT_BLOCKS else scale.to(tl.float32)
+                if SCALING == _EXPONENT_BLOCKS:
+                    scale = _power_of_two(scale)
+                elif SCALING == _TWO_LEVELS:
+                    scale = to_values(scale, CONVERSION)
             quantized, largest = code * scale, GREATEST * scale
             if SCALING == _TWO_LEVELS:
                 quantized, largest = quantized * tl.load(second), largest * tl.load(second)
@@ -226,6 +232,7 @@ def statistics_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
     """Compute partials [programs, 8]: the six statistics of BLOCK_M * TILES rows and BLOCK_K columns, and two zeros.
 
@@ -238,11 +245,13 @@ def statistics_kernel(
     greatest, underflow, saturation, signal, noise, nonfinite = _of_strip(
         x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
         scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, False,
+        CONVERSION,
     )  # fmt: skip
     if not (signal < float("inf")):
         greatest, underflow, saturation, signal, noise, nonfinite = _of_strip(
             x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
             scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, True,
+            CONVERSION,
         )  # fmt: skip
     row_of_results = partials + tl.program_id(0).to(tl.int64) * _WIDTH
     tl.store(row_of_results, greatest)
@@ -302,6 +311,7 @@ def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -
             block_k,
             tiles,
             rows % block_m == 0 and columns % block_k == 0,
+            NATIVE,
         ),
         warps=4,
     )

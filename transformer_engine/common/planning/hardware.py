@@ -85,6 +85,11 @@ class GpuRates:
         nearest = min(rates, key=lambda size: abs(size - head_dim))
         return 4 * self.launch + flops / rates[nearest][backward]
 
+    @property
+    def source(self) -> str:
+        """Where the rates are from: "measured" or "data sheet"."""
+        return "measured" if self.calibrated else "data sheet"
+
     def scaled(
         self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object
     ) -> GpuRates:
@@ -291,7 +296,7 @@ FORMATS = {
         ),
         FormatCost(
             "block",
-            "fp8 block products",
+            "fp8 products",
             ("block", "block", "block_1d"),
             1 + 4 / 128,
             efficiency=(0.97, 0.83),
@@ -317,7 +322,7 @@ def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
             for name, row in FORMATS.items()
             if gpu.hardware.has(row.needs) and gpu.rates.keys() >= set(row.products)
         ]
-        reason = gpu.hardware.lacks(found.needs) or "its products are not in the table"
+        reason = gpu.hardware.lacks(found.needs) or "the table has no rate of its products"
         raise ValueError(
             f"recipe={recipe!r} has no products on gpu={gpu.name!r} ({reason}); choose from {', '.join(runs)}, or "
             "another gpu"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .hardware import GIB
@@ -87,6 +87,7 @@ class TrainingPlan:
         tokens_per_s: Tokens per second of all devices.
         utilization: FLOP of the model relative to the bfloat16 peak of all devices, without recomputation.
         calibrated: The rates of the GPU were measured; otherwise they follow from its data sheet.
+        rates: Rates behind the figures, by name, each marked "measured", "data sheet" or "assumed".
         warnings: What makes the plan less certain, or less useful.
     """
 
@@ -107,6 +108,7 @@ class TrainingPlan:
     exposed: Mapping[str, float]
     utilization: float
     calibrated: bool
+    rates: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @property
@@ -155,6 +157,7 @@ class TrainingPlan:
             "",
             f"{self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / mesh.devices:,.0f} per device), "
             f"model FLOP utilization {self.utilization:.1%}",
+            f"rates: {', '.join(f'{name} {rate}' for name, rate in self.rates.items())}",
             *[f"warning: {text}" for text in self.warnings],
         ]
         return "\n".join(lines)

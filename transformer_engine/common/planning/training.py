@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .hardware import GIB
+from .hardware import DEFAULT_LINKS, GB_PER_S, GIB, links_of
 from .layer import LOSS, Both, MicroBatch, layer, no_costs
 from .models import ModelShape
 from .report import Mesh, StepMemory, TrainingPlan
@@ -84,6 +84,7 @@ class TrainingStep:
             tokens_per_s=1e3 * tokens / cost.total,
             utilization=flops / (cost.total * gpu.peak * mesh.devices),
             calibrated=gpu.calibrated,
+            rates=self._rates(),
             warnings=self._warnings(cost, memory.peak, limit),
         )
 
@@ -242,6 +243,22 @@ class TrainingStep:
                 )
             )
         return max(found, key=lambda memory: memory.peak)
+
+    def _rates(self) -> dict[str, str]:
+        """Return the rates behind the plan as text, with their sources."""
+        gpu, machine, source = self.machine.gpu, self.machine, self.machine.gpu.source
+        kinds = dict.fromkeys(("bf16", *machine.format.products))
+        found = {f"{kind} products": f"{gpu.rates[kind] / 1e9:.0f} TFLOP/s ({source})" for kind in kinds}
+        heads = gpu.attention[machine.attention]
+        forward, _ = heads[min(heads, key=lambda size: abs(size - self.shape.head_dim))]
+        found[f"{machine.attention} attention"] = f"{forward / 1e9:.0f} TFLOP/s ({source})"
+        found["copies"] = f"{gpu.bandwidth / 1e9:.1f} TB/s ({source})"
+        links = machine.links
+        of_ring = source if links.ring == links_of(gpu).ring else "given"
+        of_network = "assumed" if links.network == DEFAULT_LINKS.network else "given"
+        found["links within a host"] = f"{links.ring / GB_PER_S:.0f} GB/s ({of_ring})"
+        found["network"] = f"{links.network / GB_PER_S:.0f} GB/s ({of_network})"
+        return found
 
     def _warnings(self, cost: Cost, peak: float, limit: float) -> tuple[str, ...]:
         gpu, mesh = self.machine.gpu, self.mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_mo
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
 from ..primitives.attention.score_mod import check_score_mod, modifier
-from ..sharding import with_sharding_constraint
+from ..sharding import automatic_axes, is_mesh_available, with_sharding_constraint
 from .arguments import check_attention, dropout_of, separated, sink_of
 
 __all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
@@ -129,6 +130,7 @@ def fused_attn(
         key.shape[2], query.shape[1], key.shape[1], query.shape[3], value.shape[3], window, is_training, "cpu",
         _rows(sequence_descriptor, attn_mask_type, qkv_layout, window), score_mod is not None,
         segments_at_most(sequence_descriptor, max_segments_per_seq),
+        batch=_least_rows(query.shape[0]),
     )  # fmt: skip
     out = (
         attention(request, call)
@@ -304,7 +306,7 @@ def is_fused_attn_kernel_available(
         kv_max_seqlen: Length of keys.
         head_dim_qk: Head size of queries and keys.
         head_dim_v: Head size of values.
-        batch_size: No effect.
+        batch_size: Rows on each device; None or a symbolic number accepts any.
 
     The other arguments are those of `fused_attn`.
     """
@@ -328,10 +330,19 @@ def is_fused_attn_kernel_available(
         jnp.dtype(q_dtype), qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability,
         q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v, check_window(window_size),
         is_training, "cuda" if has_gpu() else "cpu",
+        segments=1 if max_segments_per_seq is None or is_symbolic(max_segments_per_seq) else max_segments_per_seq,
+        batch=1 if batch_size is None or is_symbolic(batch_size) else batch_size,
     )  # fmt: skip
     return any(
         b.name != "reference" and b.rejection_reason(request) is None for b in TABLE.candidates(request)
     )
+
+
+def _least_rows(batch: int) -> int:
+    """Return the rows of a batch on each device if all automatic axes of the mesh shard it; 1 if it is symbolic."""
+    if is_symbolic(batch):
+        return 1
+    return -(-batch // math.prod(automatic_axes().values())) if is_mesh_available() else batch
 
 
 def hidden_of(

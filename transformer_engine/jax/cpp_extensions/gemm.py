@@ -221,11 +221,11 @@ def grouped_gemm(
 
 
 def _dequantized(operand: Any) -> Any:
-    """Return the values of a quantized operand in its dq_dtype, in the original order of axes; others unchanged."""
-    one = operand.rowwise_tensor if isinstance(operand, ScaledTensor2x) else operand
-    if isinstance(one, ScaledTensor1x):
-        return one.values(one.dq_dtype)
-    return one.dequantize() if isinstance(one, AbstractBaseTensor) else one
+    """Dequantize an operand to its dq_dtype in the original order of axes; arrays are returned unchanged."""
+    tensor = operand.rowwise_tensor if isinstance(operand, ScaledTensor2x) else operand
+    if isinstance(tensor, ScaledTensor1x):
+        return tensor.values(tensor.dq_dtype)
+    return tensor.dequantize() if isinstance(tensor, AbstractBaseTensor) else tensor
 
 
 def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:

@@ -83,7 +83,7 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
         dimension_numbers: Any = None,
         out_sharding: Any = None,
     ) -> Array:
-        # `dims` is the original's name, the others are those of jax.lax.dot_general, which flax.nnx passes.
+        # The original names the argument `dims`; flax.nnx passes the keywords of jax.lax.dot_general.
         if (dims is None) is (dimension_numbers is None):
             raise TypeError(
                 f"dims={dims} and dimension_numbers={dimension_numbers} of dot_general; give one of them, for example "

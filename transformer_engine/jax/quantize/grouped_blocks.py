@@ -1,9 +1,9 @@
 """Block-scaled codes of rows in groups: every group is quantized as a separate matrix.
 
 A block never covers rows of two groups: blocks along the rows begin at the first row of a group, and each group has its
-own second-level scale of NVFP4. Rows are therefore quantized in a padded layout, in which the groups begin at multiples
-of the block and zeros fill the rest. Rows after the last group have no place in that layout, so they have no effect.
-Codes of blocks along the rows keep the padding, since a Hadamard transform also moves values into it.
+own second-level scale of NVFP4. Rows are therefore quantized in a padded layout, in which every group begins at a
+multiple of the block and zeros fill the remaining rows. The padded layout omits rows after the last group, so they have
+no effect. Codes of blocks along the rows stay padded, since a Hadamard transform also moves values into the padding.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ def encode_rows(
     """
     spec = quantizer.spec(*directions)
     assert spec.tile is not None
-    down, block = spec.tile[0], max(spec.tile)
+    block_rows, block = spec.tile[0], max(spec.tile)
     name, quantizer = quantizer.checkpoint_name, replace(quantizer, checkpoint_name=None)
-    tight = RowLayout(group_of_rows(group_sizes, x.shape[0]))
-    padded = tight if aligned else row_layout(group_sizes, x.shape[0], block)
-    wide = padded.pad(x) if directions[1] or down > 1 else x
+    compact = RowLayout(group_of_rows(group_sizes, x.shape[0]))
+    padded = compact if aligned else row_layout(group_sizes, x.shape[0], block)
+    padded_x = padded.pad(x) if directions[1] or block_rows > 1 else x
     levels = spec.format.levels is not None
     tensors = []
-    for columns in (column for column, asked in enumerate(directions) if asked):
-        layout, values = (padded, wide) if columns or down > 1 else (tight, x)
+    for columns in (False, True):
+        if not directions[columns]:
+            continue
+        layout, rows = (padded, padded_x) if columns or block_rows > 1 else (compact, x)
         amax, maxima = None, (None, None)
         if levels and not (spec.format.row_scaled and not columns):
-            values_t = columns and not spec.two_dimensional
-            scaled = (
-                hadamard_transform(values.T, spec.random_sign).T if values_t and spec.hadamard else values
-            )
+            transposed = columns and not spec.two_dimensional
+            scaled = hadamard_transform(rows.T, spec.random_sign).T if transposed and spec.hadamard else rows
             bits = exact.magnitude_bits(scaled).max(axis=1, initial=0)
             amax = exact.largest_over(_group_maxima(bits, layout.group, group_sizes.shape[0]), over)
             of_rows = to_rows(amax, layout.group)
-            maxima = (None, of_rows[None, ::block]) if values_t else (of_rows[::down, None], None)
-        made: Any = quantizer.encode(values, not columns, bool(columns), dtype, maxima=maxima)[0]
-        data, scale = made.data, made.scale_inv
-        if not columns and scale.shape[0] == values.shape[0]:  # every row has its own scales
+            maxima = (None, of_rows[None, ::block]) if transposed else (of_rows[::block_rows, None], None)
+        quantized: Any = quantizer.encode(rows, not columns, columns, dtype, maxima=maxima)[0]
+        data, scale = quantized.data, quantized.scale_inv
+        if not columns and scale.shape[0] == rows.shape[0]:  # every row has its own scales
             data, scale = layout.unpad(data), layout.unpad(scale)
-        leaves = data, scale, made.amax if amax is None else amax
+        leaves = data, scale, quantized.amax if amax is None else amax
         tensors.append(
             GroupedScaledTensor1x(
-                *name_leaves(leaves, name), group_sizes, made.scaling_mode, dtype, bool(columns), made.data_layout,
-                made.flatten_axis, made.has_rht_applied, original_shape=x.shape,
+                *name_leaves(leaves, name), group_sizes, quantized.scaling_mode, dtype, columns, quantized.data_layout,
+                quantized.flatten_axis, quantized.has_rht_applied, original_shape=x.shape,
             )
         )  # fmt: skip
     return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)

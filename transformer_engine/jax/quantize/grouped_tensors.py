@@ -18,29 +18,29 @@ from .tensors import AbstractBaseTensor1x, ScaledTensor, ScaledTensor1x, ScaledT
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Places of rows in groups in an array in which every group begins at a multiple of a block.
+    """Mapping between M rows in groups and P padded rows, in which every group begins at a multiple of a block.
 
     Attributes:
         group: Group of every padded row, int32 [P]; G for rows of no group.
-        source: Row at every padded row, int32 [P], M for padding; None: the array has no padding.
-        place: Padded row of every row, int32 [M], P for rows after the last group; None likewise.
+        row: Index of the row that each padded row contains, int32 [P], M for padding; None: there is no padding.
+        padded_row: Index of the padded row of every row, int32 [M], P for rows after the last group; None likewise.
     """
 
     group: Array
-    source: Array | None = None
-    place: Array | None = None
+    row: Array | None = None
+    padded_row: Array | None = None
 
     def pad(self, x: Array) -> Array:
         """Return the padded array of rows [M, ..]; zeros fill the padding."""
-        return x if self.source is None else jnp.take(x, self.source, 0, mode="fill", fill_value=0)
+        return x if self.row is None else jnp.take(x, self.row, 0, mode="fill", fill_value=0)
 
     def unpad(self, x: Array) -> Array:
         """Return the rows of a padded array [P, ..]; zeros for rows after the last group."""
-        return x if self.place is None else jnp.take(x, self.place, 0, mode="fill", fill_value=0)
+        return x if self.padded_row is None else jnp.take(x, self.padded_row, 0, mode="fill", fill_value=0)
 
 
 def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
-    """Return the layout of rows [M] in which the groups begin at multiples of a block.
+    """Return the layout of M rows in which the groups begin at multiples of a block.
 
     It has P = (M // block + G) * block rows, which suffice for any sizes with a sum of at most M.
     """
@@ -50,15 +50,17 @@ def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
     group = group_of_rows(padded_sizes, (rows // block + groups) * block)
     ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded_sizes)
     shift = jnp.append(padded_ends - padded_sizes - ends + sizes, 0)
-    source = jnp.arange(group.shape[0], dtype=jnp.int32) - shift[group]
-    source = jnp.where(source < jnp.append(ends, 0)[group], source, rows)
-    own = group_of_rows(sizes, rows)
-    place = jnp.where(own < groups, jnp.arange(rows, dtype=jnp.int32) + shift[own], group.shape[0])
-    return RowLayout(group, source, place)
+    row = jnp.arange(group.shape[0], dtype=jnp.int32) - shift[group]
+    row = jnp.where(row < jnp.append(ends, 0)[group], row, rows)
+    group_of_row = group_of_rows(sizes, rows)
+    padded_row = jnp.where(
+        group_of_row < groups, jnp.arange(rows, dtype=jnp.int32) + shift[group_of_row], group.shape[0]
+    )
+    return RowLayout(group, row, padded_row)
 
 
 def to_rows(values: Array, group: Array) -> Array:
-    """Return the value of each row's group, of values [G] and groups of rows; 1 for rows of no group."""
+    """Broadcast values [G] of groups to rows, whose groups are given; 1 for rows of no group."""
     return jnp.append(values, jnp.ones(1, values.dtype))[group]
 
 

@@ -84,12 +84,14 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
     products = quantizable(call, shapes, config.parallel("column"))
     wants = call.wants
+    recompute = config.checkpoint and wants
     update = scale_update(call, wants)
 
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
         parallel = config.parallel(mode)
-        return product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
+        made = product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
+        return changed(made, may_run_again=True) if recompute else made
 
     added = None if config.adds_bias_late else fc2_bias
     made = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
@@ -101,7 +103,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         beta=beta is not None,
         biases=(fc1_bias is not None, added is not None),
         returns_norm_output=bool(config.return_layernorm_output),
-        recompute=config.checkpoint and wants,
+        recompute=recompute,
         scale_update=update,
         needs_grad=wants,
     ).chosen()

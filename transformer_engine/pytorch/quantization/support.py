@@ -104,7 +104,8 @@ def _reason_for(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
         if hardware.vendor == "nvidia":
             limit = least.architecture
             return f"Device compute capability {limit} or higher required for {needs.title} execution."
-        return f"{hardware.title} has no {needs.title} execution."
+        remark = f": {hardware.remark}" if hardware.remark else ""
+        return f"{hardware.title} has no {needs.title} execution{remark}."
     if cuda < needs.cuda:
         return f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
     return ""

@@ -206,4 +206,6 @@ def gradients_expected(training: bool) -> bool:
 
     True for modules in training mode and for the first run of a reentrant checkpoint, outside of inference mode.
     """
+    if torch.compiler.is_compiling():
+        return training  # the compiler traces neither mode
     return (training or not torch._C._is_fwd_grad_enabled()) and not torch.is_inference_mode_enabled()

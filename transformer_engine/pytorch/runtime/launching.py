@@ -261,9 +261,7 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
         return reason
     if dtype not in DTYPE_NAMES:
         return f"it takes bfloat16, float16 and float32, not {dtype}"
-    if (reason := current_hardware().lacks("triton fp8 casts")) is not None:
-        return f"{reason}: Triton rounds a cast to FP8 twice there, or has none"
-    return None
+    return current_hardware().lacks("cast kernels")
 
 
 class TorchOperator(NamedTuple):

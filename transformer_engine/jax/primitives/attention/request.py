@@ -18,6 +18,7 @@ class AttentionRequest(NamedTuple):
     Attributes:
         rows: Which tokens belong together: "whole" rows, "lengths", "segments" or a "mask".
         segments: Largest number of sequences of a packed row.
+        batch: Smallest possible number of rows on a device; 1 if the number is symbolic.
         modified: Whether a score_mod is applied between the scores and the softmax.
         tokens: "whole" sequences on one device; a "part" of the keys, see `Parts`; or "spread" over devices, with
             options that parts do not support.
@@ -42,6 +43,7 @@ class AttentionRequest(NamedTuple):
     modified: bool = False
     segments: int = 1
     tokens: str = "whole"
+    batch: int = 1
 
 
 def spread_unsupported_reason(request: AttentionRequest) -> str | None:

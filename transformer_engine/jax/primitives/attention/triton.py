@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
+from ....common.kernels.launch import LARGEST_GRID
 from ...manual_axes import align_manual_axes
 from ..kernels import call as call_kernel
 from ..launching import unsupported_on
@@ -38,6 +39,9 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
         return "a score_mod; the kernels are fixed"
     if request.layout.is_thd() and request.bias is not AttnBiasType.NO_BIAS:
         return "a bias of packed rows; the kernels have one for whole sequences"
+    sequences = request.batch * (request.segments if request.layout.is_thd() else 1)
+    if sequences > LARGEST_GRID[2]:
+        return f"{sequences} sequences > {LARGEST_GRID[2]}, the most programs that CUDA starts on that axis of a grid"
     if 0 in (request.queries, request.keys, request.query_heads, request.head_dim, request.value_dim):
         return "an array without elements"
     return None

@@ -13,6 +13,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import Element
 from ....common.kernels.launch import LARGEST_EXTENT
+from ...platform import hardware
 from .. import exact
 from ..kernels import Kernel, call
 from ..launching import run, unsupported_on
@@ -23,6 +24,8 @@ from .reference import RowCodes, RowsRequest, StackCodes, StackRequest
 
 def unsupported_reason(request: StackRequest | RowsRequest) -> str | None:
     if (reason := unsupported_on(request.platform, "GroupedQuantizePrimitive")) is not None:
+        return reason
+    if (reason := hardware().lacks("cast kernels")) is not None:
         return reason
     if 0 in request[:3]:
         return "groups without elements"

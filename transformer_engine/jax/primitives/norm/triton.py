@@ -54,7 +54,10 @@ class NormForward(_NormKernel):
 
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
-        launch = norm.forward(norm.NormRows(rows, width, width, x.dtype.name, *norms, processors().count))
+        gpu = processors()
+        launch = norm.forward(
+            norm.NormRows(rows, width, width, x.dtype.name, *norms, gpu.count, gpu.shared_memory)
+        )
         _, _, y, mean, rstdev, *_ = run(launch, [x, gamma, beta, None, None])
         return tuple(made for made in (y, mean, rstdev) if made is not None)
 

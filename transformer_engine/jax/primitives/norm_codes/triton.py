@@ -81,7 +81,8 @@ class _CodedNormKernel(Kernel):
 
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
-        return NormRows(rows, width, width, x.dtype.name, *norms, processors().count)
+        gpu = processors()
+        return NormRows(rows, width, width, x.dtype.name, *norms, gpu.count, gpu.shared_memory)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def unsupported_reason(request: Request) -> str | None:
     for name in _NAMES:
         if (reason := unsupported_on(request.platform, name)) is not None:
             return reason
-    if (reason := hardware().lacks("triton fp8 casts")) is not None:
-        return f"{reason}: Triton rounds a cast to FP8 twice there, or has none"
+    if (reason := hardware().lacks("cast kernels")) is not None:
+        return reason
     if request.maxima_per_tile:
         return "one maximum per tile, which the kernels do not read"
     rows, depth = request.shape

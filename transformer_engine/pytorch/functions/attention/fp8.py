@@ -52,7 +52,7 @@ class BackwardRequest(NamedTuple):
 
 def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
     if call.fp8 == "block":
-        return "the recipe scales blocks; it takes one scale per tensor"
+        return f"the recipe scales blocks; it takes one scale per tensor; {cudnn_fp8.DECODED}"
     return cudnn_fp8.unsupported_reason(call)
 
 
@@ -80,7 +80,10 @@ def _unsupported_cudnn_backward(request: BackwardRequest) -> str | None:
     if request.call.fp8 != "delayed":
         return "it needs the scale of dP before dP; only delayed scaling has one"
     if request.requested is None:
-        return "slower than 16 bits on compute capability 9.0; NVTE_FP8_DPA_BWD=1 asks for it"
+        measured = "slower than 16 bits on compute capability 9.0"
+        if request.call.hardware.has("tensor memory"):
+            measured = f"not measured on {request.call.hardware.title}"
+        return f"{measured}; NVTE_FP8_DPA_BWD=1 asks for it"
     return cudnn_fp8.unsupported_backward(request.call)
 
 

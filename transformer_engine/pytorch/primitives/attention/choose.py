@@ -41,6 +41,8 @@ def preference(call: AttentionCall) -> tuple[str, ...]:
         return _LAUNCH_BOUND
     if not call.needs_gradient and call.seqlen_q <= SHORT and call.head_dim_qk <= SMALL_HEAD:
         return _SHORT
+    if call.hardware.has("flash attention 4") and not call.hardware.has("early flash attention 4"):
+        return _CUDNN_FIRST
     return _DEFAULT
 
 
@@ -65,6 +67,8 @@ _DEFAULT = (
     "reference",
 )
 _DECODE = ("triton", *(name for name in _DEFAULT if name != "triton"))
+# GPUs for which the young library has kernels that no test of this project has run.
+_CUDNN_FIRST = ("cudnn", *(name for name in _DEFAULT if name != "cudnn"))
 _SHORT = ("cudnn", "torch_cudnn", *(name for name in _DEFAULT if name not in ("cudnn", "torch_cudnn")))
 # Exact float32 products do not use tensor cores: cuBLAS, which torch calls, is faster than kernels of plain FMAs.
 _LAUNCH_BOUND = _FLOAT32 = ("torch_sdpa", *(name for name in _DEFAULT if name != "torch_sdpa"))

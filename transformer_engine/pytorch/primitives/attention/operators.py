@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ....common.hardware import hardware_named
 from ....common.memory import Memory
 from ...runtime.tracing import constant_while_tracing
 from . import reference
@@ -44,6 +45,8 @@ def as_text(record: Any) -> str:
         value = getattr(record, name)
         if name in _NESTED:
             items.append(as_text(value))
+        elif name == "hardware":
+            items.append(f"({value.vendor!r}, {value.architecture!r})")
         else:
             items.append(f"{str(value)!r}" if name == "dtype" else f"{value!r}")
     return "(" + "".join(f"{item}, " for item in items) + ")"
@@ -55,6 +58,7 @@ def from_text(text: str) -> AttentionCall:
     given: dict[str, Any] = dict(zip(_FIELDS[AttentionCall], ast.literal_eval(text), strict=True))
     for name, record in _NESTED.items():
         given[name] = record(*given[name])
+    given["hardware"] = hardware_named(*given["hardware"])
     given["dtype"] = getattr(torch, given["dtype"].removeprefix("torch."))
     return AttentionCall(**given)
 

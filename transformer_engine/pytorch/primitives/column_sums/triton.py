@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ....common.kernels.launch import LARGEST_EXTENT
+from ....common.kernels.machine import Machine
 from ...runtime import launching
+from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
@@ -39,7 +41,7 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     # Strips of rows, then the partial sums; torch's sum uses 128 MiB of scratch memory at 4096 x 4096.
     dense = request.strides[1] == 1 and request.strides[0] < LARGEST_EXTENT
     stride = request.strides[0] if dense else request.shape[1]
-    program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result])
+    program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result], _machine(request))
     performed = Performed(program, request.device)
 
     def sums(x: Tensor) -> Tensor:
@@ -48,22 +50,24 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     return sums if cast is None else with_cast(request, sums)
 
 
+def _machine(request: ColumnSumsRequest) -> Machine:
+    return Machine(*launching.processors(request.device.index), request.dtype.itemsize)
+
+
 def _with_codes(
     request: ColumnSumsRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
     in_blocks = fused_codes.in_blocks(cast.spec)
     if in_blocks or cast.given:
         # One pass: the cast of the gradient of the identity also sums the columns of its tiles.
-        from ....common.kernels import activation_codes, block_fused  # they import triton
+        from ....common.kernels import activation_codes  # it imports triton
 
         stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
         plain = ("identity", False, request.shape, (stride, 0))
         sums = DTYPE_NAMES[request.result]
         if fused_codes.in_blocks(cast.spec):
-            processors = launching.processors(request.device.index)
-            machine = block_fused.Machine(*processors, request.dtype.itemsize)
             blocks = fused_codes.blocks(cast.spec, request.dtype)
-            program = activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, machine)
+            program = activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, _machine(request))
         else:
             how = fused_codes.one_scale(cast)
             program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
@@ -79,11 +83,13 @@ def _with_codes(
             spec.element,
             spec.rowwise,
             spec.columnwise,
-            follows=request.device.type == "cuda",
+            follows=request.device.type == "cuda" and current_hardware().has("dependent launch"),
             power_of_two=spec.power_of_two,
             epsilon=spec.epsilon,
         )
-        program = column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
+        program = column_sums.sums_and_cast(
+            request.shape, DTYPE_NAMES[request.result], after, _machine(request)
+        )
         ready = methodcaller("contiguous")
     taken = len(program.inputs)
     performed = Performed(program, request.device)

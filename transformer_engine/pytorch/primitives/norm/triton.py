@@ -74,10 +74,10 @@ def _rows(request: NormRequest) -> NormRows:
     from ....common.kernels.norm import NormRows  # it imports triton
 
     rows, width = request.shape
-    processors = launching.processors(request.device.index).count
+    processors = launching.processors(request.device.index)
     stride, dtype = _row_stride(request.shape, request.strides), DTYPE_NAMES[request.dtype]
     return NormRows(
-        rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, processors
+        rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, *processors
     )
 
 

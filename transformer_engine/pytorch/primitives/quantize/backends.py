@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
@@ -11,7 +14,7 @@ from ..operand import Operand
 from .encodings import widen
 from .format_row import PlannedCall, QuantizeInputs
 from .formats import FORMATS
-from .spec import OPTIONS, Quantized, QuantizeRequest
+from .spec import OPTIONS, Quantized, QuantizeRequest, torch_dtype
 
 __all__ = ["REFERENCE", "TRITON", "dequantize", "widen"]
 
@@ -29,6 +32,26 @@ def dequantize(operand: Operand) -> Tensor:
     if row is None:
         raise ValueError(f"no rule to dequantize format {form.name!r}; choose one of {', '.join(FORMATS)}")
     return row.dequantize(operand, operand.scale)
+
+
+@functools.cache
+def _allocates(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _unsupported_by_reference(request: QuantizeRequest) -> str | None:
+    """Return the reason why torch cannot store the codes on a device other than a CPU or a CUDA device, or None."""
+    if request.device.type in ("cpu", "cuda", "meta"):
+        return None
+    dtype = torch_dtype(request.spec.element)
+    if _allocates(request.device, dtype):
+        return None
+    kind = request.device.type
+    return f"torch has no {dtype} tensors on {kind}; move the module to the CPU, or use no recipe there"
 
 
 def _bind_reference(request: QuantizeRequest) -> PlannedCall:
@@ -65,7 +88,12 @@ def _bind_triton(request: QuantizeRequest) -> PlannedCall:
     return plan(request)
 
 
-REFERENCE: Backend[QuantizeRequest] = Backend("reference", takes=frozenset(OPTIONS), bind=_bind_reference)
+REFERENCE: Backend[QuantizeRequest] = Backend(
+    "reference",
+    takes=frozenset(OPTIONS),
+    unsupported_reason=_unsupported_by_reference,
+    bind=_bind_reference,
+)
 TRITON: Backend[QuantizeRequest] = Backend(
     "triton",
     takes=frozenset(OPTIONS),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, ceil_div
+from .....common.kernels.machine import Machine
 from .....common.warning import warn_once
 from ....checks import is_symbolic
 from ....platform import processors
@@ -77,12 +78,18 @@ def encode_mxfp8(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]
 
 
 def check_mxfp8(rows: int, depth: int, spec: QuantizeSpec) -> None:
-    """Warn once about a matrix with partial blocks; its codes are right, but NVIDIA's MXFP8 products reject it."""
-    if any(not is_symbolic(extent) and extent % MXFP8_BLOCK for extent in (rows, depth)):
+    """Warn once about a matrix with partial blocks; its codes are right, but NVIDIA's MXFP8 products reject it.
+
+    Only extents along blocks count: K for row-wise codes [M, K], M for column-wise codes.
+    """
+    extents = {"K": depth} if spec.rowwise or spec.two_dimensional else {}
+    extents |= {"M": rows} if spec.columnwise or spec.two_dimensional else {}
+    partial = [name for name, extent in extents.items() if not is_symbolic(extent) and extent % MXFP8_BLOCK]
+    if partial:
         warn_once(
             "MXFP8: partial blocks",
-            f"a matrix [{rows}, {depth}] is quantized to MXFP8, whose scales cover {MXFP8_BLOCK} elements: blocks at "
-            f"the edge are padded with zeros; pad both extents to multiples of {MXFP8_BLOCK}",
+            f"a matrix [M={rows}, K={depth}] is quantized to MXFP8, whose scales cover {MXFP8_BLOCK} elements: blocks "
+            f"at the edge are padded with zeros; pad {' and '.join(partial)} to a multiple of {MXFP8_BLOCK}",
             stacklevel=4,
         )
 
@@ -179,7 +186,9 @@ class Tiles(Kernel):
         if spec.format == BLOCK_2D:
             launch = block_cast.square_blocks(*options, **scaling)
         else:
-            launch = block_cast.row_blocks(*options, **scaling, processors=processors().count)
+            gpu = processors()
+            machine = Machine(gpu.count, gpu.shared_memory, x.dtype.itemsize)
+            launch = block_cast.row_blocks(*options, **scaling, machine=machine)
         return tuple(array for array in run(launch, arrays) if array is not None)
 
 

@@ -18,7 +18,16 @@ from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
 from ..packed import zero_padding
 from ..passes import Passes
-from .cudnn_graph import MOST_PLANS, CudnnPlan, Strides, contiguous_strides, missing, planned, ragged_offsets
+from .cudnn_graph import (
+    MOST_PLANS,
+    UPGRADE,
+    CudnnPlan,
+    Strides,
+    contiguous_strides,
+    missing,
+    planned,
+    ragged_offsets,
+)
 from .cudnn_plan import (
     Strided,
     bottom_right,
@@ -67,11 +76,23 @@ def bind(call: AttentionCall) -> Passes | PlanFailure:
 
 
 def _unsupported_device(call: AttentionCall) -> str | None:
-    if (reason := unsupported_by_cudnn(call, "cudnn attention", other_kind="2")) is not None:
+    reason = unsupported_by_cudnn(call, other_kind="2") or call.hardware.lacks("cudnn attention")
+    if reason is not None:
         return reason
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"{call.dtype}; it takes torch.bfloat16 and torch.float16"
-    return missing()
+    return missing() or _outdated(call)
+
+
+def _outdated(call: AttentionCall) -> str | None:
+    """Return the reason why this cuDNN has no attention for the GPU, or None."""
+    version, first = get_cudnn_version(), call.hardware.cudnn
+    if version >= first:
+        return None
+    return (
+        f"cuDNN {_dotted(version)} has no attention for {call.hardware.title}, {_dotted(first)} and higher have; "
+        f"{UPGRADE}"
+    )
 
 
 def _unsupported_shape(call: AttentionCall) -> str | None:
@@ -86,7 +107,16 @@ def _unsupported_shape(call: AttentionCall) -> str | None:
         sizes = call.head_dim_qk, call.head_dim_v
         if largest > 128 and sizes[0] != sizes[1] and sizes != (192, 128):
             return f"head sizes {sizes[0]} and {sizes[1]}: above 128 it takes equal ones and 192/128"
+        if 128 < largest < limit and sizes[0] == sizes[1]:
+            reason = call.hardware.lacks("cudnn gradients of equal wide heads")
+            return (
+                reason and f"head size {largest} in the backward pass: {reason}; it takes {limit} and 192/128"
+            )
     return None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _unsupported_mask(call: AttentionCall) -> str | None:
@@ -123,6 +153,8 @@ def _unsupported_options(call: AttentionCall) -> str | None:
         return "return_max_logit with a sink or packed sequences"
     if (call.mask.padding and not (call.same_lengths or call.cached)) and call.softmax != "vanilla":
         return "a sink, where a sequence of queries may have no keys"
+    if call.cached and (reason := call.hardware.lacks("cudnn cached attention")) is not None:
+        return reason
     if call.page_size and (call.page_size & (call.page_size - 1) or call.needs_gradient):
         return f"page_size={call.page_size}: it takes powers of two, and no gradient"
     return None
@@ -132,12 +164,16 @@ def _unsupported_backward(call: AttentionCall) -> str | None:
     if not call.needs_gradient:
         return None
     packed = "thd" in (call.q_format, call.kv_format)
+    if packed and (reason := call.hardware.lacks("cudnn ragged statistics")) is not None:
+        return reason
     if packed and call.softmax != "vanilla":
         if get_cudnn_version() < (9, 26, 0):
             return "a sink with packed sequences: before cuDNN 9.26 its backward reads out of bounds"
         if call.deterministic:
             return "deterministic gradients of a sink with packed sequences"
     if call.deterministic:
+        if (reason := call.hardware.lacks("cudnn deterministic attention")) is not None:
+            return reason
         if packed and (reason := call.hardware.lacks("cudnn packed attention")) is not None:
             return f"deterministic gradients of packed sequences: {reason}"
         blocks = -(-call.seqlen_kv // _KEYS_OF_A_BLOCK)

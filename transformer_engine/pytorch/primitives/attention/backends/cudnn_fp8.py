@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .....common.memory import Memory
+from ....runtime.device import get_cudnn_version
 from ..call import AttentionCall, AttentionInputs, Feature
-from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, missing, planned
+from .cudnn_graph import MOST_PLANS, UPGRADE, CudnnPlan, Description, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
 from .limits import unsupported_by_cudnn
 
@@ -32,6 +33,10 @@ TAKES = frozenset(
 )
 FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
+# First versions on 10.x for heads of 192/128, for deterministic gradients, and for a scale from the tensor itself: the
+# original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16 bits; the outputs of this package are codes.
+_TWO_SIZES, _DETERMINISTIC, _CURRENT = (9, 21, 0), (9, 18, 0), (9, 14, 0)
+DECODED = "attention of the decoded tensors in 16 bits takes its place"
 
 
 class CudnnFP8Output(NamedTuple):
@@ -53,8 +58,12 @@ class CudnnFP8Gradients(NamedTuple):
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the FP8 forward pass does not support the call; None if it does."""
-    if (reason := unsupported_by_cudnn(call, "cudnn fp8 attention", other_kind="1")) is not None:
+    if (reason := unsupported_by_cudnn(call, other_kind="1")) is not None:
         return reason
+    if (reason := call.hardware.lacks("cudnn fp8 attention")) is not None:
+        return f"{reason}; {DECODED}"
+    if call.hardware.has("tensor memory") and (reason := _unsupported_on_blackwell(call)) is not None:
+        return f"{reason}; {DECODED}"
     if bottom_right(call):
         return "a bottom-right diagonal over sequences of unequal lengths"
     for size in (call.head_dim_qk, call.head_dim_v):
@@ -63,8 +72,29 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return missing()
 
 
+def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
+    """Return the reason why FP8 attention of compute capability 10.x does not support the call, or None."""
+    sizes = call.head_dim_qk, call.head_dim_v
+    if max(sizes) > 128 and sizes != (192, 128):
+        return (
+            f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}: it takes up to 128, and 192/128"
+        )
+    version = get_cudnn_version()
+    for needed, first, what in (
+        (sizes == (192, 128), _TWO_SIZES, "heads of 192/128"),
+        (call.demands_determinism, _DETERMINISTIC, "deterministic gradients"),
+        (call.fp8 == "current", _CURRENT, "current scaling"),
+    ):
+        if needed and version < first:
+            found, least = (".".join(map(str, each)) for each in (version, first))
+            return f"cuDNN {found} has no FP8 attention with {what} on {call.hardware.title}, {least} has; {UPGRADE}"
+    return None
+
+
 def unsupported_backward(call: AttentionCall) -> str | None:
     """Return the reason why the FP8 backward pass does not support the call; None if it does."""
+    if call.hardware.has("cudnn fp8 gradients of all heads"):
+        return unsupported_reason(call)
     if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
         return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
     return unsupported_reason(call)

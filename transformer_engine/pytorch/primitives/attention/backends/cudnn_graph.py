@@ -39,6 +39,7 @@ _UID = {role: uid for uid, role in enumerate(ROLES, start=1)}
 _FIRST_OFFSET = 1000
 
 _REMEDY = "pip install 'nvidia-cudnn-frontend>=1.23,<2'"
+UPGRADE = "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
 
 # Plans in a process before all are dropped. A dropped plan unloads its kernels, which captured CUDA graphs still use:
 # the limit is for lengths that occur only once, not for the shapes of a model.

@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from .....common import optional
 from .....common.dispatch import Backend
+from ....runtime.tracing import constant_while_tracing
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
 from ..packed import zero_padding
@@ -32,6 +34,7 @@ def _installed() -> str | None:
 # A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
+_FIRST_OF_ALL = "4.0.0b36"  # first release with kernels for compute capability 11.0 and 12.x
 TAKES = FLASH | {
     Feature.OFF_BY_ONE,
     Feature.LEARNABLE,
@@ -45,6 +48,11 @@ TAKES = FLASH | {
 _MULTIPLE = 32
 
 
+@constant_while_tracing
+def _has_kernels_of_all(release: str) -> bool:
+    return Version(release) >= Version(_FIRST_OF_ALL)
+
+
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash4):
@@ -55,6 +63,13 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if reason is not None:
         return reason
     if (reason := call.hardware.lacks("flash attention 4")) is not None:
+        return reason
+    if not call.hardware.has("early flash attention 4") and not _has_kernels_of_all(VERSION):
+        return (
+            f"flash-attn-4 {VERSION} has no kernels for {call.hardware.title}, {_FIRST_OF_ALL} has; "
+            "pip install --pre --upgrade flash-attn-4"
+        )
+    if call.cached and (reason := call.hardware.lacks("flash attention 4 of a cache")) is not None:
         return reason
     sizes = call.head_dim_qk, call.head_dim_v
     reason = call.hardware.lacks("flash attention 4 of wide heads")

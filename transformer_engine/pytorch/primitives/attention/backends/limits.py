@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .....common.hardware import Capability
 from ..call import AttentionCall, Feature
 
 # Masks of bands and sequences packed without gaps, with diagonals that end at the last query and key.
@@ -15,12 +14,11 @@ WITHOUT_DETERMINISM = (
 )
 
 
-def unsupported_by_cudnn(call: AttentionCall, capability: Capability, other_kind: str) -> str | None:
-    """Return the reason why switches, device or hardware exclude a kernel of cuDNN; None if they do not.
+def unsupported_by_cudnn(call: AttentionCall, other_kind: str) -> str | None:
+    """Return the reason why switches or the device exclude a kernel of cuDNN; None if they do not.
 
     Args:
         call: The call.
-        capability: Capability that the kernel needs.
         other_kind: Value of NVTE_FUSED_ATTN_BACKEND that selects kernels of the other precision: "1" selects 16-bit
             kernels, "2" FP8 kernels.
     """
@@ -30,7 +28,7 @@ def unsupported_by_cudnn(call: AttentionCall, capability: Capability, other_kind
         return f"NVTE_FUSED_ATTN_BACKEND={other_kind} asks for {'16 bit' if other_kind == '1' else 'FP8'}"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    return call.hardware.lacks(capability)
+    return None
 
 
 def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:

@@ -18,9 +18,11 @@ TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
-    if (reason := unsupported_by_cudnn(call, "torch cudnn attention", other_kind="2")) is not None:
-        return reason
-    return unsupported_beyond_flash(call, _LARGEST_HEAD)
+    return (
+        unsupported_by_cudnn(call, other_kind="2")
+        or unsupported_beyond_flash(call, _LARGEST_HEAD)
+        or call.hardware.lacks("torch cudnn attention")
+    )
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:

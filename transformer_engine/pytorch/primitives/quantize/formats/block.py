@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
 from .....common.kernels.launch import Launch
+from .....common.kernels.machine import Machine
 from ....runtime import launching
 from .. import tiles
 from ..encodings import cast, scale_from_amax
@@ -42,7 +43,7 @@ def _row_blocks(
         spec.element,
         spec.rowwise,
         spec.columnwise,
-        processors=launching.processors(device.index).count,
+        machine=Machine(*launching.processors(device.index), dtype.itemsize),
         **_scales(spec, dtype),
     )
 

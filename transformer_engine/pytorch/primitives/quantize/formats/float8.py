@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .....common.formats import FLOAT8
+from ....runtime.device import current_hardware
 from ....runtime.launching import Performed
 from ...operand import Operand
 from ..encodings import absolute_maximum, cast, scale_from_amax, widen
@@ -48,7 +49,8 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     from .....common.kernels import cast as kernels  # it imports triton
 
     def performed(amax: str) -> Performed:
-        spec, overlaps = request.spec, request.device.type == "cuda"
+        spec = request.spec
+        overlaps = request.device.type == "cuda" and current_hardware().has("dependent launch")
         scaling = {"power_of_two": spec.power_of_two, "epsilon": spec.epsilon}
         directions = (spec.element, spec.rowwise, spec.columnwise)
         program = kernels.one_scale(request.shape, *directions, amax, overlaps=overlaps, **scaling)

@@ -1,0 +1,102 @@
+"""Write the tables of docs/your_gpu.md from the table of hardware and docs/hardware.json; --check only compares.
+
+python docs/hardware_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from generated import ROOT, write
+
+from transformer_engine.common.hardware import ROWS, Hardware
+
+PAGE = ROOT / "docs" / "your_gpu.md"
+CHOICES = json.loads((ROOT / "docs" / "hardware.json").read_text())
+# Products of docs/hardware.json by the name in the table of the page.
+PRODUCTS = {
+    "none": "bfloat16",
+    "float8": "FP8, one scale",
+    "block": "FP8, blocks of 128",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
+NOT_NATIVE = ("reference", "widen")
+# Architectures on which the kernels of this package are run before a release.
+RUN_HERE = ("9.0",)
+ATTENTION = {
+    "cuDNN": "cudnn attention",
+    "cuDNN, FP8": "cudnn fp8 attention",
+    "FlashAttention-4": "flash attention 4",
+    "Triton": "triton kernels",
+}
+NVIDIA = [row for row in ROWS if row.vendor == "nvidia"]
+
+
+def gpus() -> str:
+    """Return the table of architectures: names, what was run, and limits."""
+    lines = [
+        "| compute capability or target | GPUs | kernels | shared memory per block | cuDNN backward, largest head |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        head = str(row.backward_head) if row.backward_head else "no cuDNN"
+        lines.append(
+            f"| {row.architecture} | {', '.join(row.gpus)} | {_state(row)} | {row.shared_memory >> 10} KiB | {head} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _state(row: Hardware) -> str:
+    if row.architecture in RUN_HERE:
+        return "run on H100 and H200"
+    if row.vendor == "amd":
+        return "kernels without FP8 codes compiled, not run"
+    return "compiled and simulated, not run"
+
+
+def products() -> str:
+    """Return the table of products: the backend with nvmath-python, and without it where it differs."""
+    lines = [
+        f"| | {' | '.join(PRODUCTS.values())} |",
+        f"| --- |{' --- |' * len(PRODUCTS)}",
+    ]
+    for row in NVIDIA:
+        with_library, without = CHOICES[row.architecture].values()
+        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
+    lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
+    return "\n".join(lines) + "\n"
+
+
+def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
+    found = [
+        ", ".join(
+            dict.fromkeys(backend for name, backend in choice.items() if not name.startswith("grouped"))
+        )
+        for choice in (with_library, without)
+    ]
+    names = found[0] if found[0] == found[1] else f"{found[0]}; else {found[1]}"
+    emulated = all(backend in NOT_NATIVE for backend in with_library.values())
+    return f"{'emulated' if emulated else 'native'}: {names}"
+
+
+def attention() -> str:
+    """Return the table of attention backends."""
+    lines = [f"| | {' | '.join(ATTENTION)} |", f"| --- |{' --- |' * len(ATTENTION)}"]
+    for row in ROWS:
+        cells = []
+        for capability in ATTENTION.values():
+            version = (
+                f" from {'.'.join(map(str, row.cudnn))}" if "cudnn" in capability and any(row.cudnn) else ""
+            )
+            cells.append(f"yes{version}" if row.has(capability) else "")  # pyright: ignore[reportArgumentType]
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sections = {"gpus": gpus(), "products": products(), "attention": attention()}
+    sys.exit(write(__file__, {PAGE: sections}))

@@ -1,0 +1,158 @@
+"""`te doctor --self-test`: wrong backends are found, results are stored for this machine, a CPU runs a sample."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from transformer_engine.cli.doctor.checks import main, run_self_test
+from transformer_engine.common.dispatch import Backend, Table, tables
+from transformer_engine.pytorch.inspect import self_test as testing
+from transformer_engine.pytorch.inspect.self_test import SelfTest, SelfTestResult, self_test
+from transformer_engine.pytorch.inspect.self_test_cases import SelfTestCase, SelfTestSizes
+from transformer_engine.pytorch.runtime import self_tested
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
+    self_tested._stored.cache_clear()
+    yield tmp_path
+    self_tested._stored.cache_clear()
+
+
+def _raise(x):
+    raise RuntimeError("CUDA error: invalid argument")
+
+
+@pytest.fixture
+def doubling():
+    """A table whose backends double a tensor: one correctly, one with a wrong last bit, one not at all."""
+    calls = {
+        "native": lambda x: x * 2,
+        "wrong": lambda x: torch.nextafter(x * 2, torch.full_like(x, 1e9)),
+        "raising": _raise,
+        "reference": lambda x: x + x,
+    }
+    backends = [Backend(name, bind=lambda request, call=call: call) for name, call in calls.items()]
+    other = Backend("other", unsupported_reason=lambda request: "it needs a GPU", bind=lambda request: _raise)
+    table = Table("doubling", (*backends[:3], other, backends[3]), describe=lambda size: size)
+    yield table
+    del tables["doubling"]
+
+
+def examined(monkeypatch, table, bound=None, seconds=60.0):
+    x = torch.arange(1.0, 9.0)
+    case = SelfTestCase(
+        "doubled numbers", "8", "doubling", lambda: (table.bound((8,))(x),), bound, baseline=lambda: x + x
+    )
+    monkeypatch.setattr(testing, "cases", lambda device, sizes: [case])
+    return self_test(seconds=seconds)
+
+
+def test_backends_with_wrong_bits_or_errors_fail(monkeypatch, doubling):
+    test = examined(monkeypatch, doubling)
+    found = {result.backend: result for result in test.results}
+    assert {name: result.status for name, result in found.items()} == {
+        "native": "passed",
+        "wrong": "failed",
+        "raising": "failed",
+        "other": "unsupported",
+    }
+    assert found["native"].equal == 1.0 and found["native"].ratio is not None
+    assert found["wrong"].equal is not None and 0.7 < found["wrong"].equal < 1.0
+    assert "CUDA error: invalid argument" in found["raising"].reason
+    assert test.paths == {"doubled numbers": False}
+    assert "2 failed" in test.report() and "FAILED doubled numbers, 8, wrong" in test.report()
+
+
+def test_values_may_differ_up_to_the_bound(monkeypatch, doubling):
+    test = examined(monkeypatch, doubling, bound=1e-6)
+    assert {r.backend for r in test.results if r.status == "passed"} == {"native", "wrong"}
+
+
+def test_cases_beyond_the_time_limit_are_not_run_and_do_not_pass(monkeypatch, doubling):
+    test = examined(monkeypatch, doubling, seconds=-1.0)
+    assert [result.status for result in test.results] == ["not run"]
+    assert test.paths == {"doubled numbers": False} and "not run for lack of time" in test.report()
+
+
+def test_a_path_passes_by_a_native_backend_only():
+    def paths(*results):
+        return SelfTest({}, tuple(SelfTestResult("p", "c", *each) for each in results), 1.0).paths["p"]
+
+    assert paths(("cublaslt", "passed"), ("triton", "unsupported"))
+    assert not paths(("widen", "passed"), ("reference", "passed"))
+    assert not paths(("cublaslt", "passed"), ("triton", "failed"))
+
+
+@pytest.fixture
+def forged_gpu(monkeypatch):
+    """Facts of an RTX 5090, which tests change."""
+    facts = {"gpu": "NVIDIA GeForce RTX 5090", "driver": "580.65.06", "torch": "2.14.1"}
+    monkeypatch.setattr(self_tested, "has_cuda", lambda: True)
+    monkeypatch.setattr(self_tested, "machine_facts", lambda: facts)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return facts
+
+
+def test_stored_results_admit_paths_on_the_same_machine_and_versions_only(cache, forged_gpu):
+    path = "fp8 products in all layouts"
+    assert "run te doctor --self-test" in str(self_tested.untested_reason(path))
+    self_tested.save({path: True, "nvfp4 products": False})
+    assert self_tested.untested_reason(path) is None
+    assert "has failed" in str(self_tested.untested_reason("nvfp4 products"))
+    assert "has not run" in str(self_tested.untested_reason("mxfp8 products"))
+    for fact, other in (("driver", "590.10"), ("torch", "2.15.0"), ("gpu", "NVIDIA GeForce RTX 5080")):
+        before, forged_gpu[fact] = forged_gpu[fact], other
+        self_tested._stored.cache_clear()
+        assert "has not run" in str(self_tested.untested_reason(path)), fact
+        forged_gpu[fact] = before
+    self_tested._stored.cache_clear()
+    assert self_tested.untested_reason(path) is None
+
+
+def test_a_machine_without_a_gpu_counts_as_untested(cache, monkeypatch):
+    monkeypatch.setattr(self_tested, "has_cuda", lambda: False)
+    assert "there is no GPU" in str(self_tested.untested_reason("mxfp8 products"))
+
+
+def test_facts_contain_the_versions_of_everything_that_computes():
+    facts = self_tested.machine_facts()
+    assert facts["torch"] == torch.__version__ and {"gpu", "transformer-engine", "CUDA"} <= facts.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the sample of a machine without a GPU")
+def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
+    test = self_test(SelfTestSizes(128, 16, 32))
+    assert test.failed == ()
+    passed = {result.path for result in test.results if result.status == "passed"}
+    assert {
+        "fp8 casts",
+        "mxfp8 products",
+        "nvfp4 products",
+        "fp8 products in all layouts",
+        "attention",
+    } <= passed
+    assert "There is no GPU" in test.report()
+
+
+def test_the_command_exits_with_1_after_a_failure(monkeypatch, capsys):
+    result = SelfTestResult("mxfp8 products", "4096", "triton", "failed", reason="relative error 1.0")
+    for results, code in (((), 0), ((result,), 1)):
+        test = SelfTest({"gpu": "NVIDIA B200"}, results, 3.0)
+        monkeypatch.setattr(testing, "self_test", lambda test=test, **options: test)
+        assert main(["--self-test"]) == run_self_test(False) == code
+        assert "gpu: NVIDIA B200" in capsys.readouterr().out
+    assert run_self_test(True) == 1
+    assert json.loads(capsys.readouterr().out)["paths"] == {"mxfp8 products": False}
+
+
+@pytest.mark.gpu
+def test_every_backend_of_this_gpu_passes_within_two_minutes(cache):
+    test = self_test()
+    assert test.failed == (), test.report()
+    assert test.seconds < 130
+    assert self_tested.untested_reason("fp8 casts") is None
