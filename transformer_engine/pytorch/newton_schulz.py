@@ -29,7 +29,7 @@ Coefficients = tuple[float, float, float]
 _SETS: dict[str, tuple[Coefficients, ...]] = {
     # Muon, https://kellerjordan.github.io/posts/muon/: the largest slope at 0 with results in about [0.7, 1.2].
     "simple": ((3.4445, -4.7750, 2.0315),),
-    # Five polynomials of their own, fitted together.
+    # Five polynomials, fitted together.
     "quintic": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),

@@ -102,7 +102,7 @@ def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
 
 
 def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
-    """Values in their own shape that are a matrix with a contiguous axis.
+    """Values, in their shape, that form a matrix with a contiguous axis.
 
     The gradient of a sum has no contiguous axis, and each reader would copy it.
     """

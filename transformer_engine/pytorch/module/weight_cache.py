@@ -42,9 +42,9 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _uses(parts: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
-    """Return the number of references from C++ to each tensor and to its memory: saved tensors, also saved views."""
-    given: list[Any] = [part for part in parts if part is not None]
-    return tuple([(part._use_count(), _use_count(_memory(part))) for part in given])
+    """Count the C++ references to each tensor and to its memory, which saved tensors and saved views increase."""
+    tensors: list[Any] = [part for part in parts if part is not None]
+    return tuple([(tensor._use_count(), _use_count(_memory(tensor))) for tensor in tensors])
 
 
 class _CachedWeight(NamedTuple):
@@ -53,8 +53,8 @@ class _CachedWeight(NamedTuple):
     Attributes:
         weight: The quantized weight.
         parts: Its tensors.
-        uses: `_uses` of the tensors without saved tensors of a backward pass.
-        owned: Whether each tensor has memory of its own, which is not the memory of the parameter.
+        uses: `_uses` of the tensors while no backward pass has saved them.
+        owned: Whether each tensor has separate memory, instead of the parameter's.
     """
 
     weight: Any
@@ -67,8 +67,8 @@ class _CachedWeight(NamedTuple):
         """Whether a backward pass that has not run, or that retains its graph, will read the tensors."""
         return any(
             now > before
-            for counts, known in zip(_uses(self.parts), self.uses, strict=True)
-            for now, before in zip(counts, known, strict=True)
+            for counts, unsaved in zip(_uses(self.parts), self.uses, strict=True)
+            for now, before in zip(counts, unsaved, strict=True)
         )
 
     def has_form(self, parts: Sequence[Tensor | None]) -> bool:
@@ -87,8 +87,8 @@ class _CachedWeight(NamedTuple):
 class WeightCache(dict[str, Any]):
     """{name: weight as quantized for the first microbatch of a step}.
 
-    A caller may write to it as to any dict, and drops memory by that. Memory that a captured graph reads is kept, and
-    later steps write to it again.
+    A caller may write to the cache as to any dict; a replaced or deleted weight frees its memory. Memory that a
+    captured graph reads is not freed, and later steps write to it again.
     """
 
     def __init__(self, weights: Any = ()) -> None:
@@ -159,7 +159,7 @@ class WeightCache(dict[str, Any]):
         owned = tuple([part is not None and _memory(part) not in memory for part in parts])
         fitting = next((entry for entry in free if entry.has_form(parts)), None)
         if fitting is not None:
-            parts = _written(fitting, parts, owned)
+            parts = _write_into(fitting, parts, owned)
             weight = rebuild(parts)
         mark_cached(parts)
         self[name] = weight
@@ -189,12 +189,12 @@ class WeightCache(dict[str, Any]):
         """Keep the memory of a weight for the replays of the graph that is being captured."""
         first = next((part for part in entry.parts if part is not None), None)
         if first is not None and is_capturing(first.device):
-            known = self._captured.setdefault(name, [])
-            if not any(other is entry for other in known):
-                known.append(entry)
+            entries = self._captured.setdefault(name, [])
+            if not any(other is entry for other in entries):
+                entries.append(entry)
 
 
-def _written(
+def _write_into(
     entry: _CachedWeight, parts: Sequence[Tensor | None], owned: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Copy new tensors into those of an entry, and return the tensors of the renewed weight."""
@@ -210,7 +210,7 @@ def _written(
 
 
 def made_to_keep(make: Callable[[], Any]) -> Any:
-    """Return make() without gradients, as tensors that can be trained later even if inference mode is on now."""
+    """Compute make() without gradients, as tensors that can be trained later even if inference mode is on now."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return make()

@@ -82,8 +82,8 @@ class BackwardKey(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """A backward pass, the numbers of gradients of parameters and of extra inputs by operation, and whether the
-    gradient of an input may be quantized."""
+    """A backward pass, its numbers of parameter and extra-input gradients per operation, and whether the input's
+    gradient may be quantized."""
 
     schedule: Schedule
     parameters: tuple[int, ...]

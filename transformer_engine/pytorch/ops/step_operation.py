@@ -52,7 +52,7 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
         return {name: parameter for name, parameter in parameters.items() if parameter is not None}
 
     def required_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters without which the operation cannot run."""
+        """Names of the parameters that the operation requires."""
         return self.parameter_names
 
     def pre_first_fuser_forward(self) -> None:

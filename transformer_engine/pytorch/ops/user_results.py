@@ -22,7 +22,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def method_of(op: FusibleOperation, direction: str) -> str:
-    """Name of the method by which an operation's class computes a pass: op_forward or fuser_forward, for example."""
+    """Name of the method that computes a pass of an operation, such as op_forward or fuser_forward."""
     own = f"op_{direction}"
     if not isinstance(op, BasicOperation) or op.num_extra_inputs or op.num_extra_outputs:
         return f"fuser_{direction}"

@@ -1,4 +1,4 @@
-"""Scale and maximum of a quantizer of delayed scaling: tensors of its own, or a slot of a recipe state."""
+"""Scale and maximum of a quantizer of delayed scaling: separate tensors, or a slot of a recipe state."""
 
 from __future__ import annotations
 

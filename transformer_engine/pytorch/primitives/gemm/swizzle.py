@@ -14,7 +14,7 @@ _TILE = (128, 4)
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Return scales [R, C] of one byte each in swizzled order, uint8 [R up to 128, C up to 4], padded with zeros.
+    """Swizzle one-byte scales [R, C]; the result is uint8, padded with zeros to multiples of 128 rows and 4 columns.
 
     Byte (r, c) of a tile of 128 x 4 is at (r % 32) * 16 + r // 32 * 4 + c; the tiles follow each other row by row.
     """
@@ -48,7 +48,7 @@ def compact(scale: Tensor) -> Tensor:
 
 
 def swizzled_scale(operand: Operand) -> Tensor:
-    """Return the scales of an MXFP8 or NVFP4 operand in swizzled order."""
+    """Scales of an MXFP8 or NVFP4 operand in swizzled order."""
     assert operand.scale is not None
     return swizzled(operand.scale)
 

@@ -106,7 +106,7 @@ def _seconds(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> fl
 
 @functools.cache
 def _library_and_gpu(device: int) -> str:
-    """What the choice for a problem depends on: the model of GPU, and the version of cuBLASLt."""
+    """Dependencies of the fastest algorithm besides the problem: the GPU model and the version of cuBLASLt."""
     return f"{torch.cuda.get_device_name(device)} cublaslt {library.bindings().get_version()}"
 
 
