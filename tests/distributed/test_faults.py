@@ -404,16 +404,21 @@ def fails_in(rank: int, size: int, directory: str, fault: str) -> None:
         Path(directory, f"{rank}.message").write_text(str(error))
 
 
-@pytest.mark.parametrize("fault", ["ends", "waits"])
-def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: Path):
-    context = CONTEXT
-    arguments = [(rank, 2, str(tmp_path), fault) for rank in range(2)]
-    processes = [context.Process(target=fails_in, args=given) for given in arguments]
+def run_all(processes: list) -> None:
+    """Start processes and wait until all have ended."""
     for process in processes:
         process.start()
     for process in processes:
         process.join(240)
         assert not process.is_alive()
+
+
+@pytest.mark.parametrize("fault", ["ends", "waits"])
+def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: Path):
+    context = CONTEXT
+    arguments = [(rank, 2, str(tmp_path), fault) for rank in range(2)]
+    processes = [context.Process(target=fails_in, args=given) for given in arguments]
+    run_all(processes)
     message = (tmp_path / "0.message").read_text()
     assert "all_reduce of torch.float32 [16, 32] over ranks [0, 1] failed on rank 0" in message
     assert "rank 1 has ended or does not take part" in message
@@ -444,11 +449,7 @@ def sharded_fails(rank: int, directory: str) -> None:
 
 def test_a_rank_that_ends_under_fully_shard_is_named(tmp_path: Path):
     processes = [CONTEXT.Process(target=sharded_fails, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-        assert not process.is_alive()
+    run_all(processes)
     message = (tmp_path / "0.message").read_text()
     assert (
         "a collective over ranks [0, 1] failed on rank 0: rank 1 has ended or does not take part" in message

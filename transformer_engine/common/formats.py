@@ -98,12 +98,7 @@ FLOAT8 = TensorFormat("float8", None, "float32", fits_bfloat16=True)
 BLOCK_1D = TensorFormat("block1d", (1, 128), "float32", block_products="fp8 products")
 BLOCK_2D = TensorFormat("block2d", (128, 128), "float32", block_products="fp8 products")
 MXFP8 = TensorFormat(
-    "mxfp8",
-    (1, 32),
-    "e8m0",
-    two_dimensional=True,
-    fits_bfloat16=True,
-    block_products="mxfp8 products",
+    "mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True, block_products="mxfp8 products"
 )
 # Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax. The variants
 # differ in the largest block scale and in what shares the second level: `NVFP4_FORMATS[row_scaled, largest scale]`.
