@@ -125,3 +125,39 @@ def test_the_tracing_mark_is_the_one_torch_sets():
     constant_while_tracing(ours)
     torch.compiler.assume_constant_result(theirs)
     assert vars(ours) == vars(theirs)
+
+
+# Registers the operators, removes the package's modules and imports them again.
+IMPORTED_AGAIN = """
+import sys, torch
+import transformer_engine.pytorch as before
+import transformer_engine.pytorch.primitives.attention.operators
+import transformer_engine.pytorch.primitives.quantize.exported
+
+old = before.Linear(32, 32, device="cpu")
+x = torch.arange(512.0).view(16, 32)
+for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+    del sys.modules[name]
+
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.primitives.attention.operators
+from transformer_engine.pytorch.primitives.quantize import exported
+from transformer_engine.common.recipe import DelayedScaling
+
+assert te is not before
+new = te.Linear(32, 32, device="cpu")
+new.load_state_dict(old.state_dict())
+assert torch.equal(new(x), old(x))
+with te.autocast(recipe=DelayedScaling()):
+    new(x).sum().backward()
+codes = torch.ops.tex.fp8_quantize(x, torch.tensor([0.25]), torch.float8_e4m3fn)
+assert torch.equal(codes.float(), (x / 4).to(torch.float8_e4m3fn).float())
+assert exported.fp8_quantize is torch.ops.tex.fp8_quantize.default
+"""
+
+
+def test_package_is_imported_again_after_its_modules_are_removed():
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTED_AGAIN], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr

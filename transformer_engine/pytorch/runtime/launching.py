@@ -15,6 +15,7 @@ from ...common.dispatch import Operator
 from ...common.kernels.launch import ALIGNMENT, Launch, Output, check_memory, missing, start, starter
 from ...common.kernels.program import Program
 from .device import current_hardware, is_current_device
+from .operator_definition import define_operator
 from .symbols import Symbol
 from .zeros import numbers, zero
 
@@ -285,9 +286,4 @@ def operator(schema: str, eager: Callable[..., Any], results: Callable[..., Any]
         eager: The implementation.
         results: Allocates tensors of the shapes and dtypes that `eager` returns, without computing them.
     """
-    name = schema[: schema.index("(")]
-    qualified = f"transformer_engine::{name}"
-    torch.library.define(qualified, schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "cuda", eager)
-    torch.library.register_fake(qualified, results)
-    return TorchOperator(getattr(torch.ops.transformer_engine, name), results)
+    return TorchOperator(define_operator("transformer_engine", schema, "cuda", eager, results), results)

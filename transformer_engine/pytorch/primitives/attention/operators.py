@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ....common.hardware import hardware_named
 from ....common.memory import Memory
+from ...runtime.operator_definition import define_operator
 from ...runtime.tracing import constant_while_tracing
 from . import reference
 from .call import Attended, AttentionCall, AttentionInputs, Gradients, Switches
@@ -209,21 +209,18 @@ def _backward_shapes(
     return tuple(nothing.clone() if x is None else x.new_empty(x.shape) for x in leaves)
 
 
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    qualified = "transformer_engine::" + schema[: schema.index("(")]
-    torch.library.define(qualified, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "CompositeExplicitAutograd", implementation)
-    torch.library.register_fake(qualified, fake)
-
-
-_define(
+define_operator(
+    "transformer_engine",
     "attention_forward(str name, str call, Tensor?[] tensors) -> (Tensor, Tensor, Tensor, Tensor)",
+    "CompositeExplicitAutograd",
     _forward_operator,
     _forward_shapes,
 )
-_define(
+define_operator(
+    "transformer_engine",
     "attention_backward(str name, str call, Tensor?[] tensors, Tensor?[] attended, Tensor grad_output)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "CompositeExplicitAutograd",
     _backward_operator,
     _backward_shapes,
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import E4M3, E5M2, FLOAT8, MXFP8, Element
+from ...runtime.operator_definition import define_operator
 from . import QuantizeSpec, e8m0_to_float, quantize, torch_dtype
 
 BLOCK = 32  # elements that share a scale in MXFP8
@@ -78,11 +79,7 @@ def _empty_values(codes: Tensor, scale_inv: Tensor) -> Tensor:
 
 def _register(schema: str, eager: Callable[..., Any], results: Callable[..., Any]) -> Any:
     """Register tex::schema for every device and return the operator; `results` allocates the results of `eager`."""
-    name = schema[: schema.index("(")]
-    torch.library.define(f"tex::{name}", schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"tex::{name}", "default", eager)
-    torch.library.register_fake(f"tex::{name}", results)
-    return getattr(torch.ops.tex, name).default
+    return define_operator("tex", schema, "default", eager, results).default
 
 
 fp8_quantize = _register(
