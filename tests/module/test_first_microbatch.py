@@ -136,3 +136,35 @@ def test_stacked_weights_accumulate_both_calls(device, monkeypatch):
     call(layer, call(layer, x, True), False).sum().backward()
     call(plain, call(plain, x)).sum().backward()
     torch.testing.assert_close(layer.weight.main_grad, plain.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("firsts", [(True,), (False,), (True, False), (True, True)])
+@pytest.mark.parametrize("together", ["0", "1"])
+def test_experts_with_one_main_grad_accumulate_all_gradients(together, firsts, delayed, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", together)
+    options = {"bias": False, "device": device, "params_dtype": torch.bfloat16}
+    layer = te.GroupedLinear(
+        4, HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed, **options
+    )
+    plain = te.GroupedLinear(4, HIDDEN, HIDDEN, **options)
+    plain.load_state_dict(layer.state_dict())
+    shared, single = (torch.full((HIDDEN, HIDDEN), 7.0, device=device) for _ in range(2))
+    for number, weight in enumerate(weights(layer)):
+        weight.main_grad = single if number == 1 else shared
+    for first in firsts:
+        x = torch.randn(32, HIDDEN, device=device, dtype=torch.bfloat16)
+        splits = [8, 4, 0, 20]
+        layer(x, splits, is_first_microbatch=first).float().square().sum().backward()
+        if delayed:
+            layer.backward_dw()
+        plain(x, splits).float().square().sum().backward()
+        if first:  # a step begins
+            expected = [torch.zeros_like(shared) for _ in range(2)]
+        elif len(firsts) == 1:
+            expected = [torch.full_like(shared, 7.0) for _ in range(2)]
+        for number, weight in enumerate(weights(plain)):
+            expected[number == 1] += weight.grad
+            weight.grad = None
+    torch.testing.assert_close(shared, expected[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(single, expected[1], rtol=1e-2, atol=1e-2)

@@ -40,7 +40,7 @@ from .linear_spec import LINEAR, Environment
 from .run import run
 from .saving import backward_of, keep, pack, take_saved_before_transfer, unpack
 from .steps import OPERATIONS, operand_of
-from .weight_gradient import WeightGradient, main_grad_of
+from .weight_gradient import WeightGradient, main_grad_of, overwrite_once
 
 
 def grouped_linear(
@@ -219,6 +219,10 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
         x = GroupedColumns(x.contiguous()) if isinstance(x, Tensor) else x
         return (_stacked_weight_gradients(call, call.layout, dy, x, dtype),)
+    if call.groups[0].weight_gradient.fused and not (
+        call.spec.stacked_weight or torch.compiler.is_compiling()
+    ):
+        overwrite_once([group.weight_gradient for group in call.groups if group.needs_grad_weight])
     grads: list[Tensor | None] = []
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None

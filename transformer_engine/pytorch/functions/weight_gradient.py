@@ -156,11 +156,29 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
         indices[len(indices)] = _OUTSIDE
 
 
+def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
+    """Let only the first gradient of weights with one main_grad overwrite it, before they are accumulated in turn.
+
+    The weights then share one entry of `_unwritten`, which the first gradient empties.
+    """
+    if not len(_unwritten):
+        return
+    entries: dict[tuple[torch.device, int], dict[int, int]] = {}
+    for parameter in [gradient.parameter for gradient in gradients]:
+        entry: Any = _unwritten.get(parameter)
+        # Wrappers that allocate main_grad on demand may reuse the memory for the next weight.
+        if not entry or is_distributed_weight(parameter) or hasattr(parameter, "__fsdp_param__"):
+            continue
+        main_grad = getattr(parameter, "main_grad", None)
+        if isinstance(main_grad, Tensor):  # a delayed gradient may get it later
+            _unwritten[parameter] = entries.setdefault((main_grad.device, main_grad.data_ptr()), entry)
+
+
 def restart_sums(parameters: Iterable[Any]) -> None:
     """Clear the main_grad that the next gradient of a parameter would overwrite, for gradients that only add."""
     if len(_unwritten):
         for parameter in parameters:
-            if _unwritten.pop(parameter, None) is not None:
+            if _unwritten.pop(parameter, None):
                 main_grad_of(parameter).zero_()
 
 
