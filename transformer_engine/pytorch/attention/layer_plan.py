@@ -295,8 +295,6 @@ def _projections(
                 f"{name} is {list(given.shape)}, qkv_format={config.qkv_format!r} needs {axes} axes that end in "
                 f"hidden_size={config.hidden_size}"
             )
-        if given.device.type == "meta":
-            raise ValueError(f"{name} is on {given.device} and has no values; make it on the layer's device")
         if (given.dtype != x_dtype and lowered is None) or given.device != x_device:
             raise ValueError(
                 f"{name} is {given.dtype} on {given.device}, hidden_states {x_dtype} on {x_device}; convert one of them"

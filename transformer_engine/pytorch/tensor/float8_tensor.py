@@ -264,7 +264,9 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         return Float8Quantizer(scale, torch.zeros_like(scale), self.dtype)
 
     def record(self, amax: Tensor, noop_flag: Tensor | None = None) -> None:
-        """Raise the recorded maximum to amax [1], unless the device flag is set."""
+        """Raise the recorded maximum to amax [1], unless the device flag is set or amax is on the meta device."""
+        if amax.device.type == "meta":
+            return
         recorded = self.amax
         largest = torch.maximum(recorded, amax.reshape(recorded.shape))
         # `self.amax` is read again: a compiler must see that writes reach the state through its base tensor.

@@ -18,6 +18,9 @@ from ..tile_scaled import transposed
 def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
     """Return codes of x [M, K] in the directions of spec, one scale [1] for both, and the maximum."""
     multiplier, amax, record = given.multiplier, given.amax, given.record
+    if x.device.type == "meta":
+        # The states of delayed scaling have values, which a matrix without values does not change.
+        multiplier, record = [None if t is None else t.to("meta") for t in (multiplier, record)]
     if amax is None:
         amax = absolute_maximum(x)
     if multiplier is None:
