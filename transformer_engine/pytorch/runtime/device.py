@@ -122,6 +122,23 @@ def _check_available(device: torch.device, name: str) -> None:
         ) from None
 
 
+def _parsed(device: torch.device | str | int, name: str) -> torch.device:
+    """Return a device in any form that torch accepts as a torch.device; raise TypeError or ValueError otherwise."""
+    if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
+        device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f"{name}={device!r} is {with_article(type(device))}; give 'cuda', 'cpu', 'meta', a GPU's number or a "
+            "torch.device"
+        )
+    try:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}={device!r} is not a device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
+        ) from None
+
+
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
     """Return the device on which a module allocates: "cuda", the default, means the CPU without a GPU.
 
@@ -132,21 +149,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
     Raises:
         TypeError, ValueError: The value is not a device, or is the index of a GPU that does not exist.
     """
-    if device is None:
-        device = "cuda"
-    if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
-        device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
-    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise TypeError(
-            f"{name}={device!r} is {with_article(type(device))}; give 'cuda', 'cpu', 'meta', a GPU's number or a "
-            "torch.device"
-        )
-    try:
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError:
-        raise ValueError(
-            f"{name}={device!r} is not a device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
-        ) from None
+    device = _parsed("cuda" if device is None else device, name)
     if device.type not in ("cuda", "cpu", "meta"):
         _check_available(device, name)
     if device.type != "cuda":
@@ -167,5 +170,9 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
 
 
 def is_meta(device: torch.device | str | int | None) -> bool:
-    """Return whether tensors on this device have shapes only, so that parameters are initialized later."""
-    return device is not None and not isinstance(device, int) and torch.device(device).type == "meta"
+    """Return whether tensors on this device have shapes only, so that parameters are initialized later.
+
+    Raises:
+        TypeError, ValueError: The value is not a device.
+    """
+    return device is not None and _parsed(device, "device").type == "meta"
