@@ -163,3 +163,42 @@ def test_quantized_parameters_of_separate_projections_name_the_option(make: Any,
         with pytest.raises(ValueError, match="fuse_qkv_params=True"):
             make(*sizes)
         make(*sizes, fuse_qkv_params=True)
+
+
+DEVICES = {
+    "Linear": lambda device: ops.Linear(32, 32, device=device),
+    "Bias": lambda device: ops.Bias(32, device=device),
+    "LayerNorm": lambda device: ops.LayerNorm(32, device=device),
+    "RMSNorm": lambda device: ops.RMSNorm(32, device=device),
+    "GroupedLinear": lambda device: ops.GroupedLinear(2, 32, 32, device=device),
+    "module": lambda device: te.Linear(32, 32, device=device),
+}
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_values_that_are_not_devices_are_named(kind):
+    for device in ("nonsense:3", "cuda:x", ""):
+        with pytest.raises(ValueError, match=rf"device='{device}' is not a device of torch; give 'cuda'"):
+            DEVICES[kind](device)
+    for device in (True, 1.5):
+        with pytest.raises(TypeError, match=rf"device={device} is a (bool|float); give 'cuda'"):
+            DEVICES[kind](device)
+
+
+def test_main_grad_on_another_device_is_named():
+    operation = ops.BasicLinear(32, 32, device="cpu", accumulate_into_main_grad=True)
+    operation.weight.main_grad = torch.zeros(32, 32, device="meta")
+    with pytest.raises(ValueError, match="main_grad is on meta and the weight on cpu; set it to a tensor on"):
+        operation(sample())
+    for layer, rest in (
+        (te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True), ()),
+        (te.LayerNormLinear(32, 32, device="cpu", fuse_wgrad_accumulation=True), ()),
+        (te.GroupedLinear(2, 32, 32, device="cpu", fuse_wgrad_accumulation=True), ([4, 4],)),
+    ):
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, device="meta")
+        output = layer(sample(), *rest)
+        with pytest.raises(
+            ValueError, match="main_grad is on meta and the weight on cpu; set it to a tensor on"
+        ):
+            output.sum().backward()

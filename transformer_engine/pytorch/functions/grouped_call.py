@@ -17,8 +17,9 @@ from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
 from .layer_passes import LayerPasses
 from .linear_spec import LINEAR, Dtypes, Environment, LinearSpec
+from .main_grad import main_grad_of
 from .scale_update import ScaleUpdate
-from .weight_gradient import WeightGradient, main_grad_of
+from .weight_gradient import WeightGradient
 
 
 class GroupedQuantizers(NamedTuple):
@@ -171,6 +172,10 @@ class StackMember:
     @property
     def shape(self) -> torch.Size:
         return self.whole.shape[1:]
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
 
     @property
     def requires_grad(self) -> bool:

@@ -37,10 +37,11 @@ from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
 from .layer import backward_of_layer, forward_of, infer
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import LINEAR, Environment
+from .main_grad import main_grad_of
 from .run import run
 from .saving import backward_of, keep, pack, take_saved_before_transfer, unpack
 from .steps import OPERATIONS, operand_of
-from .weight_gradient import WeightGradient, main_grad_of, overwrite_once
+from .weight_gradient import WeightGradient, overwrite_once
 
 
 def grouped_linear(

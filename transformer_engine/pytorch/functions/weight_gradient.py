@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.memory import Memory
-from ...common.numbers import with_article
 from ..distributed_weight import ShardGroup, is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 from ..runtime.capture import is_capturing
 from ..runtime.device_tables import keep_if_captured
+from .main_grad import main_grad_of
 
-# Dtypes of main_grad.
-_ACCUMULATED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OUTSIDE = -1  # autograd's number outside of backward passes
 
 
@@ -341,38 +339,6 @@ def _add_to_grads(parameters: tuple[Any, ...], grad: Tensor) -> None:
     for parameter, part in zip(parameters, parts, strict=True):
         if parameter.requires_grad:
             parameter.grad = part if parameter.grad is None else parameter.grad + part
-
-
-def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
-    """Return the buffer of a fused weight gradient; raise AttributeError with the remedy if it is absent."""
-    if is_distributed_weight(parameter):
-        return parameter.grad_buffer()  # pyright: ignore
-    if parameter is not None and hasattr(parameter, "__fsdp_param__"):
-        return parameter.get_main_grad()  # pyright: ignore[reportAttributeAccessIssue]
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
-        raise AttributeError(
-            "fuse_wgrad_accumulation=True, but the weight has no main_grad; set weight.main_grad to a tensor "
-            "of the weight's shape (float32 recommended) before the backward pass"
-        )
-    check_main_grad(parameter, main_grad)
-    return main_grad
-
-
-def check_main_grad(parameter: Any, main_grad: Any) -> None:
-    """Raise TypeError or ValueError unless a weight's gradient can be accumulated into a buffer."""
-    if not isinstance(main_grad, Tensor):
-        raise TypeError(f"weight.main_grad is {with_article(type(main_grad))}; set it to a tensor")
-    if main_grad.dtype not in _ACCUMULATED:
-        raise TypeError(
-            f"weight.main_grad has dtype {main_grad.dtype}, in which gradients cannot be accumulated; use float32, "
-            "bfloat16 or float16"
-        )
-    if main_grad.shape != parameter.shape:
-        raise ValueError(
-            f"weight.main_grad is {list(main_grad.shape)} and the weight {list(parameter.shape)}; set it to a tensor "
-            "of the weight's shape"
-        )
 
 
 Placeholder = tuple[tuple[int, ...], torch.dtype, torch.device]

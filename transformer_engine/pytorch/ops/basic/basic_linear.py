@@ -17,8 +17,8 @@ from ...distributed.tensor_parallel import Overlap, TensorParallel, warn_of_unus
 from ...distributed_weight import is_distributed_weight
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import gathering
+from ...functions.main_grad import check_main_grad as check_buffer
 from ...functions.weight_gradient import WeightGradient
-from ...functions.weight_gradient import check_main_grad as check_buffer
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
