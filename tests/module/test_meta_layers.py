@@ -7,7 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.layers import BATCH, HEADS, HIDDEN, NAMES, RECIPES, TOKENS, call_of, layer_of
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 
 def inputs(kind):
@@ -35,6 +35,19 @@ def test_meta_layer_computes_shapes_and_a_report(kind, recipe):
     output.sum().backward()
     for tensor in (args[0], *layer.parameters()):
         assert tensor.grad.is_meta and tensor.grad.shape == tensor.shape
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling])
+def test_fp8_attention_on_meta_computes_shapes(recipe):
+    layer = te.MultiheadAttention(
+        HIDDEN, HEADS, attention_dropout=0.0, device="meta", params_dtype=torch.bfloat16
+    )
+    x = torch.empty(TOKENS, BATCH, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with te.autocast(recipe=recipe(fp8_dpa=True)):
+        output = layer(x)
+    output.sum().backward()
+    assert output.is_meta and output.shape == x.shape and output.dtype == x.dtype
+    assert x.grad is not None and x.grad.is_meta
 
 
 @pytest.mark.parametrize("calibrating", [False, True])

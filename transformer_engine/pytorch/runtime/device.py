@@ -62,6 +62,11 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def autocast_kind(device: torch.device) -> str:
+    """Return the kind of device that torch.autocast accepts for a device: "cpu" for meta, which has no autocast."""
+    return "cpu" if device.type == "meta" else device.type
+
+
 def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Cast plain floating-point tensors to the dtype of torch.autocast where it is active; float64 stays."""
     results: list[Tensor | None] = []

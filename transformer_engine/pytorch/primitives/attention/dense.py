@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.autograd import recorded_product
+from ...runtime.device import autocast_kind
 from .dropout import kept
 
 Rounding = Callable[[Tensor], Tensor]
@@ -59,7 +60,7 @@ class DenseGradients(NamedTuple):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> DenseOutput:
     """Compute the attention of q to k and v, which autograd can differentiate too."""
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(autocast_kind(q.device), enabled=False):
         logits = _logits(q, k, terms)
         lse = _log_sum(logits, terms.sink)
         probabilities = _dropped(_probabilities(logits, lse), terms.dropout, rng_state)
@@ -83,7 +84,7 @@ def backward(
     rng_state: Tensor | None,
 ) -> DenseGradients:
     """Compute dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o)."""
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(autocast_kind(q.device), enabled=False):
         groups = k.shape[1]
         probabilities = _probabilities(_logits(q, k, terms), lse)
         grad_out = _wide(grad_out)
