@@ -168,3 +168,20 @@ def test_experts_with_one_main_grad_accumulate_all_gradients(together, firsts, d
             weight.grad = None
     torch.testing.assert_close(shared, expected[0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(single, expected[1], rtol=1e-2, atol=1e-2)
+
+
+def test_compiled_experts_with_one_main_grad_accumulate_all_gradients():
+    torch.manual_seed(0)
+    layer = te.GroupedLinear(3, HIDDEN, HIDDEN, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    plain = te.GroupedLinear(3, HIDDEN, HIDDEN, bias=False, device="cpu")
+    plain.load_state_dict(layer.state_dict())
+    shared, single = (torch.full((HIDDEN, HIDDEN), 7.0) for _ in range(2))
+    for number, weight in enumerate(weights(layer)):
+        weight.main_grad = single if number == 1 else shared
+    x = torch.randn(24, HIDDEN)
+    run = torch.compile(lambda x: layer(x, [8, 8, 8], is_first_microbatch=True), backend="aot_eager")
+    run(x).square().sum().backward()
+    plain(x, [8, 8, 8]).square().sum().backward()
+    first, second, third = (weight.grad for weight in weights(plain))
+    torch.testing.assert_close(shared, first + third, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(single, second, rtol=1e-4, atol=1e-4)

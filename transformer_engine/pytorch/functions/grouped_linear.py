@@ -9,6 +9,7 @@ and results have the bits of a loop of linear layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -225,12 +226,19 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
     ):
         overwrite_once([group.weight_gradient for group in call.groups if group.needs_grad_weight])
     grads: list[Tensor | None] = []
+    overwritten: list[Tensor] = []
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
         if group.needs_grad_weight:
             operands = operand_of(left, s.turned[0]), operand_of(right, s.turned[1])
             exact = group.accumulation.grad_weight
-            gradient = group.weight_gradient.compute(*operands, exact, dtype, group.inspector)
+            destination = group.weight_gradient
+            if destination.overwrite and destination.fused and torch.compiler.is_compiling():
+                main_grad = main_grad_of(destination.parameter)
+                if any(main_grad is other for other in overwritten):
+                    destination = replace(destination, overwrite=False)
+                overwritten.append(main_grad)
+            gradient = destination.compute(*operands, exact, dtype, group.inspector)
         grads.append(gradient)
     if call.spec.stacked_weight:
         return (stacked_gradient(grads, call.groups[0].weight_gradient),)
