@@ -107,5 +107,27 @@ def test_quantizers_do_not_lose_a_tangent(name, device):
         quantizer(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding"])
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_by_torch_operations_supports_reverse_mode(mask, training):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(16, 2, 4, 32, generator=generator) for _ in range(3))
+    layer = te.DotProductAttention(4, 32, attn_mask_type=mask, attention_dropout=0.0).train(training)
+    padding = torch.arange(16).view(1, 1, 1, 16) >= torch.tensor([12, 16]).view(2, 1, 1, 1)
+
+    def call(x):
+        return layer(x, k, v, attention_mask=padding if mask == "padding" else None)
+
+    leaf = q.clone().requires_grad_()
+    call(leaf).square().sum().backward()
+    torch.testing.assert_close(torch.func.grad(lambda x: call(x).square().sum())(q), leaf.grad)
+    if mask != "padding":
+        torch.testing.assert_close(
+            torch.func.vmap(call)(torch.stack([q, 2 * q])), torch.stack([call(q), call(2 * q)])
+        )
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda x: torch.func.grad(lambda x: call(x).square().sum())(x).sum())(q)
+
+
 def test_every_layer_is_tested():
     assert {"Linear", "GroupedLinear", "TransformerLayer", "Sequential"} <= set(LAYERS)

@@ -74,6 +74,16 @@ def test_a_number_does_not_promote(device):
     assert torch.equal(source * 1.0, source.dequantize())
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_results_of_float64_tensors_are_float64(name, device):
+    source = CASES[name](device)(values(device, *SHAPE) * 0.37)
+    exact, wide = source.dequantize(dtype=torch.float32).double(), source.to(torch.float64)
+    zeros = into(torch.float64, device)
+    for result in (wide * 1.0, wide + 0, zeros.lerp(wide, 1.0), torch.maximum(wide, wide), torch.cat([wide])):
+        assert result.dtype == torch.float64
+        assert torch.equal(result, exact)
+
+
 def test_narrow_targets_keep_their_dtype(device):
     source = CASES["current"](device)(values(device, *SHAPE))
     target = into(torch.bfloat16, device)

@@ -134,6 +134,11 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def in_transform() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, ...) is active."""
+    return _transforms_are_active()
+
+
 class _Product(Function):
     """a @ b; the smaller of two leading shapes is broadcast."""
 

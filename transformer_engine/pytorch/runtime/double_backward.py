@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import Function
+from .autograd import Function, in_transform
 
 
 def is_recorded() -> bool:
@@ -98,7 +98,8 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
     """Apply `once_differentiable` to a node of torch itself, which computed a function of these inputs."""
 
     def reject(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not is_recorded():
+        # torch.func.grad records every backward pass; torch itself raises an error where another one reaches this.
+        if not is_recorded() or in_transform():
             return None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]

@@ -78,7 +78,7 @@ def _decoded(tensor: Any, dtype: torch.dtype) -> Tensor:
     return tensor.decode(dtype if dtype in _DECODED else torch.float32)
 
 
-_DECODED = (torch.float32, torch.bfloat16, torch.float16)
+_DECODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _plain_arguments(
