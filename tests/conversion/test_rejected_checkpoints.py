@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,9 @@ def rejection_of(source: Path) -> str:
     assert sorted(source.parent.rglob("*")) == before
     with pytest.raises(ValueError) as raised_again:
         conversion.load_model(source, device="cpu")
-    assert str(raised.value) == str(raised_again.value)
+    # The safetensors library names any one of several wrong tensors.
+    first, second = (re.sub(r"layers\.\d+", "layers", str(error.value)) for error in (raised, raised_again))
+    assert first == second
     return str(raised.value)
 
 

@@ -263,9 +263,10 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "rejected"), [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)]
+    ("capability", "rejected"),
+    [((7, 5), True), ((8, 0), False), ((8, 9), False), ((9, 0), False), ((10, 0), False)],
 )
-def test_architectures_without_a_correctly_rounded_cast_are_rejected(capability, rejected, monkeypatch):
+def test_architectures_without_kernels_of_casts_are_rejected(capability, rejected, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))

@@ -65,9 +65,9 @@ class NormByName:
         return y, NormStatistics(mean, rstdev)
 
     def backward(
-        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
+        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.norm.backward(dy, x, statistics, gamma)
+        return self.norm.backward(dy, x, statistics, gamma, add)
 
 
 class _Products(NamedTuple):
