@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX
 from ..quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE
-from .rounding import as_float, to_codes, to_values
+from .rounding import as_float, to_scale_codes, to_values
 
 BLOCK = 16
 GROUP = tl.constexpr(BLOCK)
@@ -59,7 +59,7 @@ def encode_scale_of(amax, RANGE: tl.constexpr):
 
 @triton.jit
 def as_block_scale(wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr):
-    return to_codes(tl.where(wanted > LIMIT, LIMIT, wanted), tl.float8e4nv, CONVERSION)
+    return to_scale_codes(tl.where(wanted > LIMIT, LIMIT, wanted), tl.float8e4nv, CONVERSION)
 
 
 @triton.jit

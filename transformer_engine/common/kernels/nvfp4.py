@@ -31,7 +31,7 @@ from .fp4_blocks import (
 )
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
-from .rounding import as_float, magnitude_bits, to_codes, to_values
+from .rounding import as_float, magnitude_bits, to_scale_codes, to_values
 
 _TILE = 64
 
@@ -102,7 +102,7 @@ def _store_direction(
         to_six, to_four = candidates(bits, encode_scale, CONVERSION)
         # Selected in float32, which represents every block scale.
         chosen = tl.where(four == 1, to_values(to_four, CONVERSION), to_values(to_six, CONVERSION))
-        block_scale = to_codes(chosen, tl.float8e4nv, CONVERSION)
+        block_scale = to_scale_codes(chosen, tl.float8e4nv, CONVERSION)
     else:
         block_scale = as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST, CONVERSION)
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)

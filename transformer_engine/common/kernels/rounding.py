@@ -45,6 +45,20 @@ def to_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 
 
 @triton.jit
+def to_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
+    """Round float32 block scales to E4M3 codes like `to_codes`, by integers in place of inline PTX.
+
+    The inline PTX packs four values of a thread. A tile of square blocks has fewer scales than that, and codes differed
+    on an H200.
+    """
+    if CONVERSION == _INSTRUCTION:
+        codes = _to_codes_by_integers(values, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x7E)
+        return codes.to(element, bitcast=True)
+    else:
+        return to_codes(values, element, CONVERSION)
+
+
+@triton.jit
 def _to_codes_by_instruction(values, element: tl.constexpr):
     tl.static_assert(element == tl.float8e4nv or element == tl.float8e5)
     ptx: tl.constexpr = _PTX_E4M3 if element == tl.float8e4nv else _PTX_E5M2
