@@ -88,14 +88,14 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         variables = drawn_variables(model, x)
         params = variables["params"]
-        params = params | {"wi_0": jnp.full((2, 16, 16), -1.0), "wi_0_bias": jnp.full((2, 16), 4.0)}
-        params = params | {"wi_1_bias": jnp.full((2, 16), 4.0)}
+        first = jnp.concatenate((jnp.full((2, 16, 16), -1.0), params["wi"][..., 16:]), axis=-1)
+        params = params | {"wi": first, "wi_bias": jnp.full((2, 32), 4.0)}
 
         def loss(state):
             return model.apply({"params": params, **state}, x)[0].sum()
 
         state = jax.jit(jax.grad(loss))({"fp8_metas": variables["fp8_metas"]})
-    np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
+    np.testing.assert_array_equal(state["fp8_metas"]["x_1_amax_history"], 0.0)
 
 
 def test_a_data_axis_missing_from_the_mesh_is_rejected():
