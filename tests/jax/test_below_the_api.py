@@ -381,7 +381,7 @@ def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equati
 
     given = (query, kv), bias, None, None
     forward = jax.jit(lambda *given, sink: tex.fused_attn_fwd(*given, **SETTINGS, softmax_offset=sink))
-    output, saved, state = forward(*given, sink=sink)
+    output, saved, state, _ = forward(*given, sink=sink)
     want, pullback = jax.vjp(equation, (query, kv), bias, sink)
     np.testing.assert_allclose(output, want, atol=1e-5)
     backward = jax.jit(lambda *given: tex.fused_attn_bwd(*given, None, softmax_offset=sink, **SETTINGS))
@@ -401,7 +401,7 @@ def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_t
         return tex.fused_attn_fwd(qkv, None, None, seed, *settings)[0]
 
     def forward(qkv, seed):
-        output, saved, state = tex.fused_attn_fwd(qkv, None, None, seed, *settings)
+        output, saved, state, _ = tex.fused_attn_fwd(qkv, None, None, seed, *settings)
         return output, (qkv, saved, state, output)
 
     def backward(kept, dout):
