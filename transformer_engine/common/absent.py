@@ -47,8 +47,22 @@ ABSENT = {
         ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
-    "transformer_engine.jax.moe.get_moe_recv_capacity_per_rank": "te.moe.moe sizes its own buffers; leave the "
-    "capacity out",
+    **dict.fromkeys(
+        ("transformer_engine.jax.cpp_extensions.flex_attention", "transformer_engine.jax.cpp_extensions.router"),
+        "the original's custom calls; call attention.fused_attn with a score_mod, and the functions of "
+        "transformer_engine.jax.router",
+    ),
+    "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
+    "of transformer_engine.jax.ep, which JAX differentiates",
+    "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
+    "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
+    **dict.fromkeys(
+        (
+            "transformer_engine.jax.cpp_extensions.gemm.transpose_dims",
+            "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported",
+        ),
+        "a query of the original's custom calls; XLA chooses layouts, and te.explain reports the grouped kernel",
+    ),
     "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
     "ep_bootstrap; leave it out",
     "transformer_engine.jax.update_fp8_metas": "of the original's first versions; the gradient of the collection of "
