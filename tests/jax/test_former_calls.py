@@ -12,8 +12,6 @@ from tests.jax.compiled import array, normal, ones
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax import permutation, sharding, version_utils
 from transformer_engine.jax.cpp_extensions import amax
-from transformer_engine.jax.debug import experimental
-from transformer_engine.jax.debug.experimental import inspect
 from transformer_engine.jax.layernorm import canonicalize_norm_type
 from transformer_engine.jax.primitives.quantize import hadamard_transform
 from transformer_engine.jax.quantize import (
@@ -149,8 +147,7 @@ def test_maxima_of_tensors_and_of_their_transforms():
     np.testing.assert_array_equal(found, [np.abs(transformed).max()])
 
 
-def test_moved_modules_and_versions_are_found():
-    assert inspect.inspect_array is experimental.inspect_array
+def test_maxima_and_versions_have_their_modules():
     assert tex.gemm is not None and tex.AmaxScope is amax.AmaxScope
     supported = version_utils.jax_version_meet_requirement("0.11.2")
     assert version_utils.is_xla_ffi_collectives_supported() is supported

@@ -48,12 +48,17 @@ ABSENT = {
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
     **dict.fromkeys(
-        ("transformer_engine.jax.cpp_extensions.flex_attention", "transformer_engine.jax.cpp_extensions.router"),
+        (
+            "transformer_engine.jax.cpp_extensions.flex_attention",
+            "transformer_engine.jax.cpp_extensions.router",
+        ),
         "the original's custom calls; call attention.fused_attn with a score_mod, and the functions of "
         "transformer_engine.jax.router",
     ),
     "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
     "of transformer_engine.jax.ep, which JAX differentiates",
+    "transformer_engine.jax.debug.experimental.inspect": "its functions are in transformer_engine.jax.debug."
+    "experimental",
     "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
     "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
     **dict.fromkeys(

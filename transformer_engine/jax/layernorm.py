@@ -8,9 +8,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..common.checks import described, switch
+from ..common.checks import accepts_former_keywords, described, switch
 from ..common.checks import epsilon as check_epsilon
-from ..common.former_keywords import accepts_former_keywords
 from .checks import check_optional, check_shaped, check_values
 from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .primitives.norm import norm_backward, norm_forward

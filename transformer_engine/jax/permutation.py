@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..common.checks import whole
-from ..common.former_keywords import accepts_former_keywords
+from ..common.checks import accepts_former_keywords, whole
 from .checks import (
     check_array,
     check_instance,

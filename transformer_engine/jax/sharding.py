@@ -19,8 +19,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..common.checks import described, text_or_none
-from ..common.former_keywords import accepts_former_keywords
+from ..common.checks import accepts_former_keywords, described, text_or_none
 from ..common.numbers import with_article
 from .blocks import reusable
 from .checks import check_array, check_axis_names

@@ -7,8 +7,7 @@ from importlib.metadata import version
 from packaging.version import InvalidVersion, Version
 
 from ..common import absent
-from ..common.checks import described
-from ..common.former_keywords import accepts_former_keywords
+from ..common.checks import accepts_former_keywords, described
 
 __all__ = ["is_xla_ffi_collectives_supported", "jax_version_meet_requirement"]
 

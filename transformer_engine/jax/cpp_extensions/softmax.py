@@ -11,8 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, number, whole
-from ...common.former_keywords import accepts_former_keywords
+from ...common.checks import accepts_former_keywords, member, number, whole
 from ..checks import check_dtype, check_shaped, check_values
 from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, softmax

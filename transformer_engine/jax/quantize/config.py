@@ -15,8 +15,7 @@ from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
 
-from ...common.checks import described, member, reject_keywords, switch
-from ...common.former_keywords import accepts_former_keywords
+from ...common.checks import accepts_former_keywords, described, member, reject_keywords, switch
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
