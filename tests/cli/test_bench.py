@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from transformer_engine import cli
+from tests.support.command import te as run_te
 from transformer_engine.cli.bench import command
 from transformer_engine.cli.bench.cases import FAMILIES, QUANTIZATIONS, RECIPES, Case, cases
 from transformer_engine.cli.bench.compare import geometric_mean, pairs, read
@@ -35,7 +34,7 @@ HOST_TIME = ("layer_small", "layer_graphed")  # families whose wall time is the 
 
 
 def te(*arguments: str):
-    return CliRunner().invoke(cli.application(), ["bench", *arguments], env={"COLUMNS": "200"})
+    return run_te("bench", *arguments)
 
 
 def engine_rows(recipes: tuple[str, ...], family: str, device: torch.device) -> list[Row]:
