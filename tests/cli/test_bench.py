@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from tests.support.command import te as run_te
-from transformer_engine.cli.bench import command
+from transformer_engine.cli.bench import measurement
 from transformer_engine.cli.bench.cases import FAMILIES, QUANTIZATIONS, RECIPES, Case, cases
 from transformer_engine.cli.bench.compare import geometric_mean, pairs, read
 from transformer_engine.cli.bench.measure import Effort, measure, measure_in_turns, peak_mib
@@ -205,7 +205,7 @@ def test_an_interrupt_prints_the_rows_so_far(tmp_path: Path, monkeypatch: pytest
         yield Row("rope_fb/bf16/s1", "rope", "bf16", "te", eager_ms=1.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run", interrupted)
+    monkeypatch.setattr(measurement, "run", interrupted)
     path = tmp_path / "figures.json"
     result = te("--quick", "--family", "rope", "--json", str(path))
     assert result.exit_code == 0, result.output
