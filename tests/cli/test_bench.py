@@ -352,3 +352,12 @@ def test_calls_in_turns_are_each_timed_by_itself():
     small, large = (torch.randn(side, side, device="cuda") for side in (64, 4096))
     quick, slow = measure_in_turns([lambda: small @ small, lambda: large @ large], 5)
     assert 0.0 < quick < slow
+
+
+def test_names_in_the_help_are_the_names_of_the_tables():
+    from transformer_engine.cli.bench import cases, distributed_cases, names, providers
+
+    assert names.RECIPES == cases.RECIPES
+    assert names.FAMILIES == tuple(cases.FAMILIES)
+    assert names.RANKS_FAMILIES == tuple(distributed_cases.RANKS_FAMILIES)
+    assert names.PROVIDERS == tuple(provider.name for provider in providers.PROVIDERS)

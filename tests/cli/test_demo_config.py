@@ -12,6 +12,7 @@ from transformer_engine.cli.demo.config import (
     HIGH_PRECISION,
     RECIPES,
     RunConfig,
+    installed_recipes,
     learning_rate,
     make_recipe,
     resolve,
@@ -121,3 +122,7 @@ def test_steps_below_the_resolution_of_bfloat16_add_up():
         optimizer.step(0.1)
     # The spacing of bfloat16 at 256 is 2 above and 1 below: each step of 0.1 alone would round to nothing.
     assert torch.equal(weight, torch.full_like(weight, 254.0))
+
+
+def test_recipe_names_are_those_of_the_installed_framework():
+    assert RECIPES == (*installed_recipes(), "none")
