@@ -25,7 +25,7 @@ def found() -> Survey:
 def test_json_has_the_documented_keys():
     result = run_te("info", "--json")
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = json.loads(result.output)
     assert set(report) == {"machine", "recipes", "operations", "unused_operations"}
     assert set(report["machine"]) == {
         "version",
@@ -54,7 +54,7 @@ def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
     for finding in found.findings:
         assert finding.operation in result.output
     assert "compute capability" in result.output
-    assert "te info --why" in result.output and "lower priority" not in result.output
+    assert "info --why prints" in result.output and "lower priority" not in result.output
 
 
 def test_the_reasons_and_unused_operations_are_printed_on_request():

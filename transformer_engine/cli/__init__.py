@@ -101,7 +101,9 @@ def _overview(complete: bool = False) -> Parser:
     """The parser of `te --help`, which lists the commands; with `complete`, each has its options."""
     parser = Parser("te" if complete else program(), "Train and run Transformers in FP8 and FP4.")
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--completion", choices=SHELLS, help="print a script that completes commands and options")
+    parser.add_argument(
+        "--completion", choices=SHELLS, help="print a script that completes commands and options"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="te")
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.summary, description=command.summary)

@@ -73,7 +73,9 @@ def print_report(console: Console, why: bool) -> None:
         _print_reasons(console, found)
     else:
         _print_backends(console, found)
-        console.print(f"{program()} info --why prints the reason that each other backend is not used.")
+        console.print(
+            f"{program()} info --why prints the reason that each other backend is not used.", soft_wrap=True
+        )
 
 
 def print_json() -> None:
