@@ -59,6 +59,19 @@ OF_PROJECTIONS = (
     "tp_group",
     *OverlapFlags._fields,
 )
+# The arguments of a layer that are those of its first norm and of its core attention.
+OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
+OF_CORE = (
+    "attention_dropout",
+    "attention_type",
+    "attn_mask_type",
+    "bottom_right_diagonal",
+    "get_rng_state_tracker",
+    "layer_number",
+    "qkv_format",
+    "softmax_type",
+    "window_size",
+)
 
 
 def child_name(parent: str | None, child: str) -> str | None:

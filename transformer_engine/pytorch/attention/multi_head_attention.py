@@ -29,25 +29,20 @@ from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pa
 from .heads import Heads, head_size
 from .inference import InferenceParams
 from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
-from .layer_settings import AS_GIVEN, FIXED, OF_PROJECTIONS, WORKED_BY, MultiheadAttentionConfig, child_name
+from .layer_settings import (
+    AS_GIVEN,
+    FIXED,
+    OF_CORE,
+    OF_NORM,
+    OF_PROJECTIONS,
+    WORKED_BY,
+    MultiheadAttentionConfig,
+    child_name,
+)
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
 _attention = DotProductAttention.forward
-
-# Arguments of children.
-_OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
-_OF_CORE = (
-    "attention_dropout",
-    "attention_type",
-    "attn_mask_type",
-    "bottom_right_diagonal",
-    "get_rng_state_tracker",
-    "layer_number",
-    "qkv_format",
-    "softmax_type",
-    "window_size",
-)
 
 
 @configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
@@ -140,7 +135,7 @@ class MultiheadAttention(CheckedLoading):
         self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(layer_plan_of, MAX_LAYER_PLANS)
         projection = {argument: given[argument] for argument in OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
-        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
+        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in OF_NORM}}
         columns = {
             **projection,
             "init_method": init_method,
@@ -159,7 +154,7 @@ class MultiheadAttention(CheckedLoading):
             tp_size=ranks,
             tp_group=tp_group if set_parallel_mode else None,
             name=child_name(name, "core_attention"),
-            **{argument: given[argument] for argument in _OF_CORE},
+            **{argument: given[argument] for argument in OF_CORE},
         )
         if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)

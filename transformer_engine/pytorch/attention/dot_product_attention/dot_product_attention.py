@@ -13,11 +13,8 @@ from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
-from ...functions.attention.context_parallel.attention import ContextParallelAttention
-from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
 from ...functions.attention.context_parallel.groups import context_groups
-from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
-from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
+from ...functions.attention.fp8 import RecomputedFP8Attention
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
@@ -31,7 +28,7 @@ from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .fp8_recipe import attention_recipe, requested_backward, scaling_of
+from .fp8_recipe import attention_recipe, fp8_attention, requested_backward
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .score_mod import bound_score_mod
@@ -359,25 +356,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recipe is not None:
             if not tracing:
                 self.follow_device(inputs.q.device)
-            shared = isinstance(backend, ContextParallelAttention)
-            of_rank = backend.inner_call if shared else call
-            scaling = scaling_of(recipe)
-            if recipe is not state.recipe:
-                state = state._replace(recipe=recipe)
-            products = self._product_quantizers(state)
-            active = self.numerics.active
-            direct = scaling == "delayed" and active is not None and products is active.products
-            attending = fp8 = FP8Attention(
-                of_rank,
-                scaling,
-                AttentionQuantizers.of(*products),
-                self.fp8_meta["scaling_fwd"] if direct else None,
-                choose_fp8(of_rank, scaling, requested_backward(bf16_backward)),
-                bool(fp8_output),
-                self._scale_update(state, of_rank.needs_gradient),
-            )
-            if shared:
-                attending = FP8ContextAttention(backend, fp8, requested_backward(bf16_backward), state)
+            state = state if recipe is state.recipe else state._replace(recipe=recipe)
+            requested = requested_backward(bf16_backward)
+            attending, fp8 = fp8_attention(self, state, call, backend, bool(fp8_output), requested)
             if recompute:
                 attending = RecomputedFP8Attention(attending)
             if not tracing:
