@@ -25,6 +25,7 @@ WORKED_BY = {
     "sequence_parallel": tuple(
         f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
     ),
+    "softcap": ("core_attention.softcap",),
     "window_size": ("core_attention.window_size",),
 }
 AS_GIVEN = (
@@ -41,6 +42,7 @@ AS_GIVEN = (
     "return_bias",
     "return_layernorm_output",
     "rotary_pos_interleaved",
+    "softcap",
     "tp_group",
 )
 FIXED = frozenset(
@@ -69,6 +71,7 @@ OF_CORE = (
     "get_rng_state_tracker",
     "layer_number",
     "qkv_format",
+    "softcap",
     "softmax_type",
     "window_size",
 )
@@ -101,6 +104,7 @@ class MultiheadAttentionConfig(Config):
     attention_type: str = "self"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
+    softcap: float = 0.0
     layer_number: int | None = None
     qkv_format: str = "sbhd"
     input_layernorm: bool = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..functions.attention.autograd import Projection
+from ..module.argument_orders import accepts_older_orders
 from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -73,6 +74,7 @@ class MultiheadAttention(CheckedLoading):
     attention_type: str
     attn_mask_type: str
     window_size: tuple[int, int] | None
+    softcap: float
     layer_number: int | None
     qkv_format: str
     input_layernorm: bool
@@ -92,6 +94,7 @@ class MultiheadAttention(CheckedLoading):
     sequence_parallel: bool
     heads: Heads
 
+    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(**RULES)
     def __init__(
         self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
@@ -99,7 +102,7 @@ class MultiheadAttention(CheckedLoading):
         init_method: Callable | None = None, output_layer_init_method: Callable | None = None,
         layer_number: int | None = None, attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
+        softcap: float = 0.0, tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Callable | None = None,
         sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
         return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
@@ -214,6 +217,7 @@ class MultiheadAttention(CheckedLoading):
         """Set the ranks that share the sequence, see `DotProductAttention`."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
+    @accepts_older_orders(v2_11=("bottom_right_diagonal",))
     def forward(
         self,
         hidden_states: Tensor,
@@ -237,6 +241,7 @@ class MultiheadAttention(CheckedLoading):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        softcap: float | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
@@ -254,7 +259,7 @@ class MultiheadAttention(CheckedLoading):
         arguments = pack_arguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
-            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
         )
         # fmt: on
         return self.attend(

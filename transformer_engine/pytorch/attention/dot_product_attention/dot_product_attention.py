@@ -1,4 +1,4 @@
-"""DotProductAttention: out [.., h * d_v] = softmax(scale * q k^T + bias, masked) v."""
+"""DotProductAttention: out [.., h * d_v] = softmax(softcap(scale * q k^T) + bias, masked) v."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
+from ...module.argument_orders import accepts_older_orders
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
@@ -64,6 +65,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         attn_mask_type: no_mask, arbitrary, padding, or (padding_)causal(_bottom_right); forward() can override it.
         window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
         bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
+        softcap: c * tanh(s / c) limits the scaled scores s, a pre_scale_bias included; 0.0: no limit.
         layer_number: Number of the layer, which identifies its cache.
         attention_type: "self" or "cross"; with "self" keys have the queries' lengths by default.
         cp_group: Ranks that share a sequence, as of `set_context_parallel_group`.
@@ -89,6 +91,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     attn_mask_type: str
     window_size: tuple[int, int] | None
     bottom_right_diagonal: bool | None
+    softcap: float
     layer_number: int | None
     attention_type: str
     softmax_scale: float
@@ -97,6 +100,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     hidden_size_per_attention_head_k = _same_as("head_dim_qk")
     hidden_size_per_attention_head_v = _same_as("head_dim_v")
 
+    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(kv_channels=head_sizes, **RULES)
     def __init__(
         self,
@@ -108,6 +112,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None,
@@ -146,6 +151,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             attn_mask_type=attn_mask_type,
             window_size=masks.check_set_window_size(attn_mask_type, window_size),
             bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
             sequence_parallel=sequence_parallel,
             tp_size=tp_size,
             layer_number=layer_number,
@@ -214,6 +220,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if any(getattr(self._config, name) != value for name, value in given.items()):
             self._configure(**given)
 
+    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "bf16_backward"))
     def forward(
         self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None, qkv_format: str | None = None,
@@ -221,8 +228,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
         max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
+        softcap: float | None = None, checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
         inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False, bf16_backward: bool | None = None, num_splits: int | None = 1,
         score_mod: Callable | None = None, score_mod_bprop: Callable | None = None,
@@ -287,7 +295,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         # fmt: off
         if not tracing and (
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
-            is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is core_attention_bias
+            is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is softcap is core_attention_bias
             is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer is None
             and type(query_layer) is Tensor and type(key_layer) is Tensor and type(value_layer) is Tensor
             and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
@@ -300,7 +308,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         arguments = AttentionArguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
             alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, qkv_format, num_splits, score_mod,
+            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap, qkv_format, num_splits,
+            score_mod,
         )
         # fmt: on
         checked = check_arguments(self._config, arguments, lambda: qkv, tracing)

@@ -52,6 +52,7 @@ _SAME = {
     "head_dim_v": "head_dim_v",
     "core_attention_bias_type": "bias",
     "softmax_type": "softmax",
+    "softcap": "softcap",
     "attention_dropout": "dropout",
     "pad_between_seqs": "padded_between",
     "return_max_logit": "max_logit",
@@ -99,6 +100,7 @@ class AttentionParams:
     checkpoint_core_attention: bool = False
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
