@@ -17,7 +17,7 @@ _LENGTHS = """cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, c
     max_seqlen_q=None, max_seqlen_kv=None, """
 _BIAS = "core_attention_bias_type='no_bias', core_attention_bias=None, alibi_slopes=None, "
 _MODULE_FORWARD = "self, inp, is_first_microbatch=None"
-_PARALLEL = "self, cp_group, cp_global_ranks, cp_stream, cp_comm_type='p2p'"
+_PARALLEL = "self, cp_group, cp_global_ranks, cp_stream, cp_comm_type='p2p', load_balancing_strategy=UNKNOWN"
 _STORAGE = "rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, "
 _DIRECTIONS = "*, rowwise=True, columnwise=True"
 _MASTER = """model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,

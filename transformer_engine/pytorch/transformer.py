@@ -14,6 +14,7 @@ from .attention.dot_product_attention.settings import AttentionArguments, pack_a
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
+from .constants import CPLoadBalancingStrategy
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
 from .module.argument_orders import accepts_older_orders
@@ -229,12 +230,15 @@ class TransformerLayer(CheckedLoading):
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    ) -> None:  # fmt: skip
         """Set the ranks that share the sequence, see `DotProductAttention`."""
         for child in (self.self_attention, self.inter_attention):
             if child is not None:
-                child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+                child.set_context_parallel_group(
+                    cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
+                )
 
     @accepts_older_orders(v2_11=("bottom_right_diagonal", "enc_dec_bottom_right_diagonal"))
     def forward(

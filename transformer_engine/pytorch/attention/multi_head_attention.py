@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
+from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
 from ..module.argument_orders import accepts_older_orders
 from ..module.arguments import accepts
@@ -212,10 +213,13 @@ class MultiheadAttention(CheckedLoading):
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    ) -> None:  # fmt: skip
         """Set the ranks that share the sequence, see `DotProductAttention`."""
-        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
+        )
 
     @accepts_older_orders(v2_11=("bottom_right_diagonal",))
     def forward(

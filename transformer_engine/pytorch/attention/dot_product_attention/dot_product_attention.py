@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ....common.numbers import to_bool
+from ...constants import CPLoadBalancingStrategy
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.groups import context_groups
@@ -201,21 +202,27 @@ class DotProductAttention(TransformerEngineBaseModule):
         return [role for role in tensors for _ in range(num_quantizers // len(tensors))]
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    ) -> None:  # fmt: skip
         """Set the ranks that share each sequence: rank r of n holds the chunks r and 2 n - 1 - r of its 2 n chunks.
 
         Args:
             cp_group: Group of the ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
             cp_stream: CUDA stream for transfers of a ring. cp_global_ranks has no effect.
             cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
+            load_balancing_strategy: NO_LOAD_BALANCE for contiguous pieces of packed sequences, with "all_gather" and a
+                causal mask.
         """
-        if context_groups(cp_group, cp_stream, cp_comm_type) is None and cp_stream is not None:
+        groups = context_groups(cp_group, cp_stream, cp_comm_type, load_balancing_strategy)
+        if groups is None and cp_stream is not None:
             warn_once(
                 "cp_stream", "cp_stream has no effect without a cp_group of several ranks; leave it None"
             )
-        names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
-        given = dict(zip(names, (cp_group, cp_global_ranks, cp_stream, cp_comm_type), strict=True))
+        given = {
+            "cp_group": cp_group, "cp_global_ranks": cp_global_ranks, "cp_stream": cp_stream,
+            "cp_comm_type": cp_comm_type, "load_balancing_strategy": load_balancing_strategy,
+        }  # fmt: skip
         # Clients set an unchanged group before every call; plans are cached by the identity of the record.
         if any(getattr(self._config, name) != value for name, value in given.items()):
             self._configure(**given)

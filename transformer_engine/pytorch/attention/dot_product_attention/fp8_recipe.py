@@ -12,6 +12,7 @@ from ....common.memory import Memory
 from ....common.recipe import DelayedScaling, Format, Recipe
 from ...functions.attention.autograd import Attending
 from ...functions.attention.context_parallel.attention import ContextParallelAttention
+from ...functions.attention.context_parallel.contiguous import ContiguousAttention, UnsupportedStrategy
 from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
 from ...functions.attention.fp8 import choose_fp8
 from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
@@ -142,6 +143,8 @@ def fp8_attention(
         fp8_output: Return a Float8Tensor.
         requested: Result of `requested_backward`.
     """
+    if isinstance(backend, ContiguousAttention):
+        raise UnsupportedStrategy("NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False")
     shared = isinstance(backend, ContextParallelAttention)
     of_rank = backend.inner_call if shared else call
     assert state.recipe is not None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...constants import CPLoadBalancingStrategy
 from ...functions.attention.context_parallel.groups import ContextGroups, context_groups
 from ...module.base import ModuleConfig
 from ...primitives.attention.mask import canonical_name
@@ -24,7 +25,8 @@ class AttentionConfig(ModuleConfig):
     Attributes:
         attn_mask_type: Canonical name.
         window_size: As given; each call resolves it together with its mask type.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: Arguments of `set_context_parallel_group`.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy: Arguments of
+            `set_context_parallel_group`.
         _scale_text, _dropout_text, _softcap_text: Numbers as text, for a tracing compiler.
     """
 
@@ -48,6 +50,7 @@ class AttentionConfig(ModuleConfig):
     cp_global_ranks: Any = None
     cp_stream: Any = None
     cp_comm_type: str = "p2p"
+    load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
     _scale_text: str = field(init=False, default="")
     _dropout_text: str = field(init=False, default="")
     _softcap_text: str = field(init=False, default="")
@@ -59,7 +62,9 @@ class AttentionConfig(ModuleConfig):
             "_scale_text": float(self.softmax_scale).hex(),
             "_dropout_text": float(self.attention_dropout).hex(),
             "_softcap_text": float(self.softcap).hex(),
-            "_context": context_groups(self.cp_group, self.cp_stream, self.cp_comm_type),
+            "_context": context_groups(
+                self.cp_group, self.cp_stream, self.cp_comm_type, self.load_balancing_strategy
+            ),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
