@@ -15,8 +15,10 @@ from .batches import (
     pad_thd_sequences_for_cp,
     validate_no_load_balance_thd_metadata,
 )
+from .calls import attn_forward_func_with_cp
 
 __all__ = [
+    "attn_forward_func_with_cp",
     "generate_positional_ids_for_cp",
     "get_batch_on_this_cp_rank",
     "get_cu_seqlens_on_cp_rank",
