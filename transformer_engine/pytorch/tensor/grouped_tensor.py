@@ -36,7 +36,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
     """
 
     STORAGE = GroupedTensorStorage
-    amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    amax = GroupedTensorStorage.amax  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __new__(
         cls,
@@ -214,11 +214,19 @@ class StackQuantizer(Quantizer):
         return self.quantizers, self.shapes
 
 
-def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantizer:
-    """Return the quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values."""
+def stack_quantizer(
+    quantizer: Quantizer | None, shapes: Shapes, stacked: bool | None = None
+) -> StackQuantizer:
+    """Quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values.
+
+    Args:
+        quantizer: The quantizer of every matrix.
+        shapes: Their shapes.
+        stacked: Whether the group is presented as a stack [n, M, N]; by default if all shapes are equal.
+    """
     quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
     given = [tuple(shape) for shape in shapes]
-    return StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
+    return StackQuantizer(quantizers, None if len(set(given)) == 1 and stacked is not False else given)
 
 
 def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
