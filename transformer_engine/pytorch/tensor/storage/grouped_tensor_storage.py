@@ -297,6 +297,11 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             flat = torch.nn.functional.pad(flat, (0, prod(self.shape) - flat.numel()))
         return flat.view(self.shape)
 
+    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        if self.rowwise_data is not None and self.quantizer is None:
+            self.rowwise_data = self.rowwise_data.to(dtype)
+
     def viewed(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
         return None
 
@@ -322,20 +327,10 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         """Return the number of all rows: products cannot read a part of a group, so that only all rows are a slice."""
         return max(prod(self.shape[:-1]), 1)
 
-    @property
-    def row_scaled_nvfp4(self) -> bool:
-        """Whether NVFP4 codes have a maximum per row."""
-        return bool(getattr(self.quantizer, "row_scaled_nvfp4", False))
-
-    @property
-    def nvfp4_use_4over6(self) -> bool:
-        """Whether NVFP4 codes were chosen by 4over6."""
-        return bool(getattr(self.quantizer, "nvfp4_use_4over6", False))
-
-    @property
-    def nvfp4_e4m3_max(self) -> int:
-        """Largest NVFP4 block scale, 448 or 256."""
-        return int(getattr(self.quantizer, "nvfp4_e4m3_max", 448))
+    # Settings of the quantizer under the names of the constructor's arguments.
+    row_scaled_nvfp4 = property(lambda self: getattr(self.quantizer, "row_scaled_nvfp4", False))
+    nvfp4_use_4over6 = property(lambda self: getattr(self.quantizer, "nvfp4_use_4over6", False))
+    nvfp4_e4m3_max = property(lambda self: getattr(self.quantizer, "nvfp4_e4m3_max", 448))
 
     @property
     def quantized_tensors(self) -> list[Tensor]:
