@@ -231,8 +231,8 @@ def newton_schulz_tp(
             shape[partition_dim] *= ctx.nranks
             if shape[partition_dim] < shape[1 - partition_dim]:
                 raise ValueError(
-                    f"the whole matrix is {shape}, whose dimension {partition_dim} is the shorter one; shard the longer "
-                    'dimension, or give tp_mode="duplicated"'
+                    f"the whole matrix is {shape}, whose dimension {partition_dim} is the shorter one; shard the longer"
+                    ' dimension, or give tp_mode="duplicated"'
                 )
             shard = x if partition_dim == 1 else x.t().contiguous()
             newton_schulz(shard, ctx, *settings)
@@ -252,7 +252,8 @@ def _orthogonalize_whole(
     wide = x if x.shape[0] <= x.shape[1] else x.t().contiguous()
     if wide.shape[1] % ctx.nranks:
         raise ValueError(
-            f"the longer dimension {wide.shape[1]} of x {list(x.shape)} is not divisible by the {ctx.nranks} ranks; pad it"
+            f"the longer dimension {wide.shape[1]} of x {list(x.shape)} is not divisible by the {ctx.nranks} ranks; "
+            "pad it"
         )
     shard = wide.chunk(ctx.nranks, 1)[ctx.rank].contiguous()
     newton_schulz(shard, ctx, num_iterations, coefficients)

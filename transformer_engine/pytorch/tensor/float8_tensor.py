@@ -327,14 +327,14 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
-        use_existing_amax: bool | None = None,
+        use_existing_amax: bool = False,
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
-            if value is not None:
+        for name, given in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
+            if given is not None and given is not False:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
                     DeprecationWarning,
