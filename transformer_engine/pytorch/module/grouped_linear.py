@@ -33,11 +33,13 @@ from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from ..tensor.grouped_tensor import plain_stack
 from .arguments import accepts, switch
 from .config import configured
 from .grouped_parameters import (
     check_device_splits,
     create_parameters,
+    group_single_parameters,
     group_weights,
     load_other_form,
     mark_parameters,
@@ -136,8 +138,7 @@ class GroupedLinear(ProductsModule):
             bias_names=names_of("bias", num_gemms, single["single_grouped_bias"]),
             **single,
         )
-        config = self._config
-        weights = [(name,) for name in config.weight_names]
+        config, weights = self._config, [(name,) for name in self._config.weight_names]
         self._configure(
             _tensors=config.weight_names + config.bias_names,
             _weights=tuple(weights * num_gemms if config.single_grouped_weight else weights),
@@ -174,6 +175,7 @@ class GroupedLinear(ProductsModule):
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
         if not defer_init:
+            group_single_parameters(self)
             mark_parameters(self)
 
     def forward(
@@ -341,8 +343,10 @@ class GroupedLinear(ProductsModule):
         """Return all weights, then all biases."""
         config, held = self._config, self._parameters
         names = config._tensors if config.use_bias else config.weight_names
+        single = config.single_grouped_weight or config.single_grouped_bias
         try:
             found = map(held.__getitem__, names)
+            found = map(plain_stack, found) if single else found
             return (*found,) if config.use_bias else (*found, *[None] * len(config.bias_names))
         except KeyError:  # a parametrization or another attribute replaces a parameter
             found = [getattr(self, name) for name in names]
@@ -366,17 +370,14 @@ class GroupedLinear(ProductsModule):
         return rows
 
     def _check_rows(self, rows: Sequence[int], total: int) -> None:
-        count = self._config.num_gemms
-        if len(rows) != count or sum(rows) != total or min(rows) < 0:
+        if len(rows) != self.num_gemms or sum(rows) != total or min(rows) < 0:
             raise ValueError(
-                f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {total} rows"
+                f"m_splits={[*rows]} must be {self.num_gemms} numbers >= 0 that add up to the {total} rows"
             )
 
     def extra_repr(self) -> str:
-        return (
-            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}"
-        )
+        sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
+        return f"{sizes}, out_features={self.out_features}, bias={self.use_bias}"
 
 
 def _by_name(x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, call: GroupedCall) -> Tensor:

@@ -328,9 +328,8 @@ class QuantizedTensorStorage:
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
         """Overwrite this payload with the bytes of src, unless the flag on the device is set."""
         if not isinstance(src, QuantizedTensorStorage):
-            raise TypeError(
-                f"src is {with_article(type(src))}; give {with_article(self.storage_class())}, or call quantize_"
-            )
+            kinds = with_article(type(src)), with_article(self.storage_class())
+            raise TypeError(f"src is {kinds[0]}; give {kinds[1]}, or call quantize_")
         if not self.payload_is_like(src):
             raise ValueError(
                 f"cannot copy {type(src).__name__} of shape {tuple(src.shape)} with {src.get_usages()} over "
@@ -366,6 +365,9 @@ class QuantizedTensorStorage:
             return self.decode(self.dtype)
         values_dtype("dtype", dtype)
         return self.decode(dtype)
+
+    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
