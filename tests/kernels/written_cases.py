@@ -53,6 +53,7 @@ from transformer_engine.common.kernels import (
     scaled_product,
     softmax,
     statistics,
+    swizzled_scales,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
@@ -288,7 +289,10 @@ def grouped() -> Iterator[Case]:
 
 def scaled_products() -> Iterator[Case]:
     for back in (False, True):
-        yield f"swizzled scales back={back}", scaled_product.swizzle(300, 18, (18, 1), back), (BYTES,)
+        yield f"swizzled scales back={back}", swizzled_scales.swizzle(300, 18, (18, 1), back), (BYTES,)
+    for unit in (1, 128):
+        launch = swizzled_scales.swizzle_exponents(300, 18, (5, 1), unit)
+        yield f"swizzled exponents unit={unit}", launch, (FLOAT,)
     side = scaled_product.Side
     for rows in (16, 300):  # the result's transpose, and the result
         for accumulates in (False, True):
@@ -304,6 +308,8 @@ def scaled_products() -> Iterator[Case]:
             sides = (side(rows, 512, "e4m3", 0, 1, (4, 1)), side(320, 512, "e4m3", 0, 128, (4, 1)))
             launch = scaled_product.block_product(*sides, 512, 320, **options)
             yield f"product of blocks {name}", launch, (CODES, CODES, FLOAT, FLOAT, *end)
+            launch = scaled_product.exponent_product(*sides, 512, 320, **options)
+            yield f"product by exponents {name}", launch, (CODES, CODES, FLOAT, FLOAT, None, None, *end)
 
 
 def experts() -> Iterator[Case]:

@@ -74,6 +74,10 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
                 record = kernels.block_product(*sides, k, n, accumulates=accumulates)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
+                if row.has("mxfp8 products") and scaled:
+                    record = kernels.exponent_product(*sides, k, n, accumulates=accumulates)
+                    pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
+                    yield "mxfp8", f"exponents {title} {unit}", record, pointers
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")

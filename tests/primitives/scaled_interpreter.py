@@ -6,6 +6,7 @@ program replaces it by products of decoded values. Errors are multiples of the s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -22,10 +23,9 @@ from triton.runtime import interpreter as triton_interpreter
 
 from tests.kernels import interpreter
 from transformer_engine.common import formats
-from transformer_engine.common.kernels import launch
-from transformer_engine.common.kernels import scaled_product as kernels
+from transformer_engine.common.kernels import launch, swizzled_scales
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled, swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 
@@ -72,6 +72,9 @@ NVFP4_ROWS = QuantizeSpec(formats.NVFP4_ROWS, formats.E2M1)
 BLOCK_1D = QuantizeSpec(formats.BLOCK_1D, formats.E4M3)
 BLOCK_1D_GRADIENT = QuantizeSpec(formats.BLOCK_1D, formats.E5M2)
 BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
+POWERS_1D, GRADIENT_POWERS, POWERS_2D = (
+    dataclasses.replace(spec, power_of_two=True) for spec in (BLOCK_1D, BLOCK_1D_GRADIENT, BLOCK_2D)
+)
 # name: specs of both operands, M, N, K
 CASES = {
     "mxfp8": (MXFP8, MXFP8, 130, 144, 256),
@@ -89,6 +92,11 @@ CASES = {
     "block 2d x 1d": (BLOCK_2D, BLOCK_1D_GRADIENT, 150, 64, 256),
     "block 2d x 2d": (BLOCK_2D, BLOCK_2D, 200, 150, 130),
     "block swapped": (BLOCK_1D, BLOCK_2D, 3, 140, 256),
+    "exponents 1d x 2d": (POWERS_1D, POWERS_2D, 130, 140, 256),
+    "exponents 1d x 1d": (POWERS_1D, POWERS_1D, 129, 130, 300),
+    "exponents 2d x 1d": (POWERS_2D, GRADIENT_POWERS, 150, 64, 256),
+    "exponents 2d x 2d": (POWERS_2D, POWERS_2D, 200, 150, 130),
+    "exponents swapped": (POWERS_1D, POWERS_2D, 3, 140, 256),
 }  # fmt: skip
 
 
@@ -96,7 +104,7 @@ def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     values = torch.randn(rows, depth) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
     q = quantize(values.bfloat16(), spec)
     assert q.codes is not None
-    return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
+    return Operand(q.codes, q.scale, spec.operand_format, q.amax, torch.bfloat16)
 
 
 def error(out: torch.Tensor, a: Operand, b: Operand, added: torch.Tensor | float) -> float:
@@ -109,7 +117,9 @@ def products(
     name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int
 ) -> dict[str, float]:
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
-    run = triton.run_blocks if "block" in name else triton.run_scaled
+    run = {"block": triton.run_blocks, "exponents": triton.run_exponents}.get(
+        name.partition(" ")[0], triton.run_scaled
+    )
     bias = torch.randn(n).bfloat16()
     results = {name: error(run(a, b, Epilogue(torch.float32, bias)), a, b, bias.double())}
     wide = torch.full((m, n + 3), 2.0)
@@ -125,12 +135,23 @@ def orders() -> dict[str, float]:
     found = {}
     for rows, columns in ((128, 4), (300, 18), (1, 1), (129, 40)):
         scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
-        result = torch.full((kernels.swizzled_bytes(rows, columns),), 7, dtype=torch.uint8)
-        launch.start(kernels.swizzle(rows, columns, (scale.stride(0), scale.stride(1))), (scale, result), -1)
+        result = torch.full((swizzled_scales.swizzled_bytes(rows, columns),), 7, dtype=torch.uint8)
+        launch.start(
+            swizzled_scales.swizzle(rows, columns, (scale.stride(0), scale.stride(1))), (scale, result), -1
+        )
         found[f"order {rows} x {columns}"] = float((result != swizzled(scale).flatten()).sum())
         back = torch.zeros(rows * columns, dtype=torch.uint8)
-        launch.start(kernels.swizzle(rows, columns, (columns, 1), True), (result, back), -1)
+        launch.start(swizzled_scales.swizzle(rows, columns, (columns, 1), True), (result, back), -1)
         found[f"order back {rows} x {columns}"] = float((back.view(rows, columns) != scale).sum())
+    for spec, rows, depth in ((POWERS_1D, 130, 300), (POWERS_2D, 300, 160)):
+        x = operand(spec, rows, depth)
+        assert x.scale is not None and x.format is not None and x.format.block is not None
+        x.scale.view(-1)[0] = 2.0**-127
+        expected = swizzled_scale(x)
+        record = swizzled_scales.swizzle_exponents(rows, -(-depth // 32), x.scale.stride(), x.format.block[0])  # pyright: ignore
+        result = torch.full((expected.numel(),), 7, dtype=torch.uint8)
+        launch.start(record, (x.scale, result), -1)
+        found[f"order of exponents {x.format.name}"] = float((result != expected.flatten()).sum())
     return found
 
 

@@ -67,7 +67,7 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
-    if request.swizzled:
+    if request.swizzled or _by_exponents(request):
         return _unsupported_swizzled(request)
     if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
         return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
@@ -96,9 +96,15 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     return None
 
 
+def _by_exponents(request: GemmRequest) -> bool:
+    """Whether blocks of 128 elements are multiplied as MXFP8: where no product reads their float32 scales."""
+    hardware = request.hardware
+    return request.power_of_two and not hardware.has("fp8 block products") and hardware.has("mxfp8 products")
+
+
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
     """Return the reason why a product with swizzled scales is unsupported, or None."""
-    needs = request.block_products
+    needs = request.scaled_products
     assert needs is not None
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
@@ -136,7 +142,7 @@ def _unsupported_epilogue(request: GemmRequest) -> str | None:
 def problem_of(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
-    bias = NO_BIAS
+    bias, exponents = NO_BIAS, _by_exponents(request)
     if request.bias is not None:  # the dtype that the epilogue reads; a bias of another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
@@ -153,8 +159,8 @@ def problem_of(request: GemmRequest) -> CublasProblem:
         left_leading=b.stride * (1 if request.b_format is None else request.b_format.packing),
         right_leading=a.stride * (1 if request.a_format is None else request.a_format.packing),
         result_leading=out.stride,
-        left_scale=_scale_mode(request.b_format),
-        right_scale=_scale_mode(request.a_format),
+        left_scale=VEC32_UE8M0 if exponents else _scale_mode(request.b_format),
+        right_scale=VEC32_UE8M0 if exponents else _scale_mode(request.a_format),
         bias=bias,
         accumulate=request.accumulate,
         fast=request.a_format == FLOAT8 and not request.exact,

@@ -1,7 +1,7 @@
 """Products of block-scaled codes by the Triton kernels of common/kernels/scaled_product.py.
 
 FP8 codes with 1x128 and 128x128 blocks run on every GPU with FP8 tensor cores; MXFP8 and NVFP4 codes on GPUs whose
-tensor cores read their scales.
+tensor cores read their scales, where blocks with power-of-two scales are multiplied by the same instruction.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, SWIZZLED_NAMES
+from ....common.formats import SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from ...runtime.launching import rows_dense
 from ..operand import Operand
+from .block_scales import in_rows
 from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import swizzled_scale
 
@@ -34,13 +35,10 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         return f"it takes two operands of 1x128 or 128x128 blocks, {SWIZZLED_NAMES}"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
-    if request.swizzled:
+    if request.swizzled and not _scales_in_instruction(request):
         least = request.hardware.scaled_dot
-        if optional.release("triton") < least:
-            place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
-            return (
-                f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
-            )
+        place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
+        return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
     if request.dtype not in _RESULTS:
         return f"the result is {request.dtype}; it writes bfloat16, float16 and float32"
     if not request.out_layout.row_major or request.out_layout.stride == 0:
@@ -48,8 +46,22 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     return None
 
 
+def _scales_in_instruction(request: GemmRequest) -> bool:
+    """Whether the GPU's instruction reads the scales, and the installed Triton emits it."""
+    needs = request.scaled_products
+    native = needs is not None and request.hardware.has(needs)
+    return native and optional.release("triton") >= request.hardware.scaled_dot
+
+
+def runner(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    """Return the function that computes a supported request."""
+    if request.power_of_two and _scales_in_instruction(request):
+        return run_exponents
+    return run_scaled if request.swizzled else run_blocks
+
+
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
-    run = run_scaled if request.swizzled else run_blocks
+    run = runner(request)
 
     def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         device = a.codes.get_device()
@@ -92,19 +104,38 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 def run_blocks(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """Compute a product of FP8 codes with float32 scales of 1x128 or 128x128 blocks."""
+    from ....common.kernels.scaled_product import block_product  # it imports triton
+
+    return _run_blocks(block_product, (), a, b, epilogue)
+
+
+def run_exponents(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute a product of FP8 codes whose block scales are powers of two, by the instruction of MXFP8."""
+    from ....common.kernels.scaled_product import exponent_product  # it imports triton
+
+    return _run_blocks(exponent_product, (None, None), a, b, epilogue)
+
+
+def _run_blocks(
+    launch_of: Callable[..., launch.Launch],
+    levels: tuple[None, ...],
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
+) -> Tensor:
     from ....common.kernels import scaled_product as kernels  # it imports triton
 
     codes = rows_dense(a.codes), rows_dense(b.codes)
     sides, scales = [], (a.scale, b.scale)
     for operand, x in zip((a, b), codes, strict=True):
         assert operand.scale is not None
-        unit = 1 if operand.format == BLOCK_1D else 128
+        unit = 1 if in_rows(operand.format) else 128
         down, along = operand.scale.stride()
         sides.append(kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
     out, stride, accumulates = _result(a, b, epilogue)
-    record = kernels.block_product(*sides, a.depth, stride, accumulates=accumulates)
+    record = launch_of(*sides, a.depth, stride, accumulates=accumulates)
     order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
-    launch.start(record, (*codes[order], *scales[order], epilogue.bias, out), a.codes.get_device())
+    launch.start(record, (*codes[order], *scales[order], *levels, epilogue.bias, out), a.codes.get_device())
     return out
 
 
