@@ -57,6 +57,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
+from transformer_engine.common.kernels.scaled_product import ProductEpilogue
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
@@ -296,8 +297,9 @@ def scaled_products() -> Iterator[Case]:
     side = scaled_product.Side
     for rows in (16, 300):  # the result's transpose, and the result
         for accumulates in (False, True):
-            end = (None, FLOAT) if accumulates else (HALF,)
-            options = {"accumulates": accumulates, "dtype": None if accumulates else "bfloat16"}
+            end = (None, None, FLOAT, None) if accumulates else (HALF, HALF)
+            after = ProductEpilogue(True) if accumulates else ProductEpilogue(False, "gelu_gradient")
+            options = {"epilogue": after, "dtype": None if accumulates else "bfloat16"}
             name = f"rows={rows} accumulates={accumulates}"
             sides = (side(rows, 512, "e4m3"), side(320, 512, "e4m3"))
             launch = scaled_product.product(*sides, 512, 320, length=32, **options)
@@ -310,6 +312,9 @@ def scaled_products() -> Iterator[Case]:
             yield f"product of blocks {name}", launch, (CODES, CODES, FLOAT, FLOAT, *end)
             launch = scaled_product.exponent_product(*sides, 512, 320, **options)
             yield f"product by exponents {name}", launch, (CODES, CODES, FLOAT, FLOAT, None, None, *end)
+            options = {"epilogue": ProductEpilogue(False, "gelu", True), "dtype": "bfloat16"}
+            launch = scaled_product.block_product(*sides, 512, 320, **options)
+            yield f"product of blocks with gelu {name}", launch, (CODES, CODES, FLOAT, FLOAT, HALF, None)
 
 
 def experts() -> Iterator[Case]:

@@ -58,24 +58,25 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
             ):
                 continue
             title = f"{name}{' added' * accumulates}"
-            end = [None, "fp32"] if accumulates else ["bf16", "bf16"]
+            end = [None, None, "fp32", None] if accumulates else ["bf16", None, "bf16", "bf16"]
+            after = (
+                kernels.ProductEpilogue(True) if accumulates else kernels.ProductEpilogue(False, "gelu", True)
+            )
             if row.has("mxfp8 products") and scaled:
                 sides = kernels.Side(m, k, "e4m3"), kernels.Side(n, k, "e4m3")
-                record = kernels.product(*sides, k, n, length=32, accumulates=accumulates)
+                record = kernels.product(*sides, k, n, length=32, epilogue=after)
                 yield "mxfp8", title, record, ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
             if row.has("nvfp4 products") and scaled:
                 sides = kernels.Side(m, k // 2, "e2m1", 1), kernels.Side(n, k // 2, "e2m1", 1)
-                record = kernels.product(
-                    *sides, k, n, length=16, packing=2, factor=0.1, accumulates=accumulates
-                )
+                record = kernels.product(*sides, k, n, length=16, packing=2, factor=0.1, epilogue=after)
                 yield "nvfp4", title, record, ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
             for unit in (128, 1):
                 strides = (k // 128, 1) if unit == 128 else (1, n)
                 sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
-                record = kernels.block_product(*sides, k, n, accumulates=accumulates)
+                record = kernels.block_product(*sides, k, n, epilogue=after)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
                 if row.has("mxfp8 products") and scaled:
-                    record = kernels.exponent_product(*sides, k, n, accumulates=accumulates)
+                    record = kernels.exponent_product(*sides, k, n, epilogue=after)
                     pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
                     yield "mxfp8", f"exponents {title} {unit}", record, pointers
     # Groups of codes with one scale per tensor.

@@ -24,6 +24,7 @@ from triton.runtime import interpreter as triton_interpreter
 from tests.kernels import interpreter
 from transformer_engine.common import formats
 from transformer_engine.common.kernels import launch, swizzled_scales
+from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
 from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled, swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
@@ -127,6 +128,19 @@ def products(
     run(a, b, Epilogue(torch.float32, out=out, accumulate=True))
     results[f"{name}, added"] = error(out, a, b, 2.0)
     results[f"{name}, behind"] = float((wide[:, n:] != 2.0).sum())
+    # GELU of the rounded product, which is kept, and its gradient at another matrix.
+    narrow, kept, x = (
+        Epilogue(torch.bfloat16, bias),
+        torch.empty(m, n).bfloat16(),
+        torch.randn(m, n).bfloat16(),
+    )
+    y = run(a, b, narrow, triton.Activation("gelu", None, kept))
+    dx = run(a, b, narrow, triton.Activation("gelu_gradient", x))
+    results[f"{name}, kept"] = float((kept != run(a, b, narrow)).sum())
+    expected = activation_forward("gelu", kept), activation_backward("gelu", kept, x)
+    for found, exact in zip((y, dx), expected, strict=True):
+        difference = (found.float() - exact.float()).abs() - 2.0**-7 * exact.float().abs() - 1e-6
+        results[f"{name}, kept"] += float((difference > 0).sum())
     return results
 
 

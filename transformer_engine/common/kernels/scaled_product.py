@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
+from .activation import curve, curve_and_slope
 from .launch import Launch, Output
 from .swizzled_scales import exponents_of_tile, scales_of_tile
 
@@ -26,7 +27,9 @@ from .swizzled_scales import exponents_of_tile, scales_of_tile
 def finish(
     total,
     bias,
+    x,
     out,
+    kept,
     m,
     n,
     M,
@@ -35,18 +38,33 @@ def finish(
     COLUMN_STRIDE,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n."""
+    """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n.
+
+    ACTIVATION "gelu" stores gelu(y) of the rounded sum y, and y in `kept` if present; "gelu_gradient" multiplies y by
+    the derivative of GELU at `x`. Both have the layout of `out`.
+    """
     inside = (m < M)[:, None] & (n < N)[None, :]
     if bias is not None:
         if ALONG_ROWS:
             total += tl.load(bias + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
         else:
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    places = out + (m.to(tl.int64)[:, None] * ROW_STRIDE + n.to(tl.int64)[None, :] * COLUMN_STRIDE)
+    places = m.to(tl.int64)[:, None] * ROW_STRIDE + n.to(tl.int64)[None, :] * COLUMN_STRIDE
     if ACCUMULATE:
-        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(places, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        rounded = total.to(out.dtype.element_ty)
+        if kept is not None:
+            tl.store(kept + places, rounded, mask=inside)
+        total = rounded.to(tl.float32)
+        if ACTIVATION == "gelu":
+            total = curve(total, "gelu")
+        else:
+            _, slope = curve_and_slope(tl.load(x + places, mask=inside, other=0.0).to(tl.float32), "gelu")
+            total = total * slope
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -58,7 +76,9 @@ def product_kernel(
     level_a,
     level_b,
     bias,
+    x,
     out,
+    kept,
     M,
     N,
     K,
@@ -81,6 +101,7 @@ def product_kernel(
     ROWS_B: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -140,7 +161,9 @@ def product_kernel(
             total *= tl.load(level_b + n, mask=n < N, other=0.0)[None, :]
         else:
             total *= tl.load(level_b)
-    finish(total, bias, out, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE)
+    finish(
+        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+    )
 
 
 @triton.jit
@@ -150,7 +173,9 @@ def block_kernel(
     scale_a,
     scale_b,
     bias,
+    x,
     out,
+    kept,
     M,
     N,
     K,
@@ -166,6 +191,7 @@ def block_kernel(
     UNIT_B: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -217,7 +243,9 @@ def block_kernel(
             total += product * (by_a * by_b)
         a_tile += BLOCK_K
         b_tile += BLOCK_K
-    finish(total, bias, out, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE)
+    finish(
+        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+    )
 
 
 class Side(NamedTuple):
@@ -240,12 +268,35 @@ class Side(NamedTuple):
     strides: tuple[int, int] = (0, 0)
 
 
+class ProductEpilogue(NamedTuple):
+    """The operations after a product, without their tensors.
+
+    Attributes:
+        accumulates: Add to the values of the result.
+        activation: "", "gelu" or "gelu_gradient".
+        keeps: Also store the input of GELU.
+    """
+
+    accumulates: bool = False
+    activation: str = ""
+    keeps: bool = False
+
+    def outputs(self, shape: tuple[int, int], dtype: str | None) -> tuple[Output | None, ...]:
+        """Return the results that a launch allocates."""
+        if self.accumulates:
+            return ()
+        return Output(shape, dtype), Output(shape, dtype) if self.keeps else None
+
+
+NO_EPILOGUE = ProductEpilogue()
+
+
 @functools.lru_cache(maxsize=4096)
 def product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, length: int, packing: int = 1, factor: float = 1.0, accumulates: bool = False,
+    *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their swizzled scales, their maxima | None, bias | None) -> out [M, N].
+    """Return the launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
     The left operand is b and the right one a if `is_swapped`: a tile needs 128 rows of its left operand.
 
@@ -254,7 +305,7 @@ def product(
         length: Elements of a scale.
         packing: Codes per byte.
         factor: Factor of the product of the maxima. Sides with a `unit` have float32 scales instead of swizzled ones.
-        accumulates: Add to the values of the result, which is the last input.
+        epilogue: The operations after the product. The result that it is added to is an input after x.
     """
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
@@ -263,13 +314,13 @@ def product(
     step = 128 * packing
     constants = (
         left.element, right.element, length, packing, left.unit, right.unit,
-        left.levels > 1, right.levels > 1, swapped, accumulates,
+        left.levels > 1, right.levels > 1, swapped, epilogue.accumulates, epilogue.activation,
         rows, columns, step, 8, stages, depth % step == 0,
     )  # fmt: skip
     return Launch(
         product_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        () if accumulates else (Output((a.rows, b.rows), dtype),),
+        epilogue.outputs((a.rows, b.rows), dtype),
         (
             left.rows,
             right.rows,
@@ -283,34 +334,40 @@ def product(
         ),
         constants,
         warps,
-        in_place=(7,) if accumulates else (),
+        in_place=(8,) if epilogue.accumulates else (),
     )
 
 
-def exponent_product(a: Side, b: Side, depth: int, out: int, *, accumulates: bool = False) -> Launch:
+def exponent_product(
+    a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE,
+) -> Launch:  # fmt: skip
     """Return `product` of FP8 codes whose float32 scales of 1x128 or 128x128 blocks are powers of two."""
-    return product(a, b, depth, out, length=32, accumulates=accumulates)
+    return product(a, b, depth, out, dtype, length=32, epilogue=epilogue)
 
 
 @functools.lru_cache(maxsize=4096)
 def block_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, accumulates: bool = False,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their float32 scales, bias | None) -> out [M, N]; see `product`."""
+    """Return the launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`."""
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
     rows, columns, stages, warps = _tile(right.rows)
-    constants = (left.unit, right.unit, swapped, accumulates, rows, columns, 128, 8, stages, depth % 128 == 0)
+    constants = (
+        left.unit, right.unit, swapped, epilogue.accumulates, epilogue.activation,
+        rows, columns, 128, 8, stages, depth % 128 == 0,
+    )  # fmt: skip
     return Launch(
         block_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        () if accumulates else (Output((a.rows, b.rows), dtype),),
+        epilogue.outputs((a.rows, b.rows), dtype),
         (left.rows, right.rows, depth, left.leading, right.leading, *left.strides, *right.strides, *strides),
         constants,
         warps,
-        in_place=(5,) if accumulates else (),
+        in_place=(6,) if epilogue.accumulates else (),
     )
 
 

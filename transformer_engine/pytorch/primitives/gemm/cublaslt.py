@@ -7,6 +7,7 @@ results must be multiples of 16 bytes; the backends after this one pad other sha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
 from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
-from .request import EPILOGUES, Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest, MatrixLayout
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
@@ -67,7 +68,7 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
-    if request.swizzled or _by_exponents(request):
+    if reads_bytes(request):
         return _unsupported_swizzled(request)
     if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
         return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
@@ -94,6 +95,11 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     if a_format != FLOAT8 and request.m % (_BLOCK if a_format == BLOCK_2D else _ROWS):
         return f"M={request.m} is not a multiple of {_BLOCK if a_format == BLOCK_2D else _ROWS}"
     return None
+
+
+def reads_bytes(request: GemmRequest) -> bool:
+    """Return whether the library reads the scales of both operands as swizzled bytes."""
+    return request.swizzled or _by_exponents(request)
 
 
 def _by_exponents(request: GemmRequest) -> bool:
@@ -187,4 +193,38 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
     return tuning.tuned(plan) if request.tuned else plan.run
 
 
+def _without_bias(request: GemmRequest) -> GemmRequest:
+    """Return the request of the product alone, in float32."""
+    layout = MatrixLayout(True, request.n)
+    return dataclasses.replace(
+        request, dtype=torch.float32, bias=None, accumulate=False, into=False, out_layout=layout
+    )
+
+
+def _unsupported_before_bias(request: GemmRequest) -> str | None:
+    if request.bias is None:
+        return "there is no bias"
+    return unsupported_reason(_without_bias(request))
+
+
+def bind_before_bias(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+    """Bind the product alone, for problems with a bias that the library has no algorithm for."""
+    product = bind(_without_bias(request))
+    if isinstance(product, PlanFailure):
+        return product
+
+    def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        return epilogue.finish(product(a, b, Epilogue(torch.float32, exact=epilogue.exact)))
+
+    return call
+
+
 BACKEND = Backend("cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+# The row before it states why it has no algorithm. The float32 result is rounded once, after the bias.
+BEFORE_BIAS = Backend(
+    "cublaslt_before_bias",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_before_bias,
+    bind=bind_before_bias,
+    opaque=True,
+)
