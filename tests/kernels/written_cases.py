@@ -38,6 +38,7 @@ from transformer_engine.common.kernels import (
     grouped_cast,
     grouped_gemm,
     grouped_layout,
+    grouped_scaled,
     kv_cache,
     multi_tensor,
     mxfp8,
@@ -260,6 +261,17 @@ def grouped() -> Iterator[Case]:
         grouped_block_cast.square_blocks(*blocks, True, False),
         (HALF, ADDRESS, None),
     )
+    for rowwise, columnwise in ((True, True), (True, False)):
+        launch = mxfp8.matrices(SHAPE, 4, E4M3, rowwise, columnwise, square=True)
+        yield f"mxfp8 matrices columnwise={columnwise}", launch, (HALF, ADDRESS)
+    launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, ("e4m3", "e4m3"))
+    yield "grouped mxfp8 product", launch, (CODES, CODES, BYTES, BYTES, HALF, INDEX)
+    for by_address in (False, True):
+        table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
+        kind = {"accumulates": by_address, "by_address": by_address}
+        launch = grouped_scaled.product_of_columns(*SHAPE, 512, 4, ("e4m3", "e4m3"), **kind)
+        inputs = (CODES, CODES, BYTES, BYTES, INDEX, table, *given)
+        yield f"grouped mxfp8 gradient by_address={by_address}", launch, inputs
     yield "layout", grouped_layout.layout_of(SHAPE[0], 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(SHAPE[1], 4), (HALF, INDEX)
     for by_address in (False, True):

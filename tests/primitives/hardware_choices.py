@@ -24,6 +24,7 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.grouped_gemm import library as grouped_library
 from transformer_engine.pytorch.primitives.grouped_gemm import triton as grouped_triton
+from transformer_engine.pytorch.primitives.grouped_gemm import triton_scaled as grouped_scaled
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedGemmRequest
 from transformer_engine.pytorch.primitives.operand import Operand
 
@@ -92,13 +93,14 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         mock.patch.object(cublaslt_library, "bindings", CublasLt),
         mock.patch.object(grouped_library, "current_hardware", lambda: hardware),
         mock.patch.object(grouped_triton, "current_hardware", lambda: hardware),
+        mock.patch.object(grouped_scaled, "current_hardware", lambda: hardware),
     ):
         found: dict[str, dict[str, str]] = {}
         for recipe, (_, products) in PRODUCTS.items():
             of_recipe = found[recipe] = {}
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, name == "grad_weight", hardware)
-                if recipe in ("none", "float8", "block"):
+                if recipe in ("none", "float8", "block", "mxfp8"):
                     along = "rows" if name == "grad_weight" else "columns"
                     of_recipe[f"grouped {name}"] = grouped(a, b, along)
         return found

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from transformer_engine.common import optional
 from transformer_engine.common.hardware import ROWS, Hardware
-from transformer_engine.common.kernels import grouped_gemm
+from transformer_engine.common.kernels import grouped_gemm, grouped_scaled
 from transformer_engine.common.kernels import scaled_product as kernels
 from transformer_engine.common.kernels.launch import Launch, compile_options
 
@@ -79,6 +79,13 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                     record = kernels.exponent_product(*sides, k, n, epilogue=after)
                     pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
                     yield "mxfp8", f"exponents {title} {unit}", record, pointers
+    if row.has("mxfp8 products") and scaled:
+        record = grouped_scaled.product_of_rows(4096, 2048, 2080, 8, ("e5m2", "e4m3"))
+        codes = ["fp8e5", "fp8e4nv", "u8", "u8"]
+        yield "mxfp8", "grouped rows", record, [*codes, "bf16", "i32", "bf16"]
+        options = {"accumulates": True, "by_address": True}
+        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, ("e5m2", "e4m3"), **options)
+        yield "mxfp8", "grouped columns", record, [*codes, "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")

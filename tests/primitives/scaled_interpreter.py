@@ -23,10 +23,20 @@ from triton.runtime import interpreter as triton_interpreter
 
 from tests.kernels import interpreter
 from transformer_engine.common import formats
-from transformer_engine.common.kernels import launch, swizzled_scales
+from transformer_engine.common.kernels import grouped_scaled, launch, swizzled_scales
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
 from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.grouped_gemm import (
+    GroupedColumns,
+    GroupedMatrices,
+    GroupedRows,
+    Matrices,
+    groups_of,
+    reference,
+)
+from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedProduct
+from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matrices, quantize_rows
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 
@@ -169,10 +179,62 @@ def orders() -> dict[str, float]:
     return found
 
 
+def grouped() -> dict[str, float]:
+    """Errors of grouped products of MXFP8 codes, as multiples of the sum of the products' magnitudes."""
+    splits, n, k = (32, 160, 0, 96, 288), 160, 224
+    groups = groups_of(splits, sum(splits), torch.device("cpu"))
+    x, dy = torch.randn(sum(splits), k).bfloat16(), torch.randn(sum(splits), n).bfloat16()
+    weights = Matrices.of([torch.randn(n, k).bfloat16() for _ in splits])
+    sides = [
+        quantize_rows(values, groups, dataclasses.replace(spec, columnwise=True))
+        for values, spec in ((x, MXFP8), (dy, GRADIENT))
+    ]
+    matrices = quantize_matrices(weights, dataclasses.replace(MXFP8, columnwise=True))
+    rows = [GroupedRows(side.codes, side.scale, formats.MXFP8) for side in sides]  # pyright: ignore
+    columns = [GroupedColumns(side.codes_t, side.scale_t, formats.MXFP8) for side in sides]  # pyright: ignore
+    of_rows = GroupedMatrices(None, False, matrices.codes, matrices.scale, formats.MXFP8)
+    of_columns = GroupedMatrices(None, False, matrices.codes_t, matrices.scale_t, formats.MXFP8)
+    bias = torch.randn(len(splits), n)
+    y, dx = torch.full((sum(splits), n), 7.0), torch.full((sum(splits), k), 7.0)
+    dw, members = torch.full((len(splits), n, k), 7.0), [torch.ones(n, k) for _ in splits]
+    count, shape = len(splits), (sum(splits), n, k, len(splits))
+    inputs = [(part.codes, part.scale) for part in (*rows, *columns, of_rows, of_columns)]
+    a, grads, a_t, grads_t, b, b_t = inputs
+    address = torch.tensor([member.data_ptr() for member in members])
+    start = launch.start
+    start(
+        grouped_scaled.product_of_rows(*shape, ("e4m3", "e4m3")),
+        (a[0], b[0], a[1], b[1], bias, groups.layout, y),
+        -1,
+    )
+    start(
+        grouped_scaled.product_of_rows(shape[0], k, n, count, ("e5m2", "e4m3")),
+        (grads[0], b_t[0], grads[1], b_t[1], None, groups.layout, dx),
+        -1,
+    )
+    kinds = ("e5m2", "e4m3")
+    ends = (grads_t[0], a_t[0], grads_t[1], a_t[1], groups.layout)
+    start(grouped_scaled.product_of_columns(*shape, kinds), (*ends, None, dw), -1)
+    added = grouped_scaled.product_of_columns(*shape, kinds, accumulates=True, by_address=True)
+    start(added, (*ends, address, members[0]), -1)
+    products = {
+        "y": (y, rows[0], of_rows, (n, k), bias),
+        "dx": (dx, rows[1], of_columns, (k, n), None),
+        "dw": (dw, columns[1], columns[0], (n, k), None),
+        "dw added": (torch.stack(members) - 1, columns[1], columns[0], (n, k), None),
+    }
+    found = {}
+    for name, (out, left, right, extents, added_bias) in products.items():
+        expected = torch.empty_like(out)
+        reference.run(GroupedProduct(left, right, groups, extents, expected, added_bias))
+        found[f"grouped {name}"] = float(((out - expected).abs() / (1.0 + expected.abs())).max())
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     interpreter.repair()
-    results = orders()
+    results = orders() | grouped()
     for name, case in CASES.items():
         results |= products(name, *case)
     print(json.dumps(results))
