@@ -19,7 +19,8 @@ JAX_CHOICES = json.loads((ROOT / "docs" / "hardware_jax.json").read_text())
 PRODUCTS = {
     "none": "bfloat16",
     "float8": "FP8, one scale",
-    "block": "FP8, blocks of 128",
+    "block of powers": "FP8, blocks of 128",
+    "block": "FP8, blocks of 128, float32 scales",
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }

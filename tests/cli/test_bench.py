@@ -358,6 +358,6 @@ def test_names_in_the_help_are_the_names_of_the_tables():
     from transformer_engine.cli.bench import cases, distributed_cases, names, providers
 
     assert names.RECIPES == cases.RECIPES
-    assert names.FAMILIES == tuple(cases.FAMILIES)
-    assert names.RANKS_FAMILIES == tuple(distributed_cases.RANKS_FAMILIES)
-    assert names.PROVIDERS == tuple(provider.name for provider in providers.PROVIDERS)
+    assert tuple(cases.FAMILIES) == names.FAMILIES
+    assert tuple(distributed_cases.RANKS_FAMILIES) == names.RANKS_FAMILIES
+    assert tuple(provider.name for provider in providers.PROVIDERS) == names.PROVIDERS

@@ -125,4 +125,4 @@ def test_steps_below_the_resolution_of_bfloat16_add_up():
 
 
 def test_recipe_names_are_those_of_the_installed_framework():
-    assert RECIPES == (*installed_recipes(), "none")
+    assert (*installed_recipes(), "none") == RECIPES
