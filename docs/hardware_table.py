@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 
 from generated import ROOT, write
 
@@ -19,7 +20,8 @@ JAX_CHOICES = json.loads((ROOT / "docs" / "hardware_jax.json").read_text())
 PRODUCTS = {
     "none": "bfloat16",
     "float8": "FP8, one scale",
-    "block": "FP8, blocks of 128",
+    "block of powers": "FP8, blocks of 128",
+    "block": "FP8, blocks of 128, float32 scales",
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
@@ -64,7 +66,7 @@ def products() -> str:
         f"| | {' | '.join(PRODUCTS.values())} |",
         f"| --- |{' --- |' * len(PRODUCTS)}",
     ]
-    lines += _rows(CHOICES)
+    lines += _rows(CHOICES, PRODUCTS)
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
     lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
     return "\n".join(lines) + "\n"
@@ -72,19 +74,21 @@ def products() -> str:
 
 def jax_products() -> str:
     """Return the table of JAX's products: the backend with Triton, and without it where it differs."""
+    titles = {name: title for name, title in PRODUCTS.items() if name != "block of powers"}
+    titles["block"] = PRODUCTS["block of powers"]  # JAX multiplies by scales of any value
     lines = [
-        f"| | {' | '.join(PRODUCTS.values())} |",
-        f"| --- |{' --- |' * len(PRODUCTS)}",
-        *_rows(JAX_CHOICES),
+        f"| | {' | '.join(titles.values())} |",
+        f"| --- |{' --- |' * len(titles)}",
+        *_rows(JAX_CHOICES, titles),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]]) -> list[str]:
+def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Iterable[str]) -> list[str]:
     lines = []
     for row in NVIDIA:
         with_library, without = choices[row.architecture].values()
-        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
+        cells = [_backends(with_library[recipe], without[recipe]) for recipe in recipes]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     return lines
 

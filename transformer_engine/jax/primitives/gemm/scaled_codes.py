@@ -65,9 +65,8 @@ class DotScaledProduct(BlockScaledProduct):
             options = {"length": a.format.block[1], "packing": a.format.packing, "factor": factor}
             launch = kernels.product(*sides, depth, rows[1], dtype, **options)
         order = slice(None, None, -1) if kernels.is_swapped(*rows) else slice(None)
-        inputs = [*(a.codes, b.codes)[order], *scales[order]]
-        inputs += [*levels[order], None] if a.format.swizzled else [None]
-        (out,) = run(launch, inputs)
+        maxima = levels[order] if a.format.swizzled else ()
+        out, _ = run(launch, [*(a.codes, b.codes)[order], *scales[order], *maxima, None, None])
         assert out is not None
         return out
 
@@ -86,8 +85,8 @@ def _side(operand: Operand) -> Side:
 
 
 def _swizzled(scale: Array) -> Array:
-    """Swizzle one-byte scales uint8 [R, C]; see `scaled_product.swizzle`."""
-    from ....common.kernels.scaled_product import swizzle  # it imports triton
+    """Swizzle one-byte scales uint8 [R, C]; see `swizzled_scales`."""
+    from ....common.kernels.swizzled_scales import swizzle  # it imports triton
 
     rows, columns = scale.shape
     (result,) = run(swizzle(rows, columns, (columns, 1)), [scale])
