@@ -125,14 +125,7 @@ def moe(
     Raises:
         ValueError: A shape, a number of experts or recv_capacity_per_rank does not fit.
     """
-    check_values("x", x)
-    check_values("gate_kernel", gate_kernel)
-    for name, value in (("num_experts", num_experts), ("num_experts_per_tok", num_experts_per_tok)):
-        whole(name, value)
-    if x.ndim != 3 or gate_kernel.shape != (x.shape[-1], num_experts):
-        raise ValueError(
-            f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
-        )
+    _check_tokens(x, gate_kernel, num_experts, num_experts_per_tok)
     for name, value in (("scaling_factor", scaling_factor), ("aux_loss_coeff", aux_loss_coeff)):
         number(name, value)
     switch("apply_topk_weights_early", apply_topk_weights_early)
@@ -243,6 +236,18 @@ def get_moe_recv_capacity_per_rank(
         )
     balanced = local * round_up(ceil_div(max_tokens_per_rank * num_experts_per_tok, local), alignment)
     return min(round_up(math.ceil(balanced * recv_capacity_factor), alignment), worst)
+
+
+def _check_tokens(x: Array, gate_kernel: Array, num_experts: int, num_experts_per_tok: int) -> None:
+    """Raise an error unless tokens [b, s, h] and the router's kernel [h, E] fit together."""
+    check_values("x", x)
+    check_values("gate_kernel", gate_kernel)
+    for name, value in (("num_experts", num_experts), ("num_experts_per_tok", num_experts_per_tok)):
+        whole(name, value)
+    if x.ndim != 3 or gate_kernel.shape != (x.shape[-1], num_experts):
+        raise ValueError(
+            f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
+        )
 
 
 def _check_capacity(recv_capacity_per_rank: int | None) -> None:
