@@ -186,14 +186,9 @@ def moe(
 
 
 def get_moe_recv_capacity_per_rank(
-    *,
-    num_experts: int,
-    num_experts_per_tok: int,
-    max_tokens_per_rank: int,
-    ep_size: int,
-    recv_capacity_factor: float | None = None,
-    alignment: int = ALIGN_SIZE,
-) -> int:
+    *, num_experts: int, num_experts_per_tok: int, max_tokens_per_rank: int, ep_size: int,
+    recv_capacity_factor: float | None = None, alignment: int = ALIGN_SIZE,
+) -> int:  # fmt: skip
     """Compute the rows of the receive buffer of a device, a multiple of `alignment`.
 
     A device receives at most min(k, L) rows of each of the T * ep_size tokens, for L = num_experts / ep_size local

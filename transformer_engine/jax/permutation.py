@@ -265,13 +265,9 @@ def pure_jax_token_dispatch(
 
 
 def pure_jax_token_combine(
-    expert_outputs: Array,
-    perm_state: PureJaxPermState,
-    routing_weights: Array,
-    num_experts_per_tok: int,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-) -> Array:
+    expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int,
+    batch_size: int | None = None, sequence_length: int | None = None,
+) -> Array:  # fmt: skip
     """Compute out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k].
 
     Args:

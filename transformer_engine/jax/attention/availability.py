@@ -36,30 +36,13 @@ def _with_former_arguments(function: Callable[..., bool]) -> Callable[..., bool]
 
 @_with_former_arguments
 def is_fused_attn_kernel_available(
-    is_training: bool,
-    batch_size: int | None,
-    q_dtype: Any,
-    kv_dtype: Any,
-    qkv_layout: QKVLayout,
-    attn_bias_type: AttnBiasType,
-    attn_mask_type: AttnMaskType,
-    softmax_type: AttnSoftmaxType,
-    dropout_probability: float,
-    q_num_heads: int,
-    kv_num_heads: int,
-    q_max_seqlen: int,
-    kv_max_seqlen: int,
-    head_dim_qk: int,
-    head_dim_v: int,
-    window_size: Window | None = None,
-    return_max_logit: bool = False,
-    bottom_right_diagonal: bool | None = None,
-    bias_batch: int | None = None,
-    bias_heads: int | None = None,
-    bias_seqlen_q: int | None = None,
-    bias_seqlen_kv: int | None = None,
-    max_segments_per_seq: int | None = 1,
-) -> bool:
+    is_training: bool, batch_size: int | None, q_dtype: Any, kv_dtype: Any, qkv_layout: QKVLayout,
+    attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType, softmax_type: AttnSoftmaxType,
+    dropout_probability: float, q_num_heads: int, kv_num_heads: int, q_max_seqlen: int, kv_max_seqlen: int,
+    head_dim_qk: int, head_dim_v: int, window_size: Window | None = None, return_max_logit: bool = False,
+    bottom_right_diagonal: bool | None = None, bias_batch: int | None = None, bias_heads: int | None = None,
+    bias_seqlen_q: int | None = None, bias_seqlen_kv: int | None = None, max_segments_per_seq: int | None = 1,
+) -> bool:  # fmt: skip
     """Return whether a backend other than the reference computes such a call on this machine.
 
     Calls without batch_size, by position too, are also accepted.

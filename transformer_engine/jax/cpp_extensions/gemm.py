@@ -170,16 +170,11 @@ def _with_group_sizes(function: Callable[..., Array]) -> Callable[..., Array]:
 
 @_with_group_sizes
 def grouped_gemm(
-    lhs: Any,
-    rhs: Any,
-    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
-    bias: Array | None = None,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    preferred_element_type: Any = None,
-    group_offset: Array | None = None,
-    quantizer_set: QuantizerSet = noop_quantizer_set,
-    use_async_d2h_group_sizes: bool = False,
-) -> Array:
+    lhs: Any, rhs: Any, contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Array | None = None, precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None, group_offset: Array | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set, use_async_d2h_group_sizes: bool = False,
+) -> Array:  # fmt: skip
     """Compute the product [M, N] of the rows of group g of lhs [M, K] and rhs[g] [K, N] (+ bias[g]).
 
     With contracting_dims=((0,), (0,)), compute one matrix per group [G, K, N]: the rows of group g of lhs [M, K],
@@ -208,16 +203,10 @@ def grouped_gemm(
 
 
 def _product_of_groups(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Array | None = None,
-    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
-    bias: Array | None = None,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    preferred_element_type: Any = None,
-    group_offset: Array | None = None,
-    quantizer_set: QuantizerSet = noop_quantizer_set,
-) -> Array:
+    lhs: Any, rhs: Any, group_sizes: Array | None = None, contracting_dims: Any = ((1,), (1,)),
+    bias: Array | None = None, precision: Any = jax.lax.Precision.DEFAULT, preferred_element_type: Any = None,
+    group_offset: Array | None = None, quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> Array:  # fmt: skip
     """See `grouped_gemm`; group_sizes: rows per group, None for those that lhs holds."""
     if group_sizes is None:
         rows = lhs.rowwise_tensor if isinstance(lhs, ScaledTensor2x) else lhs

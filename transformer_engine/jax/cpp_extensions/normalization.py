@@ -27,16 +27,10 @@ class NormBwdPrimitive(BasePrimitive):
 
 
 def layernorm_fwd(
-    x: Array,
-    gamma: Array,
-    beta: Array,
-    zero_centered_gamma: bool,
-    epsilon: float,
-    quantizer: Quantizer | None = None,
-    amax_scope: AmaxScope = AmaxScope.LOCAL,
-    transpose_batch_sequence: bool = False,
-    output_amax_when_no_scaling: bool = False,
-) -> tuple[Any, Array, Array]:
+    x: Array, gamma: Array, beta: Array, zero_centered_gamma: bool, epsilon: float,
+    quantizer: Quantizer | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
+) -> tuple[Any, Array, Array]:  # fmt: skip
     """Return layernorm(x [..., width]), quantized as in `quantize`, and mean and rstdev [...] in float32."""
     y, mean, rstdev = normalization_fwd(
         x, gamma, beta, zero_centered_gamma, epsilon, "layernorm", quantizer, amax_scope, transpose_batch_sequence,
