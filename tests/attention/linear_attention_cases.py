@@ -73,9 +73,13 @@ class Case:
         beta, g = normal(*tokens, *sub, *heads, *channels), normal(*tokens, *heads, *channels)
         found = {
             "query_layer": normal(*tokens, *heads, dk),
-            "key_layer": key if self.options.get("use_qk_l2norm_in_kernel") else key / key.norm(dim=-1, keepdim=True),
+            "key_layer": key
+            if self.options.get("use_qk_l2norm_in_kernel")
+            else key / key.norm(dim=-1, keepdim=True),
             "value_layer": normal(*tokens, *sub, *heads, dv),
-            "g": g if self.options.get("safe_gate") else -torch.rand(g.shape, generator=generator, dtype=g.dtype),
+            "g": g
+            if self.options.get("safe_gate")
+            else -torch.rand(g.shape, generator=generator, dtype=g.dtype),
             "beta": beta if logits else torch.sigmoid(beta),
         }
         if self.options.get("gate_domain") == "linear":
@@ -109,9 +113,9 @@ def random_case(seed: int) -> Case:
     draw = random.Random(seed)
     rule, layout = draw.choice(RULES), draw.choice(("sbhd", "bshd", "thd"))
     if layout == "thd":
-        lengths = tuple(draw.choice((0, 1, 2, 7, 16, 17, 40)) for _ in range(draw.randint(1, 4)))
+        lengths = tuple(draw.choice((0, 1, 2, 7, 16, 17, 20)) for _ in range(draw.randint(1, 4)))
     else:
-        lengths = (draw.choice((1, 2, 15, 16, 17, 40)),) * draw.randint(1, 3)
+        lengths = (draw.choice((1, 2, 15, 16, 17, 20)),) * draw.randint(1, 2)
     sizes = (draw.choice((4, 16, 24)), draw.choice((4, 8, 32)))
     if rule != "gdn":
         sizes = (64, draw.choice((64, 128)))
@@ -127,7 +131,7 @@ def random_case(seed: int) -> Case:
         rule,
         layout,
         lengths,
-        heads=draw.randint(1, 3),
+        heads=draw.randint(1, 2),
         sizes=sizes,
         updates=draw.randint(1, 3) if rule == "gdp" else 1,
         dtype=dtype,
@@ -143,7 +147,10 @@ def expected(case: Case, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     x = {name: tensor.double() for name, tensor in tensors.items()}
     outputs, states = [], []
     for index, (begin, end) in enumerate(pairwise((0, *accumulate(case.lengths)))):
-        per_token = {name: _sequence(case, x[name], index, begin, end) for name in x if x[name].ndim > 1}
+        alone = ("initial_state", "a_log", "dt_bias")
+        per_token = {
+            name: _sequence(case, y, index, begin, end) for name, y in x.items() if name not in alone
+        }
         state = torch.zeros(case.heads, *case.sizes, dtype=torch.float64, device=x["g"].device)
         if "initial_state" in x:
             state = x["initial_state"][index].mT
@@ -195,7 +202,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return (found.double() - exact.double()).norm().item() / (scale or 1.0)
 
 
-def run_with_gradients(case: Case, tensors: dict[str, Tensor], call: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+def run_with_gradients(
+    case: Case, tensors: dict[str, Tensor], call: Any
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Output, and state if requested, of call(**tensors), and the gradients of a fixed sum of both."""
     result = call(**tensors)
     results = list(result) if isinstance(result, tuple) else [result]
@@ -229,6 +238,8 @@ def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, de
         case, exact, lambda **x: expected(case, x)[: 1 + needs_state]
     )
     limit = BOUNDS[case.dtype] if bound is None else bound
+    if case.options.get("gate_domain") == "linear":
+        limit = max(limit, 1e-8)  # 1e-10 is added to the gate
     assert found[0].dtype == case.dtype
     for name, y, exact_y in zip(("output", "state"), found, wanted, strict=False):
         assert y.shape == exact_y.shape

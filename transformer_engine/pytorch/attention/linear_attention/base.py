@@ -21,7 +21,6 @@ from ...primitives.linear_attention.request import (
     LinearAttentionSpec,
 )
 from ...runtime import checks
-from ...runtime.tracing import in_eager_mode
 from .inputs import CallLayout, batch_first, check_qkv, check_sequences, check_state, layout_of
 
 
@@ -166,22 +165,16 @@ class LinearAttentionBase(torch.nn.Module):
         check_sequences(layout, inputs.q, inputs.cu_seqlens)
         check_state(layout, inputs.q, inputs.initial_state, inputs.cu_seqlens)
         active = tuple([option for option in OPTIONS if options.get(option)])
-        compute = _checkpointed if to_bool("checkpoint_core_attention", checkpoint_core_attention) else _plain
-        output, state = compute(core, active, *batch_first(layout, inputs))
+        tensors = batch_first(layout, inputs)
+        if to_bool("checkpoint_core_attention", checkpoint_core_attention):
+            output, state = checkpoint(core, active, *tensors, use_reentrant=False)
+        else:
+            output, state = core(active, *tensors)
         output = layout.output(output)
         if FINAL_STATE not in active:
             return output
         assert state is not None
         return output, state
-
-
-def _plain(core: DeltaRule, *args: Any) -> LinearAttentionResult:
-    return core(*args)
-
-
-@in_eager_mode
-def _checkpointed(core: DeltaRule, *args: Any) -> LinearAttentionResult:
-    return checkpoint(core, *args)
 
 
 def missing_gates(**gates: Tensor | None) -> None:

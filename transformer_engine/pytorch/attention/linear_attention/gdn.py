@@ -92,7 +92,13 @@ class GatedDeltaNetAttention(LinearAttentionBase):
                 output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
             )
             inputs = LinearAttentionInputs(
-                query_layer, key_layer, value_layer, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens
+                query_layer,
+                key_layer,
+                value_layer,
+                g,
+                beta,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens,
             )
             options = {
                 FINAL_STATE: active["output_final_state"],

@@ -126,7 +126,14 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
                     "beta_guard=True needs use_qk_l2norm_in_kernel=True: its limit is that of normalized keys"
                 )
             inputs = LinearAttentionInputs(
-                query_layer, key_layer, value_layer, g, beta, w, initial_state=initial_state, cu_seqlens=cu_seqlens
+                query_layer,
+                key_layer,
+                value_layer,
+                g,
+                beta,
+                w,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens,
             )
             options = {
                 FINAL_STATE: active["output_final_state"],

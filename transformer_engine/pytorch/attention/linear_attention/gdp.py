@@ -169,5 +169,7 @@ def _check_decay(
         if not safe_gate:
             raise ValueError(f"{name} is a parameter of the safe gate; set safe_gate=True, or leave it None")
         if tuple(x.shape) != (layout.heads,):
-            raise ValueError(f"{name} is {list(x.shape)}; give one value per head of this rank, [{layout.heads}]")
+            raise ValueError(
+                f"{name} is {list(x.shape)}; give one value per head of this rank, [{layout.heads}]"
+            )
         check_dtype(name, x, query, PARAMETER_DTYPES)

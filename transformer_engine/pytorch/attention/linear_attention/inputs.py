@@ -97,7 +97,9 @@ def check_dtype(name: str, x: Tensor, query: Tensor, allowed: tuple[torch.dtype,
     checks.same_device(name, x, "query_layer", query.device)
 
 
-def check_qkv(layout: CallLayout, query: Tensor, key: Tensor, value: Tensor, updates: tuple[int, ...]) -> None:
+def check_qkv(
+    layout: CallLayout, query: Tensor, key: Tensor, value: Tensor, updates: tuple[int, ...]
+) -> None:
     """Raise an error unless keys and values have the module's shapes, and the queries' dtype and device."""
     layout.check("key_layer", key, *updates, layout.heads, layout.size_qk)
     layout.check("value_layer", value, *updates, layout.heads, layout.size_v)
@@ -118,7 +120,9 @@ def check_sequences(layout: CallLayout, query: Tensor, cu_seqlens: Tensor | None
     packed = layout.qkv_format == "thd"
     if cu_seqlens is None:
         if packed:
-            raise ValueError("cu_seqlens=None with qkv_format='thd'; give the bounds of the sequences, int32 [b + 1]")
+            raise ValueError(
+                "cu_seqlens=None with qkv_format='thd'; give the bounds of the sequences, int32 [b + 1]"
+            )
         return
     checks.tensor("cu_seqlens", cu_seqlens)
     if not packed:

@@ -68,9 +68,7 @@ class TracedLinearAttention:
 
     def _backward(self, grad_output, grad_state, *args) -> tuple[Tensor, ...]:
         inputs, spec = _unpacked(args)
-        leaves = [
-            None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs
-        ]
+        leaves = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
             output, state = self._compute(LinearAttentionInputs(*leaves), spec)  # pyright: ignore
         results = [(output, grad_output)]
@@ -140,6 +138,4 @@ def _results(*args) -> tuple[Tensor, Tensor]:
 
 def _gradient_results(grad_output, grad_state, *args) -> tuple[Tensor, ...]:
     """Allocate the gradients; those of absent inputs are empty."""
-    return tuple(
-        _absent(grad_output) if x is None else x.new_empty(x.shape) for x in args[:_GRADIENTS]
-    )
+    return tuple(_absent(grad_output) if x is None else x.new_empty(x.shape) for x in args[:_GRADIENTS])
