@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.primitives.linear_attention import DeltaInputs
 
 RULES = ("gdn", "gdn2", "gdp")
 MODULES = {
@@ -249,6 +250,11 @@ def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, de
         dx, exact_dx = zero if dx is None else dx, zero if exact_dx is None else exact_dx
         assert dx.dtype == tensors[name].dtype
         assert error(dx, exact_dx) < 3 * limit, (f"gradient of {name}", case)
+
+
+def inputs_of(**tensors: Tensor | None) -> DeltaInputs:
+    """Inputs of the operation; those that are not given are None."""
+    return DeltaInputs(*(tensors.get(name) for name in DeltaInputs._fields))  # pyright: ignore
 
 
 def call_of(case: Case, device: str = "cpu", **more: Any) -> Any:

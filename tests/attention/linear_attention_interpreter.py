@@ -17,24 +17,21 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.simplefilter("ignore")
 
-import fla.ops.gated_delta_product
-import fla.ops.gated_delta_rule
-import fla.ops.gdn2
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from tests.attention.linear_attention_cases import Case, error, expected, run_with_gradients
+from tests.attention.linear_attention_cases import Case, error, expected, inputs_of, run_with_gradients
 from transformer_engine.pytorch.attention.linear_attention.inputs import CallLayout, batch_first
 from transformer_engine.pytorch.primitives.linear_attention import fla as backend
 from transformer_engine.pytorch.primitives.linear_attention import request
 
-RULES = {"gdn": request.GDN, "gdn2": request.GDN2, "gdp": request.GDP}
+RULES = {"gdn": request.Rule.GDN, "gdn2": request.Rule.GDN2, "gdp": request.Rule.GDP}
 NAMES = {"query_layer": "q", "key_layer": "k", "value_layer": "v"}
 OPTIONS = {
-    "output_final_state": request.FINAL_STATE,
-    "use_qk_l2norm_in_kernel": request.L2_NORM,
-    "use_beta_sigmoid_in_kernel": request.SIGMOID,
-    "safe_gate": request.SAFE_GATE,
+    "output_final_state": request.Option.FINAL_STATE,
+    "use_qk_l2norm_in_kernel": request.Option.L2_NORM,
+    "use_beta_sigmoid_in_kernel": request.Option.SIGMOID,
+    "safe_gate": request.Option.SAFE_GATE,
 }
 HALF: dict[str, Any] = {"dtype": torch.float16, "gate_dtype": torch.float32, "sizes": (16, 16), "heads": 1}
 CASES = {
@@ -85,11 +82,11 @@ def largest_error(case: Case) -> float:
     bounds = case.bounds()
     layout = CallLayout(case.format, case.tokens, case.heads, *case.sizes)
     options = tuple(OPTIONS[name] for name, value in case.options.items() if value)
-    spec = request.LinearAttentionSpec(RULES[case.rule], (case.sizes[0] ** -0.5).hex(), options)
+    spec = request.DeltaSpec(RULES[case.rule], (case.sizes[0] ** -0.5).hex(), options)
 
     def call(**given: torch.Tensor) -> Any:
         inputs = {NAMES.get(name, name): x for name, x in given.items()}
-        packed = batch_first(layout, request.LinearAttentionInputs(**inputs, cu_seqlens=bounds))
+        packed = batch_first(layout, inputs_of(**inputs, cu_seqlens=bounds))
         output, state = backend.run(packed, spec)
         return layout.output(output), state
 

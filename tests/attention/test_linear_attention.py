@@ -16,6 +16,7 @@ from tests.attention.linear_attention_cases import (
     compare,
     error,
     expected,
+    inputs_of,
     random_case,
     run_with_gradients,
 )
@@ -24,17 +25,10 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.primitives.linear_attention import linear_attention
 from transformer_engine.pytorch.primitives.linear_attention.gates import guarded
 from transformer_engine.pytorch.primitives.linear_attention.request import (
-    GDN,
-    GDN2,
-    GDP,
-    GUARD,
-    L2_NORM,
-    LINEAR_GATE,
-    NEGATIVE,
-    SAFE_GATE,
-    SIGMOID,
-    LinearAttentionInputs,
-    LinearAttentionSpec,
+    DeltaInputs,
+    DeltaSpec,
+    Option,
+    Rule,
 )
 
 CASES, PER_TEST = 300, 10
@@ -127,9 +121,14 @@ def test_tokens_after_the_last_sequence_are_zero_and_get_no_gradient():
 
 # Finite differences of all options, with small heads.
 OPTIONS = {
-    GDN: ((), (L2_NORM,)),
-    GDN2: ((), (L2_NORM, SIGMOID), (SIGMOID, NEGATIVE)),
-    GDP: ((), (L2_NORM, SIGMOID, NEGATIVE), (SAFE_GATE,), (LINEAR_GATE,)),
+    Rule.GDN: ((), (Option.L2_NORM,)),
+    Rule.GDN2: ((), (Option.L2_NORM, Option.SIGMOID), (Option.SIGMOID, Option.NEGATIVE)),
+    Rule.GDP: (
+        (),
+        (Option.L2_NORM, Option.SIGMOID, Option.NEGATIVE),
+        (Option.SAFE_GATE,),
+        (Option.LINEAR_GATE,),
+    ),
 }
 
 
@@ -145,7 +144,7 @@ def test_gradients_match_finite_differences(rule, options, backend, packed):
         given = list(inputs)
         for i, tensor in zip(places, tensors, strict=True):
             given[i] = tensor
-        return linear_attention(LinearAttentionInputs(*given), spec)
+        return linear_attention(DeltaInputs(*given), spec)
 
     with use_backend(linear_attention=backend):
         options = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5, "fast_mode": packed}
@@ -153,11 +152,14 @@ def test_gradients_match_finite_differences(rule, options, backend, packed):
 
 
 def test_second_derivatives_match_finite_differences():
-    inputs, spec = _small_inputs(GDN, (L2_NORM,), packed=False)
+    inputs, spec = _small_inputs(Rule.GDN, (Option.L2_NORM,), packed=False)
     leaves = [x[:1, :2].detach().requires_grad_() for x in inputs[:5]]
+    inputs = inputs._replace(initial_state=None)
 
     def function(*tensors):
-        return linear_attention(LinearAttentionInputs(*tensors), spec)
+        return linear_attention(
+            inputs._replace(**dict(zip("qkv", tensors, strict=False)), g=tensors[3], beta=tensors[4]), spec
+        )
 
     for backend in BACKENDS:
         with use_backend(linear_attention=backend):
@@ -167,25 +169,25 @@ def test_second_derivatives_match_finite_differences():
 def _small_inputs(rule, options, packed):
     torch.manual_seed(3)
     tokens, (heads, dk, dv) = (1, 6) if packed else (2, 3), (2, 3, 2)
-    sub, channels = (2,) if rule == GDP else (), (dk,) if rule == GDN2 else ()
+    sub, channels = (2,) if rule == Rule.GDP else (), (dk,) if rule == Rule.GDN2 else ()
 
     def normal(*shape):
         return torch.randn(shape, dtype=torch.float64)
 
     g = normal(*tokens, heads, *channels)
-    inputs = LinearAttentionInputs(
+    inputs = DeltaInputs(
         normal(*tokens, heads, dk),
         normal(*tokens, *sub, heads, dk),
         normal(*tokens, *sub, heads, dv),
-        g.sigmoid() if LINEAR_GATE in options else g if SAFE_GATE in options else -g.exp(),
+        g.sigmoid() if Option.LINEAR_GATE in options else g if Option.SAFE_GATE in options else -g.exp(),
         normal(*tokens, *sub, heads, *channels),
-        normal(*tokens, heads, dv) if rule == GDN2 else None,
-        normal(heads) if SAFE_GATE in options else None,
-        normal(heads) if SAFE_GATE in options else None,
+        normal(*tokens, heads, dv) if rule == Rule.GDN2 else None,
+        normal(heads) if Option.SAFE_GATE in options else None,
+        normal(heads) if Option.SAFE_GATE in options else None,
         normal(3 if packed else 2, heads, dv, dk),
         torch.tensor([0, 2, 2, 6], dtype=torch.int32) if packed else None,
     )
-    return inputs, LinearAttentionSpec(rule, (0.7).hex(), ("final_state", *options))
+    return inputs, DeltaSpec(rule, (0.7).hex(), ("final_state", *options))
 
 
 def test_equal_gates_of_all_channels_are_gated_delta_net():
@@ -238,8 +240,8 @@ def test_guarded_erase_gates_enlarge_no_state(dtype):
     g = -torch.rand(1, 400, 1, 8).square().to(torch.promote_types(dtype, torch.float32))
     beta = (2 * torch.rand(1, 400, 1, 8)).to(dtype)
     empty = k.new_zeros(0)
-    inputs = LinearAttentionInputs(k, k, empty, g, beta)
-    spec = LinearAttentionSpec(GDN2, (1.0).hex(), (L2_NORM, GUARD))
+    inputs = inputs_of(q=k, k=k, v=empty, g=g, beta=beta)
+    spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     wide = torch.promote_types(dtype, torch.float32)
     limited = guarded(beta.to(wide), inputs, spec).double()
 
@@ -271,9 +273,9 @@ def test_the_gradient_passes_the_guard_unchanged():
     (found,), gradients = run_with_gradients(case, tensors, call_of(case))
     unguarded = replace(case, options={"use_qk_l2norm_in_kernel": True})
     assert not torch.equal(call_of(unguarded)(**tensors), found)
-    spec = LinearAttentionSpec(GDN2, (1.0).hex(), (L2_NORM, GUARD))
+    spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     q, k, v, g, beta = list(tensors.values())[:5]
-    limited = guarded(beta, LinearAttentionInputs(q, k, v, g, beta), spec).detach().requires_grad_()
+    limited = guarded(beta, inputs_of(q=q, k=k, v=v, g=g, beta=beta), spec).detach().requires_grad_()
     (exact,), exact_gradients = run_with_gradients(
         unguarded, {**tensors, "beta": limited}, call_of(unguarded)
     )

@@ -15,18 +15,23 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.attention.linear_attention_cases import RULES, Case, call_of, compare, error
+from tests.attention.linear_attention_cases import RULES, Case, call_of, compare, error, inputs_of
 from transformer_engine.common import hardware, optional
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.pytorch.primitives.linear_attention import TABLE, cudnn, fla, linear_attention, request
+from transformer_engine.pytorch.primitives.linear_attention import (
+    TABLE,
+    cudnn,
+    fla,
+    linear_attention,
+    request,
+)
 from transformer_engine.pytorch.primitives.linear_attention.library import differentiable_once
 from transformer_engine.pytorch.primitives.linear_attention.request import (
-    GDN,
-    GDN2,
-    GDP,
-    LinearAttentionInputs,
-    LinearAttentionRequest,
-    LinearAttentionSpec,
+    DeltaInputs,
+    DeltaRequest,
+    DeltaSpec,
+    Option,
+    Rule,
 )
 
 HAS_FLA = importlib.util.find_spec("fla") is not None
@@ -45,8 +50,16 @@ def test_flash_linear_attention_matches_the_recurrence_in_the_interpreter():
     assert {name: e for name, e in errors.items() if not e < INTERPRETED_BOUND} == {}
 
 
-BASE = LinearAttentionRequest(
-    LinearAttentionSpec(GDN, (0.125).hex()), (2, 512, 4, 64), 64, 1, None, torch.bfloat16, "cuda", False, True
+BASE = DeltaRequest(
+    DeltaSpec(Rule.GDN, (0.125).hex()),
+    (2, 512, 4, 64),
+    64,
+    1,
+    None,
+    torch.bfloat16,
+    "cuda",
+    False,
+    True,
 )
 LIBRARIES = {"fla": (0, 6), "fla-core": (0, 6), "triton": (3, 7), "nvidia-cudnn-frontend": (1, 32)}
 
@@ -58,7 +71,9 @@ def machine(monkeypatch):
     def simulate(architecture: str, **releases: tuple[int, int]) -> None:
         found = LIBRARIES | {name.replace("_", "-"): release for name, release in releases.items()}
         modules = {"fla": found["fla-core"], "cudnn": found["nvidia-cudnn-frontend"], "tilelang": (0, 0)}
-        monkeypatch.setattr(request, "current_hardware", lambda: hardware.hardware_named("nvidia", architecture))
+        monkeypatch.setattr(
+            request, "current_hardware", lambda: hardware.hardware_named("nvidia", architecture)
+        )
         monkeypatch.setattr(optional, "installed", lambda module: modules[module] != (0, 0))
         monkeypatch.setattr(optional, "release", lambda name: found[name])
         monkeypatch.setattr(optional, "failure", lambda module, *names: None)
@@ -75,7 +90,7 @@ def machine(monkeypatch):
         ("8.9", {}, "fla"),
         ("12.0", {}, "fla"),
         ("10.0", {}, "cudnn"),
-        ("10.3", {"spec": LinearAttentionSpec(GDN2, "0x1p-3")}, "cudnn"),
+        ("10.3", {"spec": DeltaSpec(Rule.GDN2, "0x1p-3")}, "cudnn"),
         ("10.0", {"q": (2, 512, 4, 96)}, "fla"),
         ("9.0", {"q": (2, 512, 4, 512)}, "chunked"),
         ("9.0", {"q": (2, 512, 4, 8)}, "chunked"),
@@ -109,7 +124,7 @@ def test_gradients_on_hopper_need_a_triton_that_computes_them(machine):
     machine("9.0", triton=(3, 6))
     assert "triton 3.6" in fla.unsupported_reason(BASE)
     assert fla.unsupported_reason(BASE._replace(needs_gradient=False)) is None
-    assert fla.unsupported_reason(BASE._replace(spec=LinearAttentionSpec(GDN2, "0x1p-3"))) is None
+    assert fla.unsupported_reason(BASE._replace(spec=DeltaSpec(Rule.GDN2, "0x1p-3"))) is None
     machine("10.0", triton=(3, 6))
     assert fla.unsupported_reason(BASE) is None
 
@@ -123,12 +138,12 @@ _CUDNN = {
     "use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate gate_domain a_log dt_bias",
 }
 _CUDNN_OPTIONS = {
-    "output_final_state": request.FINAL_STATE,
-    "use_qk_l2norm_in_kernel": request.L2_NORM,
-    "use_beta_sigmoid_in_kernel": request.SIGMOID,
-    "allow_neg_eigval": request.NEGATIVE,
-    "beta_guard": request.GUARD,
-    "safe_gate": request.SAFE_GATE,
+    "output_final_state": Option.FINAL_STATE,
+    "use_qk_l2norm_in_kernel": Option.L2_NORM,
+    "use_beta_sigmoid_in_kernel": Option.SIGMOID,
+    "allow_neg_eigval": Option.NEGATIVE,
+    "beta_guard": Option.GUARD,
+    "safe_gate": Option.SAFE_GATE,
 }
 
 
@@ -142,17 +157,15 @@ def _cudnn_stand_in() -> types.ModuleType:
             assert given["q"].dim() == 3 and all(
                 given[name].is_contiguous() for name in ("q", "k", "v", "g", "beta")
             )
-            names = [name for name in LinearAttentionInputs._fields[:6] if given.get(name) is not None]
+            names = [name for name in DeltaInputs._fields[:6] if given.get(name) is not None]
             tensors = {name: given[name].unsqueeze(0) for name in names}
-            others = {
-                name: given.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")
-            }
+            others = {name: given.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")}
             options = [option for name, option in _CUDNN_OPTIONS.items() if given.get(name)]
             if given.get("gate_domain") == "linear":
-                options.append(request.LINEAR_GATE)
-            spec = LinearAttentionSpec(rule, given["scale"].hex(), tuple(options))
+                options.append(Option.LINEAR_GATE)
+            spec = DeltaSpec(rule, given["scale"].hex(), tuple(options))
             with use_backend(linear_attention="reference"):
-                output, state = linear_attention(LinearAttentionInputs(**tensors, **others), spec)
+                output, state = linear_attention(inputs_of(**tensors, **others), spec)
             return output.squeeze(0), output.new_empty(0) if state is None else state
 
         return compute
@@ -177,18 +190,21 @@ def test_arguments_of_cudnn_describe_the_call(monkeypatch, case):
     stand_in = _cudnn_stand_in()
     parent = types.ModuleType("cudnn.linear_attention")
     parent.ops = stand_in  # pyright: ignore[reportAttributeAccessIssue]
-    for name, module in (("cudnn", types.ModuleType("cudnn")), (parent.__name__, parent), (cudnn.MODULE, stand_in)):
+    for name, module in (
+        ("cudnn", types.ModuleType("cudnn")),
+        (parent.__name__, parent),
+        (cudnn.MODULE, stand_in),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cudnn, "unsupported_by_kernels", lambda request: None)
-    monkeypatch.setattr(
-        request, "current_hardware", lambda: hardware.hardware_named("nvidia", "10.0")
-    )
+    monkeypatch.setattr(request, "current_hardware", lambda: hardware.hardware_named("nvidia", "10.0"))
     monkeypatch.setattr(optional, "installed", lambda module: True)
     monkeypatch.setattr(optional, "release", lambda name: (1, 32))
     monkeypatch.setattr(cudnn, "_SIZES", (64, 128, *case.sizes))
     TABLE.forget()
     assert dict.fromkeys(["linear_attention"], "cudnn") == {
-        decision.operation: decision.chosen for decision in te.explain(call_of(case), **case.tensors()).decisions[:1]
+        decision.operation: decision.chosen
+        for decision in te.explain(call_of(case), **case.tensors()).decisions[:1]
     }
     compare(case, call_of(case))
     TABLE.forget()
@@ -196,7 +212,8 @@ def test_arguments_of_cudnn_describe_the_call(monkeypatch, case):
 
 def test_a_second_derivative_through_a_library_raises():
     q = torch.randn(1, 4, 1, 16, requires_grad=True)
-    inputs = LinearAttentionInputs(q, q, q, q[..., 0].detach(), q[..., 0].detach())
+    gate = q[..., 0].detach()
+    inputs = inputs_of(q=q, k=q, v=q, g=gate, beta=gate)
     recorded = differentiable_once(inputs)
     weight = torch.ones((), requires_grad=True)
     loss = (recorded.q * recorded.k * weight).sum()
@@ -231,9 +248,11 @@ GPU_CASES = {
 
 
 def _available(backend: str, case: Case) -> None:
-    rule = {"gdn": GDN, "gdn2": GDN2, "gdp": GDP}[case.rule]
+    rule = {"gdn": Rule.GDN, "gdn2": Rule.GDN2, "gdp": Rule.GDP}[case.rule]
     q = (1, 256, case.heads, case.sizes[0])
-    call = BASE._replace(spec=LinearAttentionSpec(rule, "0x1p-3"), q=q, v_size=case.sizes[1], dtype=case.dtype)
+    call = BASE._replace(
+        spec=DeltaSpec(rule, "0x1p-3"), q=q, v_size=case.sizes[1], dtype=case.dtype
+    )
     reason = TABLE.named(backend).rejection_reason(call)
     if reason is not None:
         pytest.skip(reason)

@@ -14,11 +14,10 @@ from ...module.arguments import finite_or_none, head_sizes, size, size_or_none
 from ...primitives.attention.call import QKV_FORMATS
 from ...primitives.linear_attention import linear_attention
 from ...primitives.linear_attention.request import (
-    FINAL_STATE,
-    OPTIONS,
-    LinearAttentionInputs,
-    LinearAttentionResult,
-    LinearAttentionSpec,
+    DeltaInputs,
+    DeltaResult,
+    DeltaSpec,
+    Option,
 )
 from ...runtime import checks
 from .inputs import CallLayout, batch_first, check_qkv, check_sequences, check_state, layout_of
@@ -39,29 +38,20 @@ class DeltaRule(torch.nn.Module):
         # Compiled graphs take the number as text.
         self._scale = float(scale).hex()
 
-    def forward(self, options: tuple[str, ...], *tensors: Tensor | None) -> LinearAttentionResult:
-        """Compute (output [b, s, h, dv], final state or None) of the tensors of `LinearAttentionInputs`."""
-        inputs = LinearAttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-        return linear_attention(inputs, LinearAttentionSpec(self.rule, self._scale, options))
+    def forward(self, options: tuple[str, ...], *tensors: Tensor | None) -> DeltaResult:
+        """Compute (output [b, s, h, dv], final state or None) of the tensors of `DeltaInputs`."""
+        inputs = DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]
+        return linear_attention(inputs, DeltaSpec(self.rule, self._scale, options))
 
 
 class LinearAttentionBase(torch.nn.Module):
-    """Settings of a linear attention module. It has no parameters and no state; recipes and autocast have no effect.
+    """Settings of a linear attention module, whose arguments are those of `GatedDeltaNetAttention`.
 
-    Args:
-        num_attention_heads: Heads of all ranks of `tp_group`.
-        kv_channels: Head size, or (of queries and keys, of values).
-        qkv_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d] (packed sequences).
-        tp_size: Number of tensor-parallel ranks, which share the heads.
-        tp_group: Tensor-parallel process group; sets `tp_size`.
-        layer_number: Number of the layer, by default 1.
-        scale: Factor of the queries, by default 1 / sqrt(head size of queries).
-
-    Raises:
-        ValueError: `tp_size` does not divide the heads, or a setting is outside its limits.
+    It has no parameters and no state; recipes and autocast have no effect.
     """
 
     rule: str
+    adapter: str  # name of the submodule that computes the recurrence
     sizes: tuple[int, ...] | None = None  # supported head sizes; None: all
 
     def __init__(
@@ -102,6 +92,7 @@ class LinearAttentionBase(torch.nn.Module):
                 f"tp_size={self.tp_size} does not divide num_attention_heads={num_attention_heads}; choose a divisor"
             )
         self.num_attention_heads_per_partition = self.num_attention_heads // self.tp_size
+        self.add_module(self.adapter, DeltaRule(self.rule, self.scale))
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
@@ -147,31 +138,30 @@ class LinearAttentionBase(torch.nn.Module):
 
     def _attend(
         self,
-        core: DeltaRule,
         layout: CallLayout,
-        inputs: LinearAttentionInputs,
+        inputs: DeltaInputs,
         checkpoint_core_attention: bool,
         options: dict[str, bool],
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the output in the layout of the call, and the final state if the options request it.
 
         Args:
-            core: The recurrence.
             layout: Layout of the inputs, whose gates have been checked.
             inputs: Tensors in that layout.
             checkpoint_core_attention: Compute the recurrence again in the backward pass.
             options: Whether each option is active.
         """
+        core = self.get_submodule(self.adapter)
         check_sequences(layout, inputs.q, inputs.cu_seqlens)
         check_state(layout, inputs.q, inputs.initial_state, inputs.cu_seqlens)
-        active = tuple([option for option in OPTIONS if options.get(option)])
+        active = tuple([option for option, is_active in options.items() if is_active])
         tensors = batch_first(layout, inputs)
         if to_bool("checkpoint_core_attention", checkpoint_core_attention):
             output, state = checkpoint(core, active, *tensors, use_reentrant=False)
         else:
             output, state = core(active, *tensors)
         output = layout.output(output)
-        if FINAL_STATE not in active:
+        if Option.FINAL_STATE not in active:
             return output
         assert state is not None
         return output, state

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...primitives.linear_attention.request import FINAL_STATE, GDN, L2_NORM, LinearAttentionInputs
+from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from .base import DeltaRule, LinearAttentionBase, flags, missing_gates
 from .inputs import check_dtype
 
 
 class GatedDeltaNetAttention(LinearAttentionBase):
-    r"""Gated DeltaNet: per head, with the state S [dk, dv] in float32,
+    """Gated DeltaNet: per head, with the state S [dk, dv] in float32,
 
-    S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale * S^T q_t.
+    S <- exp(g_t) S; S <- S + beta_t k_t (v_t - S^T k_t)^T; o_t = scale * S^T q_t.
 
     Args:
         num_attention_heads: Heads of all ranks of `tp_group`.
@@ -30,36 +28,16 @@ class GatedDeltaNetAttention(LinearAttentionBase):
         ValueError: `tp_size` does not divide the heads, or a setting is outside its limits.
     """
 
-    rule = GDN
-
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        qkv_format: str = "sbhd",
-        tp_size: int = 1,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        scale: float | None = None,
-    ) -> None:
-        super().__init__(num_attention_heads, kv_channels, qkv_format, tp_size, tp_group, layer_number, scale)
-        self.gdn_attention = DeltaRule(self.rule, self.scale)
+    rule = Rule.GDN
+    adapter = "gdn_attention"
+    gdn_attention: DeltaRule
 
     def forward(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        *,
-        qkv_format: str | None = None,
-        cu_seqlens: Tensor | None = None,
-        checkpoint_core_attention: bool = False,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, g: Tensor | None = None,
+        beta: Tensor | None = None, *, qkv_format: str | None = None, cu_seqlens: Tensor | None = None,
+        checkpoint_core_attention: bool = False, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
@@ -91,19 +69,13 @@ class GatedDeltaNetAttention(LinearAttentionBase):
             active = flags(
                 output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
             )
-            inputs = LinearAttentionInputs(
-                query_layer,
-                key_layer,
-                value_layer,
-                g,
-                beta,
-                initial_state=initial_state,
-                cu_seqlens=cu_seqlens,
+            inputs = DeltaInputs(
+                query_layer, key_layer, value_layer, g, beta, None, None, None, initial_state, cu_seqlens
             )
             options = {
-                FINAL_STATE: active["output_final_state"],
-                L2_NORM: active["use_qk_l2norm_in_kernel"],
+                Option.FINAL_STATE: active["output_final_state"],
+                Option.L2_NORM: active["use_qk_l2norm_in_kernel"],
             }
-            return self._attend(self.gdn_attention, layout, inputs, checkpoint_core_attention, options)
+            return self._attend(layout, inputs, checkpoint_core_attention, options)
         finally:
             self.end_forward()

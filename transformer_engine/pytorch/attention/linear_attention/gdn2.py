@@ -2,78 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...primitives.linear_attention.request import (
-    FINAL_STATE,
-    GDN2,
-    GUARD,
-    L2_NORM,
-    NEGATIVE,
-    SIGMOID,
-    LinearAttentionInputs,
-)
+from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from .base import DeltaRule, LinearAttentionBase, flags, missing_gates
 from .inputs import check_dtype
 
 
 class GatedDeltaNet2Attention(LinearAttentionBase):
-    r"""Gated DeltaNet 2: per head, with the state S [dk, dv] in float32,
+    """Gated DeltaNet 2: per head, with the state S [dk, dv] in float32,
 
-    S <- diag(exp(g_t)) S;  S <- S + k_t (w_t * v_t - S^T (beta_t * k_t))^T;  o_t = scale * S^T q_t.
+    S <- diag(exp(g_t)) S; S <- S + k_t (w_t * v_t - S^T (beta_t * k_t))^T; o_t = scale * S^T q_t.
 
     Args:
         num_attention_heads: Heads of all ranks of `tp_group`.
         kv_channels: Head size, or (of queries and keys, of values); each 64 or 128.
-        qkv_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d] (packed sequences).
-        tp_size: Number of tensor-parallel ranks, which share the heads.
-        tp_group: Tensor-parallel process group; sets `tp_size`.
-        layer_number: Number of the layer, by default 1.
-        scale: Factor of the queries, by default 1 / sqrt(head size of queries).
+
+    The other arguments are those of `GatedDeltaNetAttention`.
 
     Raises:
         ValueError: A head size is neither 64 nor 128, `tp_size` does not divide the heads, or a setting is outside
             its limits.
     """
 
-    rule = GDN2
+    rule = Rule.GDN2
+    adapter = "gdn2_attention"
+    gdn2_attention: DeltaRule
     sizes = (64, 128)
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        qkv_format: str = "sbhd",
-        tp_size: int = 1,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        scale: float | None = None,
-    ) -> None:
-        super().__init__(num_attention_heads, kv_channels, qkv_format, tp_size, tp_group, layer_number, scale)
-        self.gdn2_attention = DeltaRule(self.rule, self.scale)
-
     def forward(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        w: Tensor | None = None,
-        *,
-        qkv_format: str | None = None,
-        cu_seqlens: Tensor | None = None,
-        checkpoint_core_attention: bool = False,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        use_beta_sigmoid_in_kernel: bool = False,
-        allow_neg_eigval: bool = False,
-        beta_guard: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, g: Tensor | None = None,
+        beta: Tensor | None = None, w: Tensor | None = None, *, qkv_format: str | None = None,
+        cu_seqlens: Tensor | None = None, checkpoint_core_attention: bool = False,
+        initial_state: Tensor | None = None, output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False, beta_guard: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
@@ -83,15 +48,11 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
             g: Logarithms of the decays [.., h, dk], float32 or the queries' dtype.
             beta: Erase gates [.., h, dk] in the queries' dtype, or their logits.
             w: Write gates [.., h, dv] in the queries' dtype.
-            qkv_format: Layout of this call, by default the module's.
-            cu_seqlens: Bounds of packed sequences, int32 [b + 1], for "thd" only; sequences may be empty.
-            checkpoint_core_attention: Save only the inputs, and compute the attention again in the backward pass.
-            initial_state: State before the first tokens, float32 [b, h, dv, dk], differentiable; zeros by default.
-            output_final_state: Return the state after the last tokens too, shaped like `initial_state`.
-            use_qk_l2norm_in_kernel: Divide queries and keys by sqrt(sum of squares + 1e-6).
             use_beta_sigmoid_in_kernel: `beta` contains logits; the erase gates are their sigmoid.
             allow_neg_eigval: Erase gates are 2 * sigmoid(beta).
             beta_guard: Shrink erase gates whose contrast would enlarge the state; the gradient ignores this.
+
+        The other arguments are those of `GatedDeltaNetAttention.forward`.
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
@@ -125,24 +86,17 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
                 raise ValueError(
                     "beta_guard=True needs use_qk_l2norm_in_kernel=True: its limit is that of normalized keys"
                 )
-            inputs = LinearAttentionInputs(
-                query_layer,
-                key_layer,
-                value_layer,
-                g,
-                beta,
-                w,
-                initial_state=initial_state,
-                cu_seqlens=cu_seqlens,
+            inputs = DeltaInputs(
+                query_layer, key_layer, value_layer, g, beta, w, None, None, initial_state, cu_seqlens
             )
             options = {
-                FINAL_STATE: active["output_final_state"],
-                L2_NORM: active["use_qk_l2norm_in_kernel"],
-                SIGMOID: active["use_beta_sigmoid_in_kernel"],
-                NEGATIVE: active["allow_neg_eigval"],
-                GUARD: active["beta_guard"],
+                Option.FINAL_STATE: active["output_final_state"],
+                Option.L2_NORM: active["use_qk_l2norm_in_kernel"],
+                Option.SIGMOID: active["use_beta_sigmoid_in_kernel"],
+                Option.NEGATIVE: active["allow_neg_eigval"],
+                Option.GUARD: active["beta_guard"],
             }
-            return self._attend(self.gdn2_attention, layout, inputs, checkpoint_core_attention, options)
+            return self._attend(layout, inputs, checkpoint_core_attention, options)
         finally:
             self.end_forward()
 

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import one_of
-from ...primitives.linear_attention.request import (
-    FINAL_STATE,
-    GDP,
-    L2_NORM,
-    LINEAR_GATE,
-    NEGATIVE,
-    SAFE_GATE,
-    SIGMOID,
-    LinearAttentionInputs,
-)
+from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
 from .base import DeltaRule, LinearAttentionBase, flags, householders, missing_gates
 from .gdn2 import check_negative_eigenvalues
@@ -27,19 +18,16 @@ GATE_DOMAINS = ("log", "linear")
 
 
 class GatedDeltaProductAttention(LinearAttentionBase):
-    r"""Gated DeltaProduct: per head, with the state S [dk, dv] in float32 and n = num_householder,
+    """Gated DeltaProduct: per head, with the state S [dk, dv] in float32 and n = num_householder,
 
-    S <- alpha_t S;  for j = 0 .. n - 1: S <- S + beta_tj k_tj (v_tj - S^T k_tj)^T;  o_t = scale * S^T q_t.
+    S <- alpha_t S; for j = 0 .. n - 1: S <- S + beta_tj k_tj (v_tj - S^T k_tj)^T; o_t = scale * S^T q_t.
 
     Args:
         num_attention_heads: Heads of all ranks of `tp_group`.
         kv_channels: Head size, or (of queries and keys, of values); each 64 or 128.
         num_householder: Updates per token.
-        qkv_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d] (packed sequences).
-        tp_size: Number of tensor-parallel ranks, which share the heads.
-        tp_group: Tensor-parallel process group; sets `tp_size`.
-        layer_number: Number of the layer, by default 1.
-        scale: Factor of the queries, by default 1 / sqrt(head size of queries).
+
+    The other arguments are those of `GatedDeltaNetAttention`.
 
     Raises:
         TypeError: `num_householder` is not a whole number.
@@ -47,45 +35,27 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             its limits.
     """
 
-    rule = GDP
+    rule = Rule.GDP
+    adapter = "gdp_attention"
+    gdp_attention: DeltaRule
     sizes = (64, 128)
 
     def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_householder: int = 1,
-        qkv_format: str = "sbhd",
-        tp_size: int = 1,
-        tp_group: Any = None,
-        layer_number: int | None = None,
+        self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_householder: int = 1,
+        qkv_format: str = "sbhd", tp_size: int = 1, tp_group: Any = None, layer_number: int | None = None,
         scale: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_attention_heads, kv_channels, qkv_format, tp_size, tp_group, layer_number, scale)
         self.num_householder = householders(num_householder)
-        self.gdp_attention = DeltaRule(self.rule, self.scale)
 
     def forward(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        g: Tensor | None = None,
-        beta: Tensor | None = None,
-        *,
-        qkv_format: str | None = None,
-        cu_seqlens: Tensor | None = None,
-        checkpoint_core_attention: bool = False,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        use_beta_sigmoid_in_kernel: bool = False,
-        allow_neg_eigval: bool = False,
-        safe_gate: bool = False,
-        gate_domain: str = "log",
-        a_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor,
+        g: Tensor | None = None, beta: Tensor | None = None, *, qkv_format: str | None = None, cu_seqlens: Tensor | None = None,
+        checkpoint_core_attention: bool = False, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
+        gate_domain: str = "log", a_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
@@ -95,18 +65,14 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             g: Decay gates [.., h], float32 or the queries' dtype: logarithms of the decays alpha, the decays
                 themselves with gate_domain="linear", or logits with `safe_gate`.
             beta: Strengths of the updates [.., n, h], float32 or the queries' dtype, or their logits.
-            qkv_format: Layout of this call, by default the module's.
-            cu_seqlens: Bounds of packed sequences in tokens, int32 [b + 1], for "thd" only; sequences may be empty.
-            checkpoint_core_attention: Save only the inputs, and compute the attention again in the backward pass.
-            initial_state: State before the first tokens, float32 [b, h, dv, dk], differentiable; zeros by default.
-            output_final_state: Return the state after the last tokens too, shaped like `initial_state`.
-            use_qk_l2norm_in_kernel: Divide queries and keys by sqrt(sum of squares + 1e-6).
             use_beta_sigmoid_in_kernel: `beta` contains logits; the strengths are their sigmoid.
             allow_neg_eigval: Strengths are 2 * sigmoid(beta).
             safe_gate: alpha = exp(-exp(a_log) * softplus(g + dt_bias)).
             gate_domain: "log", or "linear": alpha = g + 1e-10.
             a_log: Logarithm of the amplitude of a safe gate [h], zeros by default.
             dt_bias: Bias of a safe gate [h], zeros by default.
+
+        The other arguments are those of `GatedDeltaNetAttention.forward`.
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
@@ -134,18 +100,18 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             )
             check_negative_eigenvalues(active)
             _check_decay(layout, query_layer, active["safe_gate"], gate_domain, a_log, dt_bias)
-            inputs = LinearAttentionInputs(
+            inputs = DeltaInputs(
                 query_layer, key_layer, value_layer, g, beta, None, a_log, dt_bias, initial_state, cu_seqlens
             )
             options = {
-                FINAL_STATE: active["output_final_state"],
-                L2_NORM: active["use_qk_l2norm_in_kernel"],
-                SIGMOID: active["use_beta_sigmoid_in_kernel"],
-                NEGATIVE: active["allow_neg_eigval"],
-                SAFE_GATE: active["safe_gate"],
-                LINEAR_GATE: gate_domain == "linear",
+                Option.FINAL_STATE: active["output_final_state"],
+                Option.L2_NORM: active["use_qk_l2norm_in_kernel"],
+                Option.SIGMOID: active["use_beta_sigmoid_in_kernel"],
+                Option.NEGATIVE: active["allow_neg_eigval"],
+                Option.SAFE_GATE: active["safe_gate"],
+                Option.LINEAR_GATE: gate_domain == "linear",
             }
-            return self._attend(self.gdp_attention, layout, inputs, checkpoint_core_attention, options)
+            return self._attend(layout, inputs, checkpoint_core_attention, options)
         finally:
             self.end_forward()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import described
-from ...primitives.linear_attention.request import LinearAttentionInputs
+from ...primitives.linear_attention.request import DeltaInputs
 from ...runtime import checks
 from ...runtime.device_checks import demand
 
@@ -158,7 +158,7 @@ def check_state(layout: CallLayout, query: Tensor, state: Tensor | None, cu_seql
     check_dtype("initial_state", state, query, (torch.float32,))
 
 
-def batch_first(layout: CallLayout, inputs: LinearAttentionInputs) -> LinearAttentionInputs:
+def batch_first(layout: CallLayout, inputs: DeltaInputs) -> DeltaInputs:
     """Return the inputs with tokens as [b, s, ..]."""
     w = None if inputs.w is None else layout.batch_first(inputs.w)
     q, k, v, g, beta = (layout.batch_first(x) for x in inputs[:5])

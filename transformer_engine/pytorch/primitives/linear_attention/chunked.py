@@ -5,12 +5,14 @@ updates r_i = write_i v_i - (the state before token i)^T (erase_i k_i) solve a t
 
     r_i + sum_{j < i} (erase_i k_i)^T (exp(G_i - G_j) k_j) r_j = write_i v_i - S^T (exp(G_i) erase_i k_i)
     o_i = S^T (exp(G_i) q_i) + sum_{j <= i} q_i^T (exp(G_i - G_j) k_j) r_j
-    S  <- diag(exp(G_C)) S + sum_j (exp(G_C - G_j) k_j) r_j^T
+    S <- diag(exp(G_C)) S + sum_j (exp(G_C - G_j) k_j) r_j^T
 
 Yang et al., Gated Delta Networks (2024). All chunks build their systems together; a loop over chunks carries the state.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from .gates import Gated
-from .request import ALL_FEATURES, LinearAttentionInputs, LinearAttentionRequest, LinearAttentionResult
+from .request import ALL_FEATURES, DeltaRequest, binder
 from .sequences import run_rows
 
 CHUNK = 64
@@ -28,7 +30,7 @@ CHUNK_OF_CHANNELS = 16
 _SMALLEST = -60.0
 
 
-def unsupported_reason(request: LinearAttentionRequest) -> str | None:
+def unsupported_reason(request: DeltaRequest) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if request.q[1] * request.updates <= 1:
         return "there is at most one update, which needs no chunks"
@@ -96,16 +98,11 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4)
 
 
-def bind(request: LinearAttentionRequest):
-    """Return the function of inputs that computes a call."""
-
-    def run(*tensors: Tensor | None) -> LinearAttentionResult:
-        inputs = LinearAttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-        return run_rows(recurrence, inputs, request.spec)
-
-    return run
-
-
-BACKEND: Backend[LinearAttentionRequest] = Backend(
-    "chunked", takes=ALL_FEATURES, unsupported_reason=unsupported_reason, bind=bind, opaque=True
+BIND = binder(partial(run_rows, recurrence))
+BACKEND: Backend[DeltaRequest] = Backend(
+    "chunked",
+    takes=ALL_FEATURES,
+    unsupported_reason=unsupported_reason,
+    bind=binder(partial(run_rows, recurrence)),
+    opaque=True,
 )

@@ -8,37 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ....common import optional
 from ....common.dispatch import Backend
 from .gates import erase_gate, log_decay
-from .library import differentiable_once, finished
-from .request import (
-    ALL_FEATURES,
-    FINAL_STATE,
-    GDN,
-    GDN2,
-    GDP,
-    L2_NORM,
-    LinearAttentionInputs,
-    LinearAttentionRequest,
-    LinearAttentionResult,
-    LinearAttentionSpec,
-    unsupported_by_kernels,
-)
+from .library import differentiable_once, finished, unsupported_by_kernels
+from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
 
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
 _MINIMUM = (0, 6)  # first release with Gated DeltaNet 2
 # Function of each rule.
 _FUNCTIONS = {
-    GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    GDN2: ("fla.ops.gdn2", "chunk_gdn2"),
-    GDP: ("fla.ops.gated_delta_product", "chunk_gated_delta_product"),
+    Rule.GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    Rule.GDN2: ("fla.ops.gdn2", "chunk_gdn2"),
+    Rule.GDP: ("fla.ops.gated_delta_product", "chunk_gated_delta_product"),
 }
 
 
-def unsupported_reason(request: LinearAttentionRequest) -> str | None:
+def unsupported_reason(request: DeltaRequest) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if (reason := unsupported_by_kernels(request)) is not None:
         return reason
@@ -52,19 +38,23 @@ def unsupported_reason(request: LinearAttentionRequest) -> str | None:
     release = optional.release("fla-core")
     if (0, 0) < release < _MINIMUM:
         return f"fla-core {'.'.join(map(str, release))} < 0.6; pip install --upgrade 'fla-core>=0.6,<0.7'"
-    if request.needs_gradient and request.spec.rule != GDN2 and request.hardware.has("hopper instructions"):
+    if (
+        request.needs_gradient
+        and request.spec.rule != Rule.GDN2
+        and request.hardware.has("hopper instructions")
+    ):
         triton = optional.release("triton")
         if (3, 4) <= triton < (3, 7) and not optional.installed("tilelang"):
             return f"triton {'.'.join(map(str, triton))} computes its gradients wrong on Hopper; install triton 3.7.1"
     return optional.failure(*_FUNCTIONS[request.spec.rule])
 
 
-def run(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> LinearAttentionResult:
+def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute a call, on any device for which Triton compiles, or that its interpreter serves."""
     options: dict[str, Any] = {
         "scale": spec.factor,
-        "output_final_state": FINAL_STATE in spec.options,
-        "use_qk_l2norm_in_kernel": L2_NORM in spec.options,
+        "output_final_state": Option.FINAL_STATE in spec.options,
+        "use_qk_l2norm_in_kernel": Option.L2_NORM in spec.options,
         "cu_seqlens": inputs.cu_seqlens,
     }
     gates = {"g": log_decay(inputs, spec), "beta": erase_gate(inputs, spec)}
@@ -73,14 +63,14 @@ def run(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> LinearAtten
     return finished(output, state, inputs.cu_seqlens)
 
 
-def _gated_delta_net(inputs: LinearAttentionInputs, options: dict[str, Any]) -> LinearAttentionResult:
+def _gated_delta_net(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     state = inputs.initial_state
     return chunk_gated_delta_rule(*inputs[:5], initial_state=state, state_v_first=True, **options)
 
 
-def _gated_delta_net_2(inputs: LinearAttentionInputs, options: dict[str, Any]) -> LinearAttentionResult:
+def _gated_delta_net_2(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
     from fla.ops.gdn2 import chunk_gdn2
 
     q, k, v, decay, erase, write = inputs[:6]
@@ -90,7 +80,7 @@ def _gated_delta_net_2(inputs: LinearAttentionInputs, options: dict[str, Any]) -
     )
 
 
-def _gated_delta_product(inputs: LinearAttentionInputs, options: dict[str, Any]) -> LinearAttentionResult:
+def _gated_delta_product(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
     from fla.ops.gated_delta_product import chunk_gated_delta_product
 
     # This function stores the state as [dk, dv], and the updates of all tokens along one axis.
@@ -102,18 +92,9 @@ def _gated_delta_product(inputs: LinearAttentionInputs, options: dict[str, Any])
     return output, None if state is None else state.transpose(-1, -2)
 
 
-_RULES = {GDN: _gated_delta_net, GDN2: _gated_delta_net_2, GDP: _gated_delta_product}
+_RULES = {Rule.GDN: _gated_delta_net, Rule.GDN2: _gated_delta_net_2, Rule.GDP: _gated_delta_product}
 
 
-def bind(request: LinearAttentionRequest):
-    """Return the function of inputs that computes a call."""
-
-    def call(*tensors: Tensor | None) -> LinearAttentionResult:
-        return run(LinearAttentionInputs(*tensors), request.spec)  # pyright: ignore[reportArgumentType]
-
-    return call
-
-
-BACKEND: Backend[LinearAttentionRequest] = Backend(
-    "fla", takes=ALL_FEATURES, unsupported_reason=unsupported_reason, bind=bind, opaque=True
+BACKEND: Backend[DeltaRequest] = Backend(
+    "fla", takes=ALL_FEATURES, unsupported_reason=unsupported_reason, bind=binder(run), opaque=True
 )

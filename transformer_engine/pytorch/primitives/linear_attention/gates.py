@@ -11,19 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .request import (
-    GDN2,
-    GDP,
-    GUARD,
-    L2_NORM,
-    LINEAR_GATE,
-    NEGATIVE,
-    SAFE_GATE,
-    SIGMOID,
-    LinearAttentionInputs,
-    LinearAttentionSpec,
-    compute_dtype,
-)
+from .request import DeltaInputs, DeltaSpec, Option, Rule, compute_dtype
 
 NORM_EPSILON = 1e-6
 DECAY_FLOOR = 1e-10
@@ -52,20 +40,20 @@ class Gated(NamedTuple):
     write: Tensor
 
 
-def gated(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> Gated:
+def gated(inputs: DeltaInputs, spec: DeltaSpec) -> Gated:
     """Compute the inputs of the recurrence."""
     dtype = compute_dtype(inputs)
     q, k, v = inputs.q.to(dtype), inputs.k.to(dtype), inputs.v.to(dtype)
-    if L2_NORM in spec.options:
+    if Option.L2_NORM in spec.options:
         q, k = normalized(q), normalized(k)
     decay, erase = log_decay(inputs, spec), erase_gate(inputs, spec)
-    if spec.rule == GDN2:
+    if spec.rule == Rule.GDN2:
         assert inputs.w is not None
         write = inputs.w.to(dtype)
     else:
         decay, erase = decay.unsqueeze(-1), erase.unsqueeze(-1)
         write = erase
-    if spec.rule != GDP:
+    if spec.rule != Rule.GDP:
         k, v, erase, write = k.unsqueeze(2), v.unsqueeze(2), erase.unsqueeze(2), write.unsqueeze(2)
     return Gated(q * spec.factor, k, v, decay, erase, write)
 
@@ -75,13 +63,13 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
 
 
-def log_decay(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> Tensor:
+def log_decay(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
     """Logarithm of the decay: g, log(g + 1e-10) of a linear gate, -exp(a_log) softplus(g + dt_bias) of a safe one."""
     dtype = compute_dtype(inputs)
     g = inputs.g.to(dtype)
-    if LINEAR_GATE in spec.options:
+    if Option.LINEAR_GATE in spec.options:
         return torch.log(g + DECAY_FLOOR)
-    if SAFE_GATE not in spec.options:
+    if Option.SAFE_GATE not in spec.options:
         return g
     if inputs.dt_bias is not None:
         g = g + inputs.dt_bias.to(dtype)
@@ -89,14 +77,14 @@ def log_decay(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> Tenso
     return decay if inputs.a_log is None else decay * torch.exp(inputs.a_log.to(dtype))
 
 
-def erase_gate(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> Tensor:
+def erase_gate(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
     """beta, its sigmoid (times 2 for negative eigenvalues), and limited by `guarded` if the call has a guard."""
     beta = inputs.beta.to(compute_dtype(inputs))
-    if SIGMOID in spec.options:
+    if Option.SIGMOID in spec.options:
         beta = torch.sigmoid(beta)
-        if NEGATIVE in spec.options:
+        if Option.NEGATIVE in spec.options:
             beta = 2.0 * beta
-    if GUARD in spec.options:
+    if Option.GUARD in spec.options:
         with torch.no_grad():
             limited = guarded(beta, inputs, spec)
         # The gradient passes the guard unchanged.
@@ -104,7 +92,7 @@ def erase_gate(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> Tens
     return beta
 
 
-def guarded(beta: Tensor, inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> Tensor:
+def guarded(beta: Tensor, inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
     """Shrink the erase gates [.., dk] of each token and head that would enlarge the state, rounded to q's dtype.
 
     With the normalized key k, n = sum k^2, a = sum beta k^2, nu = sum beta^2 k^2 and c^2 = exp(-2 max g), an update

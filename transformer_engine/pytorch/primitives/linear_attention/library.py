@@ -1,4 +1,4 @@
-"""Libraries with their own autograd: gradients of gradients, and tokens after the last packed sequence."""
+"""Libraries with their own autograd: limits, gradients of gradients, and tokens after the last packed sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ...runtime.autograd import Function, check_transforms
 from ...runtime.double_backward import once_differentiable
 from ..attention.packed import zero_padding
-from .request import LinearAttentionInputs, LinearAttentionResult
+from .request import DeltaInputs, DeltaRequest, DeltaResult
 
 OPERATION = "linear attention by a library"
 _TOKENS = 6  # q, k, v, g, beta and w have an axis of tokens
@@ -36,7 +36,7 @@ class _Once(Function):
         return None, None, *grads
 
 
-def differentiable_once(inputs: LinearAttentionInputs) -> LinearAttentionInputs:
+def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
     """Return the inputs for a library, whose backward pass autograd would otherwise treat as a constant.
 
     A second differentiation raises RuntimeError with the name of the operation, as do the transforms of torch.func.
@@ -55,10 +55,10 @@ def differentiable_once(inputs: LinearAttentionInputs) -> LinearAttentionInputs:
     )
     for i, tensor in zip(places, recorded, strict=True):
         tensors[i] = tensor
-    return LinearAttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
+    return DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]
 
 
-def finished(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> LinearAttentionResult:
+def finished(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> DeltaResult:
     """Return the results of a library, with zeros for tokens after the last packed sequence."""
     if cu_seqlens is not None:
         without_padding(output.detach(), cu_seqlens)
@@ -70,3 +70,14 @@ def without_padding(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     x = x.contiguous()
     zero_padding(x[0], cu_seqlens)
     return x
+
+
+def unsupported_by_kernels(request: DeltaRequest) -> str | None:
+    """Return the reason why 16-bit kernels on CUDA do not support the tensors of a call; None if they do."""
+    if request.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {request.device_type}"
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"the tensors are {request.dtype}; it takes float16 and bfloat16"
+    if 0 in request.q or request.v_size == 0 or request.sequences == 0:
+        return "there are no tokens, heads or sequences"
+    return None

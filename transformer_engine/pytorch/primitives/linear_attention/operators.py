@@ -6,28 +6,19 @@ the settings as texts. The backward operator computes the forward pass again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ...runtime.autograd import Function
 from ...runtime.double_backward import once_differentiable
 from ...runtime.operator_definition import define_operator
-from .request import (
-    FINAL_STATE,
-    LinearAttentionInputs,
-    LinearAttentionResult,
-    LinearAttentionSpec,
-    compute_dtype,
-)
+from .request import Compute, DeltaInputs, DeltaResult, DeltaSpec, Option, compute_dtype
 
-Compute = Callable[[LinearAttentionInputs, LinearAttentionSpec], LinearAttentionResult]
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? w, Tensor? a_log, Tensor? dt_bias, "
     "Tensor? initial_state, Tensor? cu_seqlens, str rule, str scale, str options"
 )
-_COUNT = len(LinearAttentionInputs._fields)
+_COUNT = len(DeltaInputs._fields)
 _GRADIENTS = _COUNT - 1  # of all inputs but the bounds
 
 
@@ -52,10 +43,10 @@ class TracedLinearAttention:
             _gradient_results,
         )
 
-    def __call__(self, spec: LinearAttentionSpec, *tensors: Tensor | None) -> LinearAttentionResult:
+    def __call__(self, spec: DeltaSpec, *tensors: Tensor | None) -> DeltaResult:
         """Compute a call, differentiable once."""
-        output, state = _Traced.apply(self, *spec[:2], ",".join(spec.options), *tensors)  # pyright: ignore
-        return output, state if FINAL_STATE in spec.options else None
+        output, state = _TracedPasses.apply(self, *spec[:2], ",".join(spec.options), *tensors)  # pyright: ignore
+        return output, state if Option.FINAL_STATE in spec.options else None
 
     def _forward(self, *args) -> tuple[Tensor, Tensor]:
         inputs, spec = _unpacked(args)
@@ -70,7 +61,7 @@ class TracedLinearAttention:
         inputs, spec = _unpacked(args)
         leaves = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
-            output, state = self._compute(LinearAttentionInputs(*leaves), spec)  # pyright: ignore
+            output, state = self._compute(DeltaInputs(*leaves), spec)  # pyright: ignore
         results = [(output, grad_output)]
         if state is not None and grad_state is not None:
             results.append((state, grad_state))
@@ -91,7 +82,7 @@ class TracedLinearAttention:
         return tuple(made)
 
 
-class _Traced(Function):
+class _TracedPasses(Function):
     @staticmethod
     def forward(ctx, operators, rule, scale, options, *tensors):
         ctx.save_for_backward(*tensors)
@@ -107,17 +98,17 @@ class _Traced(Function):
         if grad_output is None:
             q, v = tensors[0], tensors[2]
             grad_output = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        if FINAL_STATE not in options.split(","):
+        if Option.FINAL_STATE not in options.split(","):
             grad_state = None
         gradients = operators.backward(grad_output.contiguous(), grad_state, *tensors, rule, scale, options)
         present = zip(tensors, gradients, strict=False)
         return (None,) * 4 + tuple(None if x is None else dx for x, dx in present) + (None,)
 
 
-def _unpacked(args: tuple) -> tuple[LinearAttentionInputs, LinearAttentionSpec]:
+def _unpacked(args: tuple) -> tuple[DeltaInputs, DeltaSpec]:
     rule, scale, options = args[_COUNT:]
-    spec = LinearAttentionSpec(rule, scale, tuple(options.split(",")) if options else ())
-    return LinearAttentionInputs(*args[:_COUNT]), spec
+    spec = DeltaSpec(rule, scale, tuple(options.split(",")) if options else ())
+    return DeltaInputs(*args[:_COUNT]), spec
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -129,7 +120,7 @@ def _results(*args) -> tuple[Tensor, Tensor]:
     inputs, spec = _unpacked(args)
     q, v = inputs.q, inputs.v
     output = q.new_empty(*q.shape[:-1], v.shape[-1])
-    if FINAL_STATE not in spec.options:
+    if Option.FINAL_STATE not in spec.options:
         return output, _absent(output)
     sequences = q.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     shape = (sequences, q.shape[2], v.shape[-1], q.shape[-1])

@@ -12,12 +12,14 @@ channel. `gates` computes the gates, and scales q.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from .gates import Gated
-from .request import ALL_FEATURES, LinearAttentionInputs, LinearAttentionRequest, LinearAttentionResult
+from .request import ALL_FEATURES, DeltaRequest, binder
 from .sequences import run_rows
 
 
@@ -41,14 +43,7 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
     return (state * key.unsqueeze(-1)).sum(-2)
 
 
-def bind(request: LinearAttentionRequest):
-    """Return the function of inputs that computes a call."""
-
-    def run(*tensors: Tensor | None) -> LinearAttentionResult:
-        inputs = LinearAttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-        return run_rows(recurrence, inputs, request.spec)
-
-    return run
-
-
-BACKEND: Backend[LinearAttentionRequest] = Backend("reference", takes=ALL_FEATURES, bind=bind, opaque=True)
+BIND = binder(partial(run_rows, recurrence))
+BACKEND: Backend[DeltaRequest] = Backend(
+    "reference", takes=ALL_FEATURES, bind=BIND, opaque=True
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,32 +11,54 @@ from torch import Tensor
 from ....common.hardware import Hardware
 from ...runtime.device import current_hardware
 
-# Rules of the recurrence.
-GDN, GDN2, GDP = "gated_delta_net", "gated_delta_net_2", "gated_delta_product"
-TITLES = {GDN: "Gated DeltaNet", GDN2: "Gated DeltaNet 2", GDP: "Gated DeltaProduct"}
 
-# Options of a call.
-FINAL_STATE = "final_state"  # return the state after the last token
-L2_NORM = "qk_l2norm"  # normalize the rows of q and k
-SIGMOID = "beta_sigmoid"  # beta contains logits
-NEGATIVE = "negative_eigenvalues"  # beta = 2 sigmoid(logits)
-GUARD = "beta_guard"  # shrink erase gates that would enlarge the state
-SAFE_GATE = "safe_gate"  # g contains logits
-LINEAR_GATE = "linear_gate"  # g contains the decay itself instead of its logarithm
-OPTIONS = (FINAL_STATE, L2_NORM, SIGMOID, NEGATIVE, GUARD, SAFE_GATE, LINEAR_GATE)
+class Rule:
+    """Names of the recurrences."""
 
+    GDN = "gated_delta_net"
+    GDN2 = "gated_delta_net_2"
+    GDP = "gated_delta_product"
+
+
+class Option:
+    """Options of a call.
+
+    Attributes:
+        FINAL_STATE: Return the state after the last token.
+        L2_NORM: Normalize the rows of q and k.
+        SIGMOID: beta contains logits.
+        NEGATIVE: beta = 2 sigmoid(logits), for negative eigenvalues.
+        GUARD: Shrink erase gates that would enlarge the state.
+        SAFE_GATE: g contains logits.
+        LINEAR_GATE: g contains the decay itself instead of its logarithm.
+    """
+
+    FINAL_STATE = "final_state"
+    L2_NORM = "qk_l2norm"
+    SIGMOID = "beta_sigmoid"
+    NEGATIVE = "negative_eigenvalues"
+    GUARD = "beta_guard"
+    SAFE_GATE = "safe_gate"
+    LINEAR_GATE = "linear_gate"
+
+
+TITLES = {
+    Rule.GDN: "Gated DeltaNet",
+    Rule.GDN2: "Gated DeltaNet 2",
+    Rule.GDP: "Gated DeltaProduct",
+}
 # Features besides rules.
 PACKED, INITIAL_STATE = "packed sequences", "an initial state"
 ALL_FEATURES = frozenset({*TITLES.values(), PACKED, INITIAL_STATE})
 
 
-class LinearAttentionSpec(NamedTuple):
+class DeltaSpec(NamedTuple):
     """Settings of a call; texts, because a compiled graph stores them as constants.
 
     Attributes:
-        rule: `GDN`, `GDN2` or `GDP`.
+        rule: A name of `Rule`.
         scale: Factor of the queries, as written by `float.hex`.
-        options: The active `OPTIONS`, in their order.
+        options: The active names of `Option`.
     """
 
     rule: str
@@ -48,7 +71,7 @@ class LinearAttentionSpec(NamedTuple):
         return float.fromhex(self.scale)
 
 
-class LinearAttentionInputs(NamedTuple):
+class DeltaInputs(NamedTuple):
     """Tensors of a call, [B, T, ..], where packed sequences are one row, B = 1.
 
     Attributes:
@@ -69,14 +92,14 @@ class LinearAttentionInputs(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
-    w: Tensor | None = None
-    a_log: Tensor | None = None
-    dt_bias: Tensor | None = None
-    initial_state: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    w: Tensor | None
+    a_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
 
 
-class LinearAttentionRequest(NamedTuple):
+class DeltaRequest(NamedTuple):
     """The properties of a call.
 
     Attributes:
@@ -91,7 +114,7 @@ class LinearAttentionRequest(NamedTuple):
         needs_gradient: Whether autograd records the call.
     """
 
-    spec: LinearAttentionSpec
+    spec: DeltaSpec
     q: tuple[int, ...]
     v_size: int
     updates: int
@@ -117,37 +140,23 @@ class LinearAttentionRequest(NamedTuple):
         return current_hardware()
 
 
-# (output [B, T, H, dv] in the dtype of q, state after the last token [N, H, dv, dk] with `FINAL_STATE`)
-LinearAttentionResult = tuple[Tensor, Tensor | None]
+# (output [B, T, H, dv] in the dtype of q, state after the last token [N, H, dv, dk] with the option)
+DeltaResult = tuple[Tensor, Tensor | None]
 
 
-def key_of(inputs: LinearAttentionInputs, spec: LinearAttentionSpec) -> tuple[object, ...]:
-    """Return the fields of the request of a call."""
-    q, cu_seqlens = inputs.q, inputs.cu_seqlens
-    return (
-        spec,
-        tuple(q.shape),
-        inputs.v.shape[-1],
-        inputs.k.shape[2] if spec.rule == GDP else 1,
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        q.dtype,
-        q.device.type,
-        inputs.initial_state is not None,
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
-    )
-
-
-def compute_dtype(inputs: LinearAttentionInputs) -> torch.dtype:
+def compute_dtype(inputs: DeltaInputs) -> torch.dtype:
     """Dtype of the state: float32, or float64 for float64 queries."""
     return torch.promote_types(inputs.q.dtype, torch.float32)
 
 
-def unsupported_by_kernels(request: LinearAttentionRequest) -> str | None:
-    """Return the reason why 16-bit kernels on CUDA do not support the tensors of a call; None if they do."""
-    if request.device_type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {request.device_type}"
-    if request.dtype not in (torch.float16, torch.bfloat16):
-        return f"the tensors are {request.dtype}; it takes float16 and bfloat16"
-    if 0 in request.q or request.v_size == 0 or request.sequences == 0:
-        return "there are no tokens, heads or sequences"
-    return None
+Compute = Callable[[DeltaInputs, DeltaSpec], DeltaResult]
+
+
+def binder(compute: Compute) -> Callable[[DeltaRequest], Callable[..., DeltaResult]]:
+    """Return `bind` of a backend: request -> function of the tensors of `DeltaInputs`."""
+
+    def bind(request: DeltaRequest) -> Callable[..., DeltaResult]:
+        spec = request.spec
+        return lambda *tensors: compute(DeltaInputs(*tensors), spec)
+
+    return bind

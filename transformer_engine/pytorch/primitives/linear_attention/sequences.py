@@ -8,28 +8,22 @@ import torch
 from torch import Tensor
 
 from .gates import Gated, gated
-from .request import (
-    FINAL_STATE,
-    LinearAttentionInputs,
-    LinearAttentionResult,
-    LinearAttentionSpec,
-    compute_dtype,
-)
+from .request import DeltaInputs, DeltaResult, DeltaSpec, Option, compute_dtype
 
 # (inputs, initial state [B, H, dk, dv]) -> output [B, T, H, dv], final state
 Recurrence = Callable[[Gated, Tensor], tuple[Tensor, Tensor]]
 
 
 def run_rows(
-    recurrence: Recurrence, inputs: LinearAttentionInputs, spec: LinearAttentionSpec
-) -> LinearAttentionResult:
+    recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec
+) -> DeltaResult:
     """Compute a call by a recurrence over rows of equal length.
 
     Reads the longest length of packed sequences on the host. Tokens after the last packed sequence get zeros.
     """
     rows, dtype = gated(inputs, spec), compute_dtype(inputs)
     cu_seqlens = inputs.cu_seqlens
-    token = torch.empty(0)
+    token: Tensor | None = None
     if cu_seqlens is not None:
         rows, token = _padded(rows, cu_seqlens)
     batch, heads, sizes = rows.q.shape[0], rows.q.shape[2], (rows.q.shape[-1], rows.v.shape[-1])
@@ -38,9 +32,9 @@ def run_rows(
     else:
         state = inputs.initial_state.to(dtype).transpose(-1, -2)
     output, state = recurrence(rows, state)
-    if cu_seqlens is not None:
+    if token is not None:
         output = _packed(output, token, inputs.q.shape[1])
-    final = state.transpose(-1, -2).contiguous() if FINAL_STATE in spec.options else None
+    final = state.transpose(-1, -2).contiguous() if Option.FINAL_STATE in spec.options else None
     return output.to(inputs.q.dtype), final
 
 
