@@ -6,6 +6,7 @@ The interpreter has no bfloat16 products, loop counters without methods of tenso
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import os
 import sys
@@ -15,7 +16,6 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
-warnings.simplefilter("ignore")
 
 import torch
 from triton.runtime.autotuner import Autotuner
@@ -70,6 +70,8 @@ def _counters(*bounds: Any) -> Any:
 
 def prepare() -> None:
     """Adapt the kernels of all imported modules to the interpreter."""
+    for path in ("gated_delta_product", "gated_delta_rule", "gdn2"):
+        importlib.import_module(f"fla.ops.{path}")
     Autotuner._bench = lambda self, *args, config, **options: [0.0, 0.0, 0.0]
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.ops") and hasattr(module, "tl"):
@@ -98,5 +100,6 @@ def largest_error(case: Case) -> float:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
     prepare()
     print(json.dumps({name: largest_error(case) for name, case in CASES.items()}))

@@ -34,7 +34,8 @@ SIGNATURES = {
         "layer_number=None scale=None",
         "query_layer key_layer value_layer g=None beta=None * qkv_format=None cu_seqlens=None "
         "checkpoint_core_attention=False initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
-        "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False safe_gate=False gate_domain=log a_log=None dt_bias=None",
+        "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False safe_gate=False gate_domain=log "
+        "a_log=None dt_bias=None",
     ),
 }
 

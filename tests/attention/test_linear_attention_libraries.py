@@ -250,9 +250,7 @@ GPU_CASES = {
 def _available(backend: str, case: Case) -> None:
     rule = {"gdn": Rule.GDN, "gdn2": Rule.GDN2, "gdp": Rule.GDP}[case.rule]
     q = (1, 256, case.heads, case.sizes[0])
-    call = BASE._replace(
-        spec=DeltaSpec(rule, "0x1p-3"), q=q, v_size=case.sizes[1], dtype=case.dtype
-    )
+    call = BASE._replace(spec=DeltaSpec(rule, "0x1p-3"), q=q, v_size=case.sizes[1], dtype=case.dtype)
     reason = TABLE.named(backend).rejection_reason(call)
     if reason is not None:
         pytest.skip(reason)

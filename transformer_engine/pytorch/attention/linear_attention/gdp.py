@@ -50,7 +50,8 @@ class GatedDeltaProductAttention(LinearAttentionBase):
 
     def forward(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor,
-        g: Tensor | None = None, beta: Tensor | None = None, *, qkv_format: str | None = None, cu_seqlens: Tensor | None = None,
+        g: Tensor | None = None, beta: Tensor | None = None, *, qkv_format: str | None = None,
+        cu_seqlens: Tensor | None = None,
         checkpoint_core_attention: bool = False, initial_state: Tensor | None = None,
         output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
         use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,

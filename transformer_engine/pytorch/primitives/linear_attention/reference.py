@@ -44,6 +44,4 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
 
 
 BIND = binder(partial(run_rows, recurrence))
-BACKEND: Backend[DeltaRequest] = Backend(
-    "reference", takes=ALL_FEATURES, bind=BIND, opaque=True
-)
+BACKEND: Backend[DeltaRequest] = Backend("reference", takes=ALL_FEATURES, bind=BIND, opaque=True)

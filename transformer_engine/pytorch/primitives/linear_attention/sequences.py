@@ -14,9 +14,7 @@ from .request import DeltaInputs, DeltaResult, DeltaSpec, Option, compute_dtype
 Recurrence = Callable[[Gated, Tensor], tuple[Tensor, Tensor]]
 
 
-def run_rows(
-    recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec
-) -> DeltaResult:
+def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute a call by a recurrence over rows of equal length.
 
     Reads the longest length of packed sequences on the host. Tokens after the last packed sequence get zeros.
