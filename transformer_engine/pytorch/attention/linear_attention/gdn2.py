@@ -42,7 +42,7 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
-            query_layer: Queries [.., h, dk], bfloat16 or float16; float32 and float64 run in torch operations.
+            query_layer: Queries [.., h, dk]; the dtypes are those of `GatedDeltaNetAttention`.
             key_layer: Keys [.., h, dk].
             value_layer: Values [.., h, dv].
             g: Logarithms of the decays [.., h, dk], float32 or the queries' dtype.

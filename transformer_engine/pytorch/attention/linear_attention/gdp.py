@@ -31,8 +31,8 @@ class GatedDeltaProductAttention(LinearAttentionBase):
 
     Raises:
         TypeError: `num_householder` is not a whole number.
-        ValueError: A head size is neither 64 nor 128, `tp_size` does not divide the heads, or a setting is outside
-            its limits.
+        ValueError: `tp_size` does not divide the heads, a head size is neither 64 nor 128, or another setting is
+            outside its limits.
     """
 
     rule = Rule.GDP
