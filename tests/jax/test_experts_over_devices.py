@@ -9,7 +9,7 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, ones
+from tests.jax.compiled import ones, unboxed_variables
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_experts import RECIPES, experts_case, tokens_in_whole_blocks
 from tests.jax.test_sharding import PROGRAM, printed_by, run_on_host_devices
@@ -86,7 +86,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     )  # fmt: skip
     x = ones((1, 24, 16))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = drawn_variables(model, x)
+        variables = unboxed_variables(model, x)
         params = variables["params"]
         first = jnp.concatenate((jnp.full((2, 16, 16), -1.0), params["wi"][..., 16:]), axis=-1)
         params = params | {"wi": first, "wi_bias": jnp.full((2, 32), 4.0)}
