@@ -30,7 +30,7 @@ from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .fp8_recipe import attention_recipe, fp8_attention, requested_backward
+from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, requested_backward
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .score_mod import bound_score_mod
@@ -189,17 +189,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self._config.heads
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        # All slots of a product have the role of the one that the attention uses. The output and the gradients of the
-        # inputs belong to no layer: their roles have no module_type.
-        name = self.name or ""
-        qkv, softmax, grad_output, grad_softmax = (
-            QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
-        )
-        if fwd:
-            tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
-        else:
-            tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
-        return [role for role in tensors for _ in range(num_quantizers // len(tensors))]
+        return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
