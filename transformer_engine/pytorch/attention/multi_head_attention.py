@@ -233,7 +233,8 @@ class MultiheadAttention(CheckedLoading):
         cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
         cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
         max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
-        pad_between_seqs: bool | None = None, softcap: float | None = None,
+        pad_between_seqs: bool | None = None, thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto", softcap: float | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
@@ -252,6 +253,7 @@ class MultiheadAttention(CheckedLoading):
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
+            thd_attention_policies, thd_attention_policy_dispatch,
         )
         # fmt: on
         return self.attend(
