@@ -246,19 +246,21 @@ def _attend(
     bounds: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     a: AttentionArguments,
 ) -> Tensor:
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    return attend(
-        *qkv,
-        **dict(zip(names, bounds, strict=True)),
-        qkv_format="thd",
-        max_seqlen_q=a.max_seqlen_q,
-        max_seqlen_kv=a.max_seqlen_kv,
+    cu_q, cu_kv, padded_q, padded_kv = bounds
+    own = a._replace(
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=cu_kv,
+        cu_seqlens_q_padded=padded_q,
+        cu_seqlens_kv_padded=padded_kv,
         attn_mask_type=policy.mask_type,
         window_size=policy.window_size,
         bottom_right_diagonal=policy.bottom_right_diagonal,
-        num_splits=a.num_splits,
-        pad_between_seqs=a.pad_between_seqs if bounds[2] is None else True,
+        pad_between_seqs=a.pad_between_seqs if padded_q is None else True,
+        softcap=None,
+        thd_attention_policies=None,
+        thd_attention_policy_dispatch="auto",
     )
+    return attend(*qkv, **own._asdict())
 
 
 def _in_place(
