@@ -40,7 +40,7 @@ class Policy(NamedTuple):
     bottom_right_diagonal: bool | None
 
 
-Attend = Callable[..., Tensor]
+Attend = Callable[..., Any]
 
 
 def check_policies(
