@@ -48,7 +48,7 @@ from .module import (
     RMSNorm,
 )
 from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
-from .newton_schulz import CusolverMpCtx, newton_schulz
+from .newton_schulz import CusolverMpCtx, newton_schulz, newton_schulz_tp
 from .permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
