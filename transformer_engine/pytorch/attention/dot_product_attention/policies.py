@@ -27,6 +27,7 @@ from .fp8_recipe import attention_recipe
 from .settings import AttentionArguments, AttentionConfig
 
 DISPATCHES = ("auto", "grouped")
+NO_POLICIES: dict[str, Any] = {"thd_attention_policies": None, "thd_attention_policy_dispatch": "auto"}
 _REQUIRED = ("sequence_ids", "mask_type", "window_size")
 _OPTIONAL = "bottom_right_diagonal"
 
@@ -246,19 +247,15 @@ def _attend(
     bounds: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     a: AttentionArguments,
 ) -> Tensor:
-    cu_q, cu_kv, padded_q, padded_kv = bounds
+    bounds_fields = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     own = a._replace(
-        cu_seqlens_q=cu_q,
-        cu_seqlens_kv=cu_kv,
-        cu_seqlens_q_padded=padded_q,
-        cu_seqlens_kv_padded=padded_kv,
+        **dict(zip(bounds_fields, bounds, strict=True)),  # pyright: ignore[reportArgumentType]
         attn_mask_type=policy.mask_type,
         window_size=policy.window_size,
         bottom_right_diagonal=policy.bottom_right_diagonal,
-        pad_between_seqs=a.pad_between_seqs if padded_q is None else True,
+        pad_between_seqs=a.pad_between_seqs if bounds[2] is None else True,
         softcap=None,
-        thd_attention_policies=None,
-        thd_attention_policy_dispatch="auto",
+        **NO_POLICIES,
     )
     return attend(*qkv, **own._asdict())
 
@@ -268,11 +265,11 @@ def _in_place(
 ) -> Tensor:
     """Attention of a policy's sequences in the whole buffer; the other sequences are empty, their tokens padding."""
 
-    def selected(side: _Packed) -> Tensor:
+    def policy_bounds(side: _Packed) -> Tensor:
         return cumulative(side.lengths * torch.zeros_like(side.lengths).index_fill(0, policy.ids.long(), 1))
 
-    of_queries = selected(queries)
-    of_keys = of_queries if keys.lengths is queries.lengths else selected(keys)
+    of_queries = policy_bounds(queries)
+    of_keys = of_queries if keys.lengths is queries.lengths else policy_bounds(keys)
     (q,), (k, v) = queries.tensors, keys.tensors
     bounds = (of_queries, of_keys, queries.starts, keys.starts)
     return _attend(attend, policy, (q, k, v), bounds, a)
