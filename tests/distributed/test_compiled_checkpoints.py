@@ -120,6 +120,8 @@ def test_a_scale_that_the_first_run_did_not_read_raises(device):
     scale, history = torch.ones(1, device=device), torch.zeros(4, 1, device=device)
     with (
         compiled_runs.compiled_run({}, True, True),
-        pytest.raises(RuntimeError, match="reads a scale 1 times in the second run .* and 0 times in its first"),
+        pytest.raises(
+            RuntimeError, match=r"reads a scale 1 times in the second run .* and 0 times in its first"
+        ),
     ):
         compiled_runs.repeated_scale(scale, history, "state")

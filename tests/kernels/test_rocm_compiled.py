@@ -10,6 +10,7 @@ import pytest
 from tests.support.programs import output_without_gpu
 from transformer_engine.common.hardware import hardware_named
 
+
 def _has_the_compiler() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
