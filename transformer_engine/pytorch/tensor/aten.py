@@ -162,7 +162,7 @@ def _to_copy(
     if pin_memory:
         storage = storage.mapped(Tensor.pin_memory)
     if dtype is not None:
-        storage._dtype = dtype
+        storage.set_nominal_dtype(dtype)
     copy = _with_attributes(tensor, like(tensor, storage))
     vars(copy).pop(DerivedTensors.NAME, None)  # its memory is its own
     return copy
