@@ -172,10 +172,9 @@ def _to_copy(
 def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, QuantizedTensorStorage):
         return target.copy_(_values(source, target.dtype), non_blocking)
-    if isinstance(source, QuantizedTensorStorage):
-        if target.payload_is_like(source):
-            write_quantized(source, target)
-            return target
+    if isinstance(source, QuantizedTensorStorage) and target.payload_is_like(source):
+        write_quantized(source, target)
+        return target
     source = _values(source, torch.float32)
     write(source.to(target.device, non_blocking=non_blocking).expand(target.shape), target)
     return target
