@@ -41,7 +41,9 @@ def test_the_former_name_of_merging_probs_warns():
     rows, map_ = torch.ones(2, 4), torch.ones(2, 1, dtype=torch.int32)
     permuted, row_id_map = te.moe_permute(rows, map_, map_type="mask")
     with pytest.warns(DeprecationWarning, match="give merging_probs"):
-        te.moe_unpermute(permuted, row_id_map, probs=torch.ones(2, 1), restore_shape=rows.shape, map_type="mask")
+        te.moe_unpermute(
+            permuted, row_id_map, probs=torch.ones(2, 1), restore_shape=rows.shape, map_type="mask"
+        )
 
 
 def test_marked_bounds_are_not_read_again():

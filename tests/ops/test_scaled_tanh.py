@@ -32,7 +32,9 @@ def test_values_and_gradients_equal_float64(dtype, clamp, device):
 def test_it_runs_in_a_chain_with_finite_difference_gradients(device):
     torch.manual_seed(1)
     chain = ops.Sequential(
-        ops.Linear(4, 8, device=device), ops.ScaledTanhSReLU(tanh_clamp_scale=1.5), ops.Linear(8, 2, device=device)
+        ops.Linear(4, 8, device=device),
+        ops.ScaledTanhSReLU(tanh_clamp_scale=1.5),
+        ops.Linear(8, 2, device=device),
     )
     x, scales = torch.randn(3, 4, device=device, requires_grad=True), torch.rand(3, device=device)
     chain(x, scales).sum().backward()
@@ -54,7 +56,9 @@ def test_scales_need_one_number_per_row():
         ops.ScaledTanhSReLU(tanh_clamp_scale=1.0)(torch.ones(3, 4), torch.ones(2))
 
 
-@pytest.mark.parametrize("kind", [ops.ScaledSReLU, lambda **o: ops.ScaledTanhSReLU(tanh_clamp_scale=2.0, **o)])
+@pytest.mark.parametrize(
+    "kind", [ops.ScaledSReLU, lambda **o: ops.ScaledTanhSReLU(tanh_clamp_scale=2.0, **o)]
+)
 def test_recomputation_outside_of_a_fused_mlp_warns_and_proceeds(kind, monkeypatch):
     from transformer_engine.pytorch.runtime import warn_once
 
@@ -76,6 +80,8 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", [f"{folder}.{name}" for folder, names in PATHS.items() for name in names.split()])
+@pytest.mark.parametrize(
+    "path", [f"{folder}.{name}" for folder, names in PATHS.items() for name in names.split()]
+)
 def test_operations_have_the_module_paths_of_the_original(path):
     importlib.import_module(f"transformer_engine.pytorch.ops.{path}")

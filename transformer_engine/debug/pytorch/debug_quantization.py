@@ -195,6 +195,11 @@ class DebugQuantizer(Observing):
         """The quantizer of the layer's recipe; None if the recipe does not quantize the tensor."""
         return None if self.quantizer.is_identity else self.quantizer
 
+    @parent_quantizer.setter
+    def parent_quantizer(self, quantizer: Quantizer | None) -> None:
+        """Quantize by another quantizer from now on."""
+        self.quantizer = IdentityQuantizer() if quantizer is None else quantizer
+
     @property
     def layer_name(self) -> str:
         """Name of the layer."""
