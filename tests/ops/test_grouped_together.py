@@ -68,6 +68,18 @@ def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list
     return [y.detach(), x.grad, *grads, *[part.clone() for s in states for part in (s.scale, s.amax_history)]]
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_mxfp8_groups_of_whole_blocks_equal_a_loop(name, monkeypatch):
+    layer = layer_of(**OPTIONS[name])
+    alone = copy.deepcopy(layer)
+    for parameter, twin in zip(layer.parameters(), alone.parameters(), strict=True):
+        twin.main_grad = parameter.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    ours = outcome(layer, sample(192), [128, 0, 64], RECIPES["mxfp8"])
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+    theirs = outcome(alone, sample(192), [128, 0, 64], RECIPES["mxfp8"])
+    assert_close(ours, theirs)
+
+
 def assert_close(ours: list[Any], theirs: list[Any]) -> None:
     """Sums in another order differ in the last bit of a bfloat16 result, 2^-9 of it."""
     assert len(ours) == len(theirs)

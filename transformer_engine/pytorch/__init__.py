@@ -25,7 +25,7 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .attention.mla_projection import FusedMLAQUpProjFunction, FusedMLAQUpProjRopeQuant
-from .constants import DType
+from .constants import CPLoadBalancingStrategy, DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint

@@ -24,6 +24,7 @@ from ..functions.grouped_request import (
     FLAGGED_WEIGHTS,
     IRREGULAR,
     RECOMPUTATION,
+    UNFIT_ROWS,
     are_regular,
     runs_together,
 )
@@ -259,7 +260,10 @@ class GroupedLinear(ProductsModule):
     ) -> GroupedCall:
         """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
-        if self._runs_together(spec, x, weights):
+        if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
+            m_splits = m_splits.tolist()  # the host has to know whether blocks of rows fit the groups
+            self._check_rows(m_splits, x.shape[0])
+        if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
@@ -292,7 +296,9 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
+    def _runs_together(
+        self, spec: GroupedSpec, x: Tensor, m_splits: Sequence[int] | Tensor, weights: tuple[Any, ...]
+    ) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
@@ -306,6 +312,8 @@ class GroupedLinear(ProductsModule):
                 features += (FLAGGED_WEIGHTS,)
             if not are_regular(weights):
                 features += (IRREGULAR,)
+            if not spec.quantizers.fit(m_splits):
+                features += (UNFIT_ROWS,)
         return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
 
     def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:

@@ -66,7 +66,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
                 [product.grad_output for product in products],
             )
         features = _features(call, of_weights, of_biases, quantizers)
-        request = _request(call, features, of_weights[0])
+        request = _request(call, features, of_weights[0], quantizers)
         together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
@@ -163,7 +163,9 @@ def _plain_stacks(config: Any) -> tuple[type, ...]:
     return (torch.Tensor,) * (config.single_grouped_weight or config.single_grouped_bias)
 
 
-def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedRequest:
+def _request(
+    call: Call, features: tuple[str, ...], weight: Facts | None, quantizers: GroupedQuantizers
+) -> GroupedRequest:
     """Return the request of `grouped_request.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
@@ -180,6 +182,7 @@ def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> Gro
         weight.device,
         call.autocast or weight.dtype,
         None if call.active.quantizes else weight.dtype,
+        quantizers.multiple,
     )
 
 

@@ -20,6 +20,7 @@ from ...functions.grouped_request import (
     IRREGULAR,
     RECOMPUTATION,
     UNASSIGNED_ROWS,
+    UNFIT_ROWS,
     are_regular,
     runs_together,
 )
@@ -170,7 +171,7 @@ class GroupedKind:
         """
         spec = self.spec
         on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
-        if on_gpus and self._runs_together(()):
+        if on_gpus and self._runs_together(sizes, ()):
             layout = groups_of(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
@@ -180,11 +181,12 @@ class GroupedKind:
                 "most that"
             )
         unassigned = self.total - sum(rows)
-        if not on_gpus and self._runs_together((UNASSIGNED_ROWS,) if unassigned else ()):
+        separate = not on_gpus or not spec.quantizers.fit(sizes)  # else the numbers have stayed on the GPU
+        if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
             return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
 
-    def _runs_together(self, features: tuple[str, ...]) -> bool:
+    def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:
         """Return whether all groups of a call with these features are computed in one launch per step."""
         spec = self.spec
         if spec.request is None:  # a compiler is tracing
@@ -194,6 +196,8 @@ class GroupedKind:
                 features += (RECOMPUTATION,)
             if not are_regular(self.weights()):
                 features += (IRREGULAR,)
+            if not spec.quantizers.fit(splits):
+                features += (UNFIT_ROWS,)
         return runs_together(spec.request, spec.together, features, self.total > 0)
 
     def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:

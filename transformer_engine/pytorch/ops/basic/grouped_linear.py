@@ -341,7 +341,7 @@ class GroupedLinear(StepOperation):
         request = GroupedRequest(
             features, requested=requested_by_environment(), plain=not x.subclass, has_rows=True, width=self.in_features,
             dtype=dtype, device=x.device, extents=extents, weight_device=first.device, compute_dtype=dtype,
-            weight_read_dtype=None if forward and enabled else first.dtype,
+            weight_read_dtype=None if forward and enabled else first.dtype, multiple=quantizers.multiple,
         )
         # fmt: on
         return GroupedSpec(
