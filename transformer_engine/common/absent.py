@@ -81,6 +81,8 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
+    "transformer_engine_torch.te_general_grouped_gemm_discrete_*": "an earlier name; call "
+    "te_general_grouped_gemm_for_discrete_in or te_general_grouped_gemm_for_discrete_out",
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
     **dict.fromkeys(
@@ -118,10 +120,8 @@ ABSENT = {
     "call is_cpu_offload_enabled",
     "transformer_engine.pytorch.utils.mark_grouped_tensor": "an annotation for the original's offload of groups; leave "
     "the call out",
-    **dict.fromkeys(
-        ("transformer_engine.is_nccl_ep_available", "transformer_engine.require_nccl_ep"),
-        "a check of NCCL's device API, which expert parallelism does not need; leave it out",
-    ),
+    "transformer_engine.pytorch.dynamo.custom_op": "a part of the original's support of torch.compile; layers compile "
+    "without it",
     "transformer_engine.common._get_shared_object_file": "there is no shared library; leave the call out",
     **dict.fromkeys(
         (
