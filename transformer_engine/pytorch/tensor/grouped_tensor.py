@@ -140,6 +140,15 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         shapes = [tuple(stack.shape[1:])] * stack.shape[0]
         return cls.from_storage(GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None)))
 
+    def _set_data(self, value: Tensor) -> None:
+        """Adopt the memory of plain values of the same shape and dtype; otherwise as `QuantizedTensor.data`."""
+        fits = (value.shape, value.dtype) == (self.shape, self.dtype) and value.is_contiguous()
+        if self.holds_values and fits and not isinstance(value, QuantizedTensor):
+            value = GroupedTensor.of_stack(value)
+        super()._set_data(value)
+
+    data = property(QuantizedTensor._get_data, _set_data)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+
     @property
     def holds_values(self) -> bool:
         """Whether the matrices are plain values instead of codes."""
@@ -170,9 +179,9 @@ class _Values(torch.autograd.Function):
 
 
 def _shared(group: GroupedTensor) -> Tensor:
-    held = group.rowwise_data
-    assert held is not None
-    return held.view(group.shape)
+    memory = group.plain_memory()
+    assert memory is not None
+    return memory
 
 
 # (buffer, view) of groups that optimizers step: they compare tensors by identity from step to step.

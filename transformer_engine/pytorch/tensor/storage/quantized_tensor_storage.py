@@ -372,9 +372,6 @@ class QuantizedTensorStorage:
         values_dtype("dtype", dtype)
         return self.decode(dtype)
 
-    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
