@@ -228,7 +228,7 @@ def signature_differences(found: dict[str, list[Any]]) -> list[str]:
         if own is None:
             continue
         ours = [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in own]
-        for place, wanted in enumerate(theirs):
+        for place, wanted in enumerate(theirs or ()):
             match = ours[place] if place < len(ours) else None
             same_default = match is not None and (wanted[2] in (None, "...") or wanted[2] == match[2])
             if match is None or match[:2] != wanted[:2] or not same_default:

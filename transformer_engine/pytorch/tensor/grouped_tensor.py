@@ -165,7 +165,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
 
 
-class _Values(torch.autograd.Function):
+class _GroupValues(torch.autograd.Function):
     """Values of a group of plain matrices as a plain tensor; the gradient passes through."""
 
     @staticmethod
@@ -192,11 +192,10 @@ def memory_of(tensor: Any) -> Any:
     """The memory of a group of plain matrices as a tensor without gradient, the same in each call; or the tensor."""
     if not isinstance(tensor, GroupedTensor) or not tensor.holds_values:
         return tensor
-    buffer, view = _views.get(tensor, (None, None))
-    if buffer is not tensor.rowwise_data:
-        view = _shared(tensor)
-        _views[tensor] = (tensor.rowwise_data, view)
-    return view
+    cached: Any = _views.get(tensor)
+    if cached is None or cached[0] is not tensor.rowwise_data:
+        cached = _views[tensor] = (tensor.rowwise_data, _shared(tensor))
+    return cached[1]
 
 
 def plain_stack(parameter: Any) -> Any:
@@ -204,7 +203,7 @@ def plain_stack(parameter: Any) -> Any:
     if not isinstance(parameter, GroupedTensor) or not parameter.holds_values:
         return parameter
     if torch.is_grad_enabled() and parameter.requires_grad:
-        return _Values.apply(parameter)
+        return _GroupValues.apply(parameter)
     return _shared(parameter)
 
 
