@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...common.numbers import to_int
 from ..runtime.checks import extents, tensor, values_dtype
 from ..runtime.device import canonical_device
+from ..runtime.double_backward import once_differentiable
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.grouped_tensor_storage import GroupedTensorStorage
@@ -174,6 +175,7 @@ class _GroupValues(torch.autograd.Function):
         return _shared(group)
 
     @staticmethod
+    @once_differentiable("GroupedLinear")
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         return grads[0]
 
