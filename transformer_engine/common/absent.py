@@ -123,13 +123,6 @@ ABSENT = {
     "transformer_engine.pytorch.dynamo.custom_op": "a part of the original's support of torch.compile; layers compile "
     "without it",
     "transformer_engine.common._get_shared_object_file": "there is no shared library; leave the call out",
-    **dict.fromkeys(
-        (
-            "transformer_engine.pytorch.GatedDeltaNet2Attention",
-            "transformer_engine.pytorch.GatedDeltaNetAttention",
-        ),
-        "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
-    ),
 }
 
 
