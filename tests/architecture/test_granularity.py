@@ -54,7 +54,9 @@ def test_functions_are_worth_their_names():
 
 
 def test_few_files_are_small():
-    small = [name for name, path in modules().items() if len(text(path).splitlines()) <= SMALL_FILE_LINES]
+    """Paths of the original that only hold names ("Alias of ..") do not count."""
+    own = {name: text(path) for name, path in modules().items() if not text(path).startswith('"""Alias of')}
+    small = [name for name, content in own.items() if len(content.splitlines()) <= SMALL_FILE_LINES]
     assert len(small) <= SMALL_FILES, small
 
 

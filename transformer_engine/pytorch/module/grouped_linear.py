@@ -28,7 +28,6 @@ from ..functions.grouped_request import (
     are_regular,
     runs_together,
 )
-from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
@@ -51,11 +50,10 @@ from .grouped_parameters import (
 from .grouped_parameters import (
     is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
 )
-from .grouped_spec import build, traced_call
+from .grouped_spec import build, fitting_groups, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
-from .specs import unsupported_product_reason
 
 _ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
 
@@ -286,7 +284,7 @@ class GroupedLinear(ProductsModule):
             m_splits = m_splits.tolist()
             self._check_rows(m_splits, x.shape[0])
         rows = tuple(m_splits)
-        groups = self._fitting(spec, rows) if spec.unquantized else groups
+        groups = fitting_groups(spec, rows, self._warn_once) if spec.unquantized else groups
         if is_first_microbatch is not None:
             members = members_of(weights[0]) if spec.stacked_weight else weights
             cached = [
@@ -315,18 +313,6 @@ class GroupedLinear(ProductsModule):
             if not spec.quantizers.fit(m_splits):
                 features += (UNFIT_ROWS,)
         return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
-
-    def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
-        """Return the specs of the groups, in high precision where the format does not support a group's rows."""
-        n, k = spec.extents
-        groups = []
-        for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
-            reason = unsupported_product_reason(group, m, k, n)
-            if reason is not None:
-                said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
-                self._warn_once("group", f"GroupedLinear {said}")
-            groups.append(group if reason is None else unquantized)
-        return tuple(groups)
 
     def _caller_buffers(
         self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, tensors: tuple[Any, ...]

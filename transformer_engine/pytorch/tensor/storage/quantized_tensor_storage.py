@@ -155,10 +155,10 @@ class QuantizedTensorStorage:
 
     def get_usages(self) -> dict[str, bool]:
         """Return the present directions: {"rowwise": bool, "columnwise": bool}."""
-        return {
-            "rowwise": getattr(self, self.ROWWISE[0]) is not None,
-            "columnwise": getattr(self, self.COLUMNWISE[0]) is not None,
-        }
+        rowwise, columnwise = (
+            getattr(self, names[0]) is not None for names in (self.ROWWISE, self.COLUMNWISE)
+        )
+        return {"rowwise": rowwise, "columnwise": columnwise}
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the values [..., K] in dtype, computed in float32."""
@@ -285,8 +285,7 @@ class QuantizedTensorStorage:
 
     def clear(self) -> None:
         """Free the payload: every tensor is replaced by an empty one."""
-        for name in self.TENSORS:
-            tensor = getattr(self, name)
+        for name, tensor in self._named_tensors().items():
             if tensor is not None:
                 setattr(self, name, tensor.new_empty(0))
 
@@ -372,9 +371,6 @@ class QuantizedTensorStorage:
         values_dtype("dtype", dtype)
         return self.decode(dtype)
 
-    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
@@ -390,16 +386,14 @@ class QuantizedTensorStorage:
     is_cuda = property(lambda self: self.device.type == "cuda")
 
     def _first_tensor(self) -> Tensor:
-        for name in self.TENSORS:
-            tensor = getattr(self, name)
+        for tensor in self._named_tensors().values():
             if tensor is not None:
                 return tensor
         raise RuntimeError(f"{type(self).__name__} holds no data; call restore_from_saved before using it")
 
     def __repr__(self) -> str:
-        fields = ", ".join(
-            f"{name}={None if t is None else tuple(t.shape)}" for name, t in self._named_tensors().items()
-        )
+        shapes = {name: None if t is None else tuple(t.shape) for name, t in self._named_tensors().items()}
+        fields = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return f"{type(self).__name__}({fields}, dtype={self._dtype})"
 
     def _named_tensors(self) -> dict[str, Tensor | None]:
