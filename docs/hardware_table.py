@@ -23,7 +23,7 @@ PRODUCTS = {
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
-NOT_NATIVE = ("reference", "widen")
+NOT_NATIVE = ("reference", "widen", "decode")
 # Architectures on which the kernels of this package are run before a release.
 RUN_HERE = ("9.0",)
 ATTENTION = {

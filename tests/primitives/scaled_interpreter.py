@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -75,6 +76,21 @@ def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options
 
 
 setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010
+create_dot = triton_interpreter.InterpreterBuilder.create_dot
+
+
+def dot_of_values(self, a, b, total, *options):
+    """The interpreter's product, which multiplies the bits of bfloat16, of their values in float32."""
+    if a.dtype.scalar != tl.bfloat16:
+        return create_dot(self, a, b, total, *options)
+    wide = [
+        triton_interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        for x in (a, b)
+    ]
+    return create_dot(self, *wide, total, *options)
+
+
+setattr(triton_interpreter.InterpreterBuilder, "create_dot", dot_of_values)  # noqa: B010
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
@@ -103,6 +119,9 @@ CASES = {
     "block 2d x 1d": (BLOCK_2D, BLOCK_1D_GRADIENT, 150, 64, 256),
     "block 2d x 2d": (BLOCK_2D, BLOCK_2D, 200, 150, 130),
     "block swapped": (BLOCK_1D, BLOCK_2D, 3, 140, 256),
+    "decoded 1d x 2d": (BLOCK_1D, BLOCK_2D, 130, 140, 300),
+    "decoded 1d x 1d": (BLOCK_1D_GRADIENT, BLOCK_1D, 129, 64, 256),
+    "decoded swapped": (BLOCK_1D, BLOCK_2D, 3, 140, 256),
     "exponents 1d x 2d": (POWERS_1D, POWERS_2D, 130, 140, 256),
     "exponents 1d x 1d": (POWERS_1D, POWERS_1D, 129, 130, 300),
     "exponents 2d x 1d": (POWERS_2D, GRADIENT_POWERS, 150, 64, 256),
@@ -128,9 +147,8 @@ def products(
     name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int
 ) -> dict[str, float]:
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
-    run = {"block": triton.run_blocks, "exponents": triton.run_exponents}.get(
-        name.partition(" ")[0], triton.run_scaled
-    )
+    special = {"block": triton.run_blocks, "exponents": triton.run_exponents, "decoded": triton.run_decoded}
+    run: Callable[..., torch.Tensor] = special.get(name.partition(" ")[0], triton.run_scaled)
     bias = torch.randn(n).bfloat16()
     results = {name: error(run(a, b, Epilogue(torch.float32, bias)), a, b, bias.double())}
     wide = torch.full((m, n + 3), 2.0)
@@ -138,6 +156,8 @@ def products(
     run(a, b, Epilogue(torch.float32, out=out, accumulate=True))
     results[f"{name}, added"] = error(out, a, b, 2.0)
     results[f"{name}, behind"] = float((wide[:, n:] != 2.0).sum())
+    if name.startswith("decoded"):
+        return results
     # GELU of the rounded product, which is kept, and its gradient at another matrix.
     narrow, kept, x = (
         Epilogue(torch.bfloat16, bias),

@@ -19,8 +19,12 @@ import triton.language as tl
 from ..formats import ceil_div
 from . import tile
 from .activation import curve, curve_and_slope
+from .conversion import INTEGERS
 from .launch import Launch, Output
+from .rounding import to_values
 from .swizzled_scales import exponents_of_tile, scales_of_tile
+
+_DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 @triton.jit
@@ -189,6 +193,8 @@ def block_kernel(
     COLUMN_STRIDE,
     UNIT_A: tl.constexpr,
     UNIT_B: tl.constexpr,
+    DECODE_A: tl.constexpr,
+    DECODE_B: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -203,6 +209,7 @@ def block_kernel(
 
     Args:
         scale_a: Element (row // UNIT_A, column // 128) at row // UNIT_A * ROW_A + column // 128 * COLUMN_A.
+        DECODE_A: "" to multiply codes, or the conversion of bytes by integers, to multiply their values in bfloat16.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -230,7 +237,11 @@ def block_kernel(
             inside = (k < K - block * BLOCK_K)[None, :]
             a_codes = tl.load(a_tile, mask=inside, other=0.0)
             b_codes = tl.load(b_tile, mask=inside, other=0.0)
-        product = tl.dot(a_codes, b_codes.T)
+        if DECODE_A != "":
+            a_values = to_values(a_codes, DECODE_A).to(tl.bfloat16)
+            product = tl.dot(a_values, to_values(b_codes, DECODE_B).to(tl.bfloat16).T)
+        else:
+            product = tl.dot(a_codes, b_codes.T)
         by_a = tl.load(scale_a + block * COLUMN_A)
         by_b = tl.load(scale_b + block * COLUMN_B)
         if UNIT_A == 1 and UNIT_B == 1:
@@ -349,15 +360,20 @@ def exponent_product(
 @functools.lru_cache(maxsize=4096)
 def block_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, epilogue: ProductEpilogue = NO_EPILOGUE,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE, decodes: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`."""
+    """Return the launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`.
+
+    Args:
+        decodes: Multiply the codes' values in bfloat16, for GPUs without FP8 products.
+    """
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile(right.rows)
+    rows, columns, stages, warps = _tile_of_bytes(right.rows) if decodes else _tile(right.rows)
+    elements = [INTEGERS[_DTYPES[side.element]] if decodes else "" for side in (left, right)]
     constants = (
-        left.unit, right.unit, swapped, epilogue.accumulates, epilogue.activation,
+        left.unit, right.unit, *elements, swapped, epilogue.accumulates, epilogue.activation,
         rows, columns, 128, 8, stages, depth % 128 == 0,
     )  # fmt: skip
     return Launch(
@@ -374,6 +390,11 @@ def block_product(
 def is_swapped(rows: int, columns: int) -> bool:
     """Return whether the result is computed as its transpose, since it has few rows."""
     return rows <= 64 and columns > rows
+
+
+def _tile_of_bytes(columns: int) -> tuple[int, int, int, int]:
+    """Return `_tile` of a product that decodes bytes."""
+    return 128, min(64, max(16, triton.next_power_of_2(columns))), 3, 8
 
 
 def _tile(columns: int) -> tuple[int, int, int, int]:

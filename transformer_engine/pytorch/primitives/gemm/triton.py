@@ -6,6 +6,7 @@ tensor cores read their scales, where blocks with power-of-two scales are multip
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import SWIZZLED_NAMES
+from ....common.formats import BLOCK_FORMATS, SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from ...runtime.launching import rows_dense
@@ -60,11 +61,29 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         least = request.hardware.scaled_dot
         place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
         return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
+    return _unsupported_result(request)
+
+
+def _unsupported_result(request: GemmRequest) -> str | None:
     if request.dtype not in _RESULTS:
         return f"the result is {request.dtype}; it writes bfloat16, float16 and float32"
     if not request.out_layout.row_major or request.out_layout.stride == 0:
         return "the rows of `out` are not contiguous"
     return None
+
+
+def _unsupported_by_decode(request: GemmRequest) -> str | None:
+    reason = request.unsupported_on_gpu or launch.missing()
+    if reason is not None:
+        return reason
+    for form in (request.a_format, request.b_format):
+        if form not in BLOCK_FORMATS.values():
+            return "it takes two operands of 1x128 or 128x128 blocks"
+    if request.power_of_two:
+        return "the values fit bfloat16, in which cuBLAS multiplies them faster"
+    hardware = request.hardware
+    reason = hardware.lacks("bf16 products") or hardware.lacks("cast kernels")
+    return reason or _unsupported_result(request)
 
 
 def _scales_in_instruction(request: GemmRequest) -> bool:
@@ -135,6 +154,14 @@ def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
     return _run_blocks(block_product, (), a, b, epilogue, activation)
 
 
+def run_decoded(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute `run_blocks` by products of the codes' values in bfloat16, which represents them exactly."""
+    from ....common.kernels.scaled_product import block_product  # it imports triton
+
+    decoding = functools.partial(block_product, decodes=True)
+    return _run_blocks(decoding, (), a, b, epilogue, NO_ACTIVATION, torch.uint8)
+
+
 def run_exponents(
     a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION
 ) -> Tensor:
@@ -151,6 +178,7 @@ def _run_blocks(
     b: Operand,
     epilogue: Epilogue,
     activation: Activation,
+    codes_dtype: torch.dtype | None = None,
 ) -> Tensor:
     from ....common.kernels import scaled_product as kernels  # it imports triton
 
@@ -165,6 +193,8 @@ def _run_blocks(
     record = launch_of(*sides, a.depth, stride, epilogue=_after(epilogue, activation))
     order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
     end = (epilogue.bias, activation.x, out, activation.kept)
+    if codes_dtype is not None:
+        codes = codes[0].view(codes_dtype), codes[1].view(codes_dtype)
     launch.start(record, (*codes[order], *scales[order], *levels, *end), a.codes.get_device())
     return out
 
@@ -185,3 +215,11 @@ def _result(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, int]:
 
 
 BACKEND = Backend("triton", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+# For GPUs without FP8 products: it reads codes, half the bytes of bfloat16, and promotes the sum of every block.
+DECODE = Backend(
+    "decode",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_by_decode,
+    bind=lambda request: on_device(run_decoded),
+    opaque=True,
+)
