@@ -22,9 +22,10 @@ from triton.compiler import ASTSource
 
 from transformer_engine.common import optional
 from transformer_engine.common.hardware import ROWS, Hardware
-from transformer_engine.common.kernels import grouped_gemm, grouped_scaled
+from transformer_engine.common.kernels import grouped_gemm, grouped_scaled, promoted_product
 from transformer_engine.common.kernels import scaled_product as kernels
 from transformer_engine.common.kernels.launch import Launch, compile_options
+from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
 
 COVER = ("8.0", "8.9", "10.0", "12.0")
 # By kind of product and whether the row has tensor memory.
@@ -60,21 +61,19 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 continue
             title = f"{name}{' added' * accumulates}"
             end = [None, None, "fp32", None] if accumulates else ["bf16", None, "bf16", "bf16"]
-            after = (
-                kernels.ProductEpilogue(True) if accumulates else kernels.ProductEpilogue(False, "gelu", True)
-            )
+            after = ProductEpilogue(True) if accumulates else ProductEpilogue(False, "gelu", True)
             if row.has("mxfp8 products") and scaled:
-                sides = kernels.Side(m, k, "e4m3"), kernels.Side(n, k, "e4m3")
+                sides = Side(m, k, "e4m3"), Side(n, k, "e4m3")
                 record = kernels.product(*sides, k, n, length=32, epilogue=after)
                 yield "mxfp8", title, record, ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
             if row.has("nvfp4 products") and scaled:
-                sides = kernels.Side(m, k // 2, "e2m1", 1), kernels.Side(n, k // 2, "e2m1", 1)
+                sides = Side(m, k // 2, "e2m1", 1), Side(n, k // 2, "e2m1", 1)
                 record = kernels.product(*sides, k, n, length=16, packing=2, factor=0.1, epilogue=after)
                 yield "nvfp4", title, record, ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
             for unit in (128, 1) if row.has("fp8 products") else ():
                 strides = (k // 128, 1) if unit == 128 else (1, n)
-                sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
-                record = kernels.block_product(*sides, k, n, epilogue=after)
+                sides = Side(m, k, "e4m3", 0, 1, (1, m)), Side(n, k, "e4m3", 0, unit, strides)
+                record = promoted_product.block_product(*sides, k, n, epilogue=after)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
                 if row.has("mxfp8 products") and scaled:
                     record = kernels.exponent_product(*sides, k, n, epilogue=after)
@@ -83,10 +82,10 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
     if not row.has("fp8 products"):
         for name, (m, n, k) in SHAPES.items():
             sides = (
-                kernels.Side(m, k, "e4m3", 0, 1, (1, m)),
-                kernels.Side(n, k, "e5m2", 0, 128, (k // 128, 1)),
+                Side(m, k, "e4m3", 0, 1, (1, m)),
+                Side(n, k, "e5m2", 0, 128, (k // 128, 1)),
             )
-            record = kernels.block_product(*sides, k, n, decodes=True)
+            record = promoted_product.block_product(*sides, k, n, decodes=True)
             yield "decoded", name, record, ["u8", "u8", "fp32", "fp32", "bf16", None, "bf16", None]
         return
     if row.has("mxfp8 products") and scaled:

@@ -1,4 +1,4 @@
-"""Products of block-scaled codes by the Triton kernels of common/kernels/scaled_product.py.
+"""Products of block-scaled codes by the Triton kernels of `scaled_product.py` and `promoted_product.py`.
 
 FP8 codes with 1x128 and 128x128 blocks run on every GPU with FP8 tensor cores; MXFP8 and NVFP4 codes on GPUs whose
 tensor cores read their scales, where blocks with power-of-two scales are multiplied by the same instruction.
@@ -25,7 +25,7 @@ from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import swizzled_scale
 
 if TYPE_CHECKING:
-    from ....common.kernels.scaled_product import ProductEpilogue
+    from ....common.kernels.product_parts import ProductEpilogue
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
@@ -119,17 +119,18 @@ def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
     """Compute a product of MXFP8 or NVFP4 codes."""
-    from ....common.kernels import scaled_product as kernels  # it imports triton
+    from ....common.kernels import scaled_product  # it imports triton
+    from ....common.kernels.product_parts import Side, is_swapped
 
     assert a.format is not None and b.format is not None and a.format.block is not None
     codes = rows_dense(a.codes), rows_dense(b.codes)
     units = a.format.unit_amax, b.format.unit_amax
     sides = [
-        kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0 if amax is None else amax.numel())
+        Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0 if amax is None else amax.numel())
         for x, amax in zip(codes, (a.amax, b.amax), strict=True)
     ]
     out, stride = _result(a, b, epilogue)
-    record = kernels.product(
+    record = scaled_product.product(
         *sides,
         a.depth,
         stride,
@@ -140,7 +141,7 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
     )
     scales = swizzled_scale(a), swizzled_scale(b)
     levels = (a.amax, b.amax) if units[0] is not None else (None, None)
-    order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
+    order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
     end = (epilogue.bias, activation.x, out, activation.kept)
     tensors = (*codes[order], *scales[order], *levels[order], *end)
     launch.start(record, tensors, a.codes.get_device())
@@ -149,14 +150,14 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
 
 def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
     """Compute a product of FP8 codes with float32 scales of 1x128 or 128x128 blocks."""
-    from ....common.kernels.scaled_product import block_product  # it imports triton
+    from ....common.kernels.promoted_product import block_product  # it imports triton
 
     return _run_blocks(block_product, (), a, b, epilogue, activation)
 
 
 def run_decoded(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """Compute `run_blocks` by products of the codes' values in bfloat16, which represents them exactly."""
-    from ....common.kernels.scaled_product import block_product  # it imports triton
+    from ....common.kernels.promoted_product import block_product  # it imports triton
 
     decoding = functools.partial(block_product, decodes=True)
     return _run_blocks(decoding, (), a, b, epilogue, NO_ACTIVATION, torch.uint8)
@@ -180,7 +181,7 @@ def _run_blocks(
     activation: Activation,
     codes_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    from ....common.kernels import scaled_product as kernels  # it imports triton
+    from ....common.kernels.product_parts import Side, is_swapped  # it imports triton
 
     codes = rows_dense(a.codes), rows_dense(b.codes)
     sides, scales = [], (a.scale, b.scale)
@@ -188,10 +189,10 @@ def _run_blocks(
         assert operand.scale is not None
         unit = 1 if in_rows(operand.format) else 128
         down, along = operand.scale.stride()
-        sides.append(kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
+        sides.append(Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
     out, stride = _result(a, b, epilogue)
     record = launch_of(*sides, a.depth, stride, epilogue=_after(epilogue, activation))
-    order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
+    order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
     end = (epilogue.bias, activation.x, out, activation.kept)
     if codes_dtype is not None:
         codes = codes[0].view(codes_dtype), codes[1].view(codes_dtype)
@@ -200,7 +201,7 @@ def _run_blocks(
 
 
 def _after(epilogue: Epilogue, activation: Activation) -> ProductEpilogue:
-    from ....common.kernels.scaled_product import ProductEpilogue  # it imports triton
+    from ....common.kernels.product_parts import ProductEpilogue  # it imports triton
 
     accumulates = epilogue.accumulate and epilogue.out is not None
     return ProductEpilogue(accumulates, activation.name, activation.kept is not None)
