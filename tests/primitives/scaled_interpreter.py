@@ -27,7 +27,7 @@ from transformer_engine.common import formats
 from transformer_engine.common.kernels import grouped_scaled, launch, swizzled_scales
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
 from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -40,6 +40,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedPr
 from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matrices, quantize_rows
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import swizzled
 
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 

@@ -12,9 +12,10 @@ import torch
 
 from transformer_engine.common import formats, optional
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import compact, swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,10 @@ from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt, torch_mm, triton
 from transformer_engine.pytorch.primitives.gemm.cublaslt_problem import POINTERS, make_descriptor
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
-from transformer_engine.pytorch.primitives.gemm.swizzle import compact, second_level, swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import second_level, swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)

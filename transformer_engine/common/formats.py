@@ -61,7 +61,8 @@ class TensorFormat:
         columns: The format of the columnwise direction, if it differs from this one.
         block_products: Capability of GPUs that multiply two matrices with these block scales; formats with an equal
             one multiply each other. None: one scale per tensor, or no kernel.
-        general: The format without the restriction that float32 scales are powers of two; None: unrestricted.
+        general: The format of which this one is a variant, for operands: its float32 scales are powers of two, or its
+            scales of one byte are in swizzled order. None: no variant.
     """
 
     name: str
@@ -89,6 +90,16 @@ class TensorFormat:
     def swizzled(self) -> bool:
         """Whether matrix instructions read the scales, one byte each and in swizzled order."""
         return self.scale in ("e8m0", "e4m3")
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether the float32 scales of an operand are powers of two."""
+        return self.general is not None and not self.swizzled
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether an operand's scales are in swizzled order, padded to tiles of 128 x 4."""
+        return self.general is not None and self.swizzled
 
     @property
     def unit_amax(self) -> float | None:
@@ -136,6 +147,11 @@ NVFP4_FORMATS = {
     (form.row_scaled, int(form.levels[1].maximum)): form
     for form in (NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256)
     if form.levels is not None
+}
+
+# Operands whose scales are in swizzled order.
+TILED_FORMATS = {
+    form: replace(form, name=f"{form.name}_tiled", general=form) for form in (MXFP8, *NVFP4_FORMATS.values())
 }
 
 # One format per family; variants of NVFP4 are reached through `NVFP4_FORMATS`.
