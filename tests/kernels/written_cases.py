@@ -266,7 +266,7 @@ def grouped() -> Iterator[Case]:
         launch = mxfp8.matrices(SHAPE, 4, E4M3, rowwise, columnwise, square=True)
         yield f"mxfp8 matrices columnwise={columnwise}", launch, (HALF, ADDRESS)
     launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, ("e4m3", "e4m3"))
-    yield "grouped mxfp8 product", launch, (CODES, CODES, BYTES, BYTES, HALF, INDEX)
+    yield "grouped mxfp8 product", launch, (CODES, CODES, INDEX, BYTES, BYTES, HALF)
     for by_address in (False, True):
         table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
         kind = {"accumulates": by_address, "by_address": by_address}

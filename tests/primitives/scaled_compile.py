@@ -90,11 +90,11 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
         return
     if row.has("mxfp8 products") and scaled:
         record = grouped_scaled.product_of_rows(4096, 2048, 2080, 8, ("e5m2", "e4m3"))
-        codes = ["fp8e5", "fp8e4nv", "u8", "u8"]
-        yield "mxfp8", "grouped rows", record, [*codes, "bf16", "i32", "bf16"]
+        codes = ["fp8e5", "fp8e4nv"]
+        yield "mxfp8", "grouped rows", record, [*codes, "i32", "u8", "u8", "bf16", "bf16"]
         options = {"accumulates": True, "by_address": True}
         record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, ("e5m2", "e4m3"), **options)
-        yield "mxfp8", "grouped columns", record, [*codes, "i32", "i64", "fp32"]
+        yield "mxfp8", "grouped columns", record, [*codes, "u8", "u8", "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")

@@ -225,12 +225,12 @@ def grouped() -> dict[str, float]:
     start = launch.start
     start(
         grouped_scaled.product_of_rows(*shape, ("e4m3", "e4m3")),
-        (a[0], b[0], a[1], b[1], bias, groups.layout, y),
+        (a[0], b[0], groups.layout, a[1], b[1], bias, y),
         -1,
     )
     start(
         grouped_scaled.product_of_rows(shape[0], k, n, count, ("e5m2", "e4m3")),
-        (grads[0], b_t[0], grads[1], b_t[1], None, groups.layout, dx),
+        (grads[0], b_t[0], groups.layout, grads[1], b_t[1], None, dx),
         -1,
     )
     kinds = ("e5m2", "e4m3")

@@ -97,6 +97,17 @@ class TensorFormat:
         return self.general is not None and not self.swizzled
 
     @property
+    def by_exponents(self) -> bool:
+        """Whether each block has one scale, an exponent in one byte."""
+        return self.scale == "e8m0"
+
+    @property
+    def length(self) -> int:
+        """Elements along K that share a scale."""
+        assert self.block is not None
+        return self.block[1]
+
+    @property
     def in_tiles(self) -> bool:
         """Whether an operand's scales are in swizzled order, padded to tiles of 128 x 4."""
         return self.general is not None and self.swizzled
@@ -122,6 +133,9 @@ BLOCK_FORMATS = {  # by whether blocks are square, and whether scales are powers
 MXFP8 = TensorFormat(
     "mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True, block_products="mxfp8 products"
 )
+# What multiplies exponents, and the format whose exponents those of BLOCK_FORMATS become.
+EXPONENTS = MXFP8
+EXPONENT_PRODUCTS: Capability = "mxfp8 products"
 # Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax. The variants
 # differ in the largest block scale and in what shares the second level: `NVFP4_FORMATS[row_scaled, largest scale]`.
 NVFP4 = TensorFormat(

@@ -90,22 +90,22 @@ def _store_row_blocks(
 
 
 @triton.jit
-def _quantize_tile(
+def _tile_of_blocks(
     x,
     codes,
     scale,
     codes_t,
     scale_t,
+    program,
     M,
     K,
-    program,
-    INVERSE_MAXIMUM: tl.constexpr,
-    SQUARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PAIRS: tl.constexpr,
+    SQUARE: tl.constexpr,
     EVEN: tl.constexpr,
     TILED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INVERSE_MAXIMUM: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize one tile of a matrix; see `block_kernel`."""
@@ -202,9 +202,9 @@ def block_kernel(
 ):
     """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
     # fmt: off
-    _quantize_tile(
-        x, codes, scale, codes_t, scale_t, M, K, tl.program_id(0),
-        INVERSE_MAXIMUM, SQUARE, BLOCK_M, BLOCK_K, PAIRS, EVEN, TILED, CONVERSION,
+    _tile_of_blocks(
+        x, codes, scale, codes_t, scale_t, tl.program_id(0), M, K,
+        BLOCK_M, BLOCK_K, SQUARE, EVEN, TILED, PAIRS, INVERSE_MAXIMUM, CONVERSION,
     )
     # fmt: on
 
@@ -241,9 +241,9 @@ def matrices_kernel(
         codes_t += place * size
         scale_t += place * K * tl.cdiv(M, GROUP)
     # fmt: off
-    _quantize_tile(
-        x, codes, scale, codes_t, scale_t, M, K, tl.program_id(0) % tiles,
-        INVERSE_MAXIMUM, SQUARE, BLOCK_M, BLOCK_K, PAIRS, EVEN, TILED, CONVERSION,
+    _tile_of_blocks(
+        x, codes, scale, codes_t, scale_t, tl.program_id(0) % tiles, M, K,
+        BLOCK_M, BLOCK_K, SQUARE, EVEN, TILED, PAIRS, INVERSE_MAXIMUM, CONVERSION,
     )
     # fmt: on
 

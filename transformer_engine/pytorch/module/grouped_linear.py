@@ -259,8 +259,9 @@ class GroupedLinear(ProductsModule):
         """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
-            m_splits = m_splits.tolist()  # the host has to know whether blocks of rows fit the groups
-            self._check_rows(m_splits, x.shape[0])
+            m_splits = self._check_rows(
+                m_splits.tolist(), x.shape[0]
+            )  # to know whether blocks of rows fit the groups
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
@@ -281,8 +282,7 @@ class GroupedLinear(ProductsModule):
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
         if isinstance(m_splits, Tensor):
-            m_splits = m_splits.tolist()
-            self._check_rows(m_splits, x.shape[0])
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])
         rows = tuple(m_splits)
         groups = self._fitting(spec, rows) if spec.unquantized else groups
         if is_first_microbatch is not None:
@@ -294,9 +294,7 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(
-        self, spec: GroupedSpec, x: Tensor, m_splits: Sequence[int] | Tensor, weights: tuple[Any, ...]
-    ) -> bool:
+    def _runs_together(self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
@@ -308,10 +306,8 @@ class GroupedLinear(ProductsModule):
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
             if flag is not None and is_captured(state):
                 features += (FLAGGED_WEIGHTS,)
-            if not are_regular(weights):
-                features += (IRREGULAR,)
-            if not spec.quantizers.fit(m_splits):
-                features += (UNFIT_ROWS,)
+            features += (IRREGULAR,) * (not are_regular(weights))
+            features += (UNFIT_ROWS,) * (not spec.quantizers.fit(splits))
         return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
 
     def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
@@ -373,12 +369,13 @@ class GroupedLinear(ProductsModule):
             self._check_rows(rows, shape[0] if len(shape) == 2 else math.prod(shape[:-1]))
         return rows
 
-    def _check_rows(self, rows: Sequence[int], total: int) -> None:
+    def _check_rows(self, rows: Sequence[int], total: int) -> Sequence[int]:
         count = self._config.num_gemms
         if len(rows) != count or sum(rows) != total or min(rows) < 0:
             raise ValueError(
                 f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {total} rows"
             )
+        return rows
 
     def extra_repr(self) -> str:
         return (

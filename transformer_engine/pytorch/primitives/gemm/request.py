@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common import env
 from ....common.dispatch import disturbances
-from ....common.formats import TensorFormat
+from ....common.formats import EXPONENT_PRODUCTS, TensorFormat
 from ....common.hardware import NO_GPU, Capability, Hardware
 from ...runtime.determinism import is_demanded
 from ...runtime.device import current_hardware
@@ -186,7 +186,7 @@ class GemmRequest:
         """
         if self.swizzled:
             return self.block_products
-        return "mxfp8 products" if self.power_of_two else None
+        return EXPONENT_PRODUCTS if self.power_of_two else None
 
     @property
     def unsupported_on_gpu(self) -> str | None:

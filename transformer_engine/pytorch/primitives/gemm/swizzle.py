@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.formats import MXFP8, ceil_div, round_up
+from ....common.formats import EXPONENTS, ceil_div, round_up
 from ...runtime.launching import run
 from ..operand import Operand
 from ..scale_order import TILE, swizzled
@@ -17,12 +17,12 @@ def swizzled_scale(operand: Operand) -> Tensor:
     Float32 scales of 128-element blocks, powers of two, become the exponents of 32 elements of every row.
     """
     scale, form = operand.scale, operand.format
-    assert scale is not None and form is not None and form.block is not None and MXFP8.block is not None
+    assert scale is not None and form is not None and form.block is not None
     if form.in_tiles:
         return scale.view(torch.uint8)
     if form.swizzled:
         return swizzled(scale)
-    rows, columns = operand.rows, ceil_div(operand.depth, MXFP8.block[1])
+    rows, columns = operand.rows, ceil_div(operand.depth, EXPONENTS.length)
     if scale.is_cuda:
         from ....common.kernels.swizzled_scales import swizzle_exponents  # it imports triton
 
@@ -32,7 +32,7 @@ def swizzled_scale(operand: Operand) -> Tensor:
         return result.view(round_up(rows, TILE[0]), round_up(columns, TILE[1]))
     exponents = (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
     exponents = exponents.repeat_interleave(form.block[0], 0)[:rows]
-    return swizzled(exponents.repeat_interleave(form.block[1] // MXFP8.block[1], 1)[:, :columns])
+    return swizzled(exponents.repeat_interleave(form.length // EXPONENTS.length, 1)[:, :columns])
 
 
 def second_level(operand: Operand) -> Tensor | None:

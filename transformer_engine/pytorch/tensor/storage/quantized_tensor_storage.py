@@ -127,7 +127,6 @@ class QuantizedTensorStorage:
     COLUMNWISE: ClassVar[tuple[str, ...]]
 
     format: ClassVar[TensorFormat]
-
     _quantizer: Writer | None
     _dtype: torch.dtype
 
@@ -342,11 +341,8 @@ class QuantizedTensorStorage:
             if mine is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
 
-    def join_claims(self, source: QuantizedTensorStorage) -> None:
-        """Drop the claims about scales that a storage, whose scales were copied into parts of this one, lacks."""
-
-    def check_claims(self) -> None:
-        """Compute the claims about scales again from their values, after bytes of unknown origin were copied here."""
+    def join_claims(self, source: QuantizedTensorStorage | None) -> None:
+        """Drop claims about scales that the source of copied parts lacks; None: compute them from the scales."""
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
         """Quantize a tensor into this payload, in its present directions."""

@@ -34,7 +34,14 @@ def _launch(spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, devi
     return mxfp8.blocks(shape, spec.element, spec.rowwise, spec.columnwise, **options)
 
 
+def _matrices(spec: QuantizeSpec, shape: tuple[int, int], count: int) -> Launch:
+    from .....common.kernels import mxfp8  # it imports triton
+
+    directions = spec.rowwise, spec.columnwise
+    return mxfp8.matrices(shape, count, spec.element, *directions, square=spec.two_dimensional)
+
+
 ROWS = (
-    tile_scaled(MXFP8, encode, decoded=e8m0_to_float, launch=_launch),
+    tile_scaled(MXFP8, encode, decoded=e8m0_to_float, launch=_launch, matrices=_matrices),
     tile_scaled(TILED_FORMATS[MXFP8], encode, decoded=e8m0_to_float),
 )
