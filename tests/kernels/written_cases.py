@@ -94,6 +94,8 @@ def casts() -> Iterator[Case]:
     yield "nvfp4 rows", nvfp4.blocks(SHAPE, True, False, fourbit), (HALF, FLOAT, FLOAT, None, None)
     per_row = nvfp4.Options(per_row=True, four_over_six="MAE")
     yield "nvfp4 4over6", nvfp4.blocks(SHAPE, True, True, per_row), (HALF, FLOAT, FLOAT, None, None)
+    by_tile = nvfp4.Options(hadamard=True, by_tile=True)
+    yield "nvfp4 by tile", nvfp4.blocks(SHAPE, True, True, by_tile), (HALF, FLOAT, FLOAT, None, None)
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
     yield "transformed maximum", nvfp4.transformed_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)

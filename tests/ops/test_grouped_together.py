@@ -21,6 +21,7 @@ from transformer_engine.pytorch import autocast, checkpoint, explain, ops
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
 from transformer_engine.pytorch.ops.basic.grouped_contribution import GroupedKind
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.tensor import GroupedTensor
 
 IN, OUT = 128, 64
 AT_ONCE = ("none", "delayed", "current", "block")
@@ -234,3 +235,19 @@ def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
         ours = outcome(layer, x, splits, RECIPES[name])
     assert not ours[0][128:].any() and not ours[1][128:].any()
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("to_single", [False, True])
+def test_single_and_separate_parameters_load_each_other(to_single, device):
+    single = {"single_grouped_weight": True, "single_grouped_bias": True}
+    saved, loaded = (
+        ops.GroupedLinear(3, 16, 32, device=device, **options)
+        for options in (({}, single) if to_single else (single, {}))
+    )
+    torch.nn.init.normal_(saved.bias if not to_single else saved.bias1)
+    loaded.load_state_dict(saved.state_dict())
+    x, splits = torch.randn(8, 16, device=device), torch.tensor([2, 0, 6])
+    assert torch.equal(saved(x, splits), loaded(x, splits))
+    one = loaded if to_single else saved
+    for group in (one.weight, one.bias):
+        assert isinstance(group, GroupedTensor) and isinstance(group, torch.nn.Parameter)

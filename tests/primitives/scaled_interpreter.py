@@ -1,7 +1,6 @@
 """Run the kernels of block-scaled products in Triton's interpreter, compare with float64, print {case: error} as JSON.
 
-The interpreter has no tl.dot_scaled before Triton 3.9, and later reads the E4M3 scales of NVFP4 as exponents: this
-program replaces it by products of decoded values. Errors are multiples of the sum of the products' magnitudes.
+Errors are multiples of the sum of the products' magnitudes.
 """
 
 from __future__ import annotations
@@ -16,13 +15,9 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import numpy as np
 import torch
-import triton.language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter as triton_interpreter
 
-from tests.kernels import interpreter
+from tests.kernels import dot_scaled, interpreter
 from transformer_engine.common import formats
 from transformer_engine.common.kernels import grouped_scaled, launch, swizzled_scales
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
@@ -41,57 +36,6 @@ from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matr
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 from transformer_engine.pytorch.primitives.scale_order import swizzled
-
-CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
-def decoded(codes: np.ndarray, element: torch.dtype | None, axis: int) -> np.ndarray:
-    """Values of FP8 codes, or of bytes with two E2M1 codes along an axis."""
-    if element is None:
-        pair = np.stack((CODES[codes & 15], CODES[codes >> 4]), axis + 1)
-        shape = list(codes.shape)
-        shape[axis] *= 2
-        return pair.reshape(shape)
-    return torch.from_numpy(np.ascontiguousarray(codes).view(np.uint8)).view(element).float().numpy()
-
-
-def factors(scale, length: int) -> np.ndarray:
-    """Factors [rows, K] of scales, exponents in uint8 or E4M3."""
-    if str(scale.dtype.scalar) == "fp8e4nv":
-        found = (
-            torch.from_numpy(np.ascontiguousarray(scale.data).view(np.uint8))
-            .view(torch.float8_e4m3fn)
-            .float()
-        )
-        return found.numpy().repeat(length, 1)
-    return np.exp2(scale.data.astype(np.float32) - 127).repeat(length, 1)
-
-
-def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options):
-    elements = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": None}
-    left = decoded(a.handle.data, elements[a_format], 1)
-    right = decoded(b.handle.data, elements[b_format], 0)
-    length = left.shape[1] // a_scale.handle.data.shape[1]
-    product = (left * factors(a_scale.handle, length)) @ (right * factors(b_scale.handle, length).T)
-    return self.tensor(triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type)
-
-
-setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010
-create_dot = triton_interpreter.InterpreterBuilder.create_dot
-
-
-def dot_of_values(self, a, b, total, *options):
-    """The interpreter's product, which multiplies the bits of bfloat16, of their values in float32."""
-    if a.dtype.scalar != tl.bfloat16:
-        return create_dot(self, a, b, total, *options)
-    wide = [
-        triton_interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-        for x in (a, b)
-    ]
-    return create_dot(self, *wide, total, *options)
-
-
-setattr(triton_interpreter.InterpreterBuilder, "create_dot", dot_of_values)  # noqa: B010
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
@@ -255,6 +199,7 @@ def grouped() -> dict[str, float]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     interpreter.repair()
+    dot_scaled.install()
     results = orders() | grouped()
     for name, case in CASES.items():
         results |= products(name, *case)

@@ -58,6 +58,7 @@ Capability = Literal[
     "early flash attention 4",  # releases before 4.0.0b36
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
+    "flash attention 4 gradients of scores",  # gradients with a function of the scores, such as a softcap
     # Availability of the original's recipes.
     "bf16 recipe",
     "fp8 recipe",
@@ -159,6 +160,7 @@ _HOPPER = _AFTER_ADA | {
     "early flash attention 4",
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",
+    "flash attention 4 gradients of scores",
 }
 _BLACKWELL = _AFTER_ADA | {
     "mxfp8 products",
@@ -170,6 +172,7 @@ _BLACKWELL = _AFTER_ADA | {
 }
 _DATA_CENTER = _BLACKWELL | {
     "flash attention 4 of a cache",
+    "flash attention 4 gradients of scores",
     "fp8 products in all layouts",
     "mxfp8 products in all layouts",
     "tensor memory",

@@ -149,13 +149,18 @@ def _features(
         SAVED_INPUT: config.save_original_input,
         QUANTIZED_PARAMETERS: config.primary_weights_in_fp8,
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
-        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
+        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter, *_plain_stacks(config)},
         IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
         SINGLE_QUANTIZERS: quantizers.input is None
         and (call.active.quantizes or any(product.inspector for product in call.active.products)),
         OTHER_BACKWARD: call.active.backward != "quantized",
     }
     return tuple([feature for feature, used in found.items() if used])
+
+
+def _plain_stacks(config: Any) -> tuple[type, ...]:
+    """Class of the values of single parameters, which are groups of plain matrices."""
+    return (torch.Tensor,) * (config.single_grouped_weight or config.single_grouped_bias)
 
 
 def _request(

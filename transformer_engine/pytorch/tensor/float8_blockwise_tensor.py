@@ -94,6 +94,10 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
             self.amax_epsilon,
         )
 
+    @property
+    def transposes_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.block_scaling_dim == 1
+
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         return self.adopt(quantize(matrix, self.spec(rowwise, columnwise)), matrix.dtype)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.passes.vocabulary import Layer, Named
 from ...distributed.recompute import is_fp8_activation_recompute_enabled
+from ...functions.caller_buffers import check_buffers
 from ...functions.grouped_call import GroupedCall, GroupedSpec
 from ...functions.grouped_request import (
     IRREGULAR,
@@ -25,6 +26,7 @@ from ...functions.grouped_request import (
 )
 from ...functions.linear_spec import LinearSpec
 from ...primitives.grouped_gemm import groups_of
+from ..chain import InputFacts
 from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from .linear_contribution import fitting
 
@@ -207,3 +209,26 @@ class GroupedKind:
             if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
                 groups[i] = unquantized
         return tuple(groups)
+
+
+def accepted_buffers(
+    name: str,
+    x: InputFacts,
+    width: int,
+    options: Mapping[str, Any],
+    objects: MutableMapping[Any, Any],
+    dtype: torch.dtype,
+) -> tuple[bool, bool]:
+    """Check the caller's buffers of the output [.., width] and the input gradient, and hand them to the steps.
+
+    Returns:
+        Whether the caller gives a buffer of the output, and of the input gradient.
+    """
+    shape = torch.Size((*x.shape[:-1], width))
+    kinds = ((OUTPUT_BUFFER_KEY, shape, dtype), (GRAD_INPUT_BUFFER_KEY, torch.Size(x.shape), x.dtype))
+    for key, extents, kind in kinds:
+        if options.get(key) is not None:
+            like = torch.empty(0, dtype=kind, device=x.device)
+            objects[name, key] = check_buffers(key, options[key], extents, like)
+    output, grad_input = (options.get(key) is not None for key, _, _ in kinds)
+    return output, grad_input

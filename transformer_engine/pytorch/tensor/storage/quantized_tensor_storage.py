@@ -327,9 +327,8 @@ class QuantizedTensorStorage:
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
         """Overwrite this payload with the bytes of src, unless the flag on the device is set."""
         if not isinstance(src, QuantizedTensorStorage):
-            raise TypeError(
-                f"src is {with_article(type(src))}; give {with_article(self.storage_class())}, or call quantize_"
-            )
+            kinds = with_article(type(src)), with_article(self.storage_class())
+            raise TypeError(f"src is {kinds[0]}; give {kinds[1]}, or call quantize_")
         if not self.payload_is_like(src):
             raise ValueError(
                 f"cannot copy {type(src).__name__} of shape {tuple(src.shape)} with {src.get_usages()} over "
@@ -364,10 +363,12 @@ class QuantizedTensorStorage:
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in dtype, by default the nominal dtype."""
-        if dtype is None:
-            return self.decode(self.dtype)
-        values_dtype("dtype", dtype)
-        return self.decode(dtype)
+        if dtype is not None:
+            values_dtype("dtype", dtype)
+        return self.decode(self.dtype if dtype is None else dtype)
+
+    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -391,9 +392,8 @@ class QuantizedTensorStorage:
         raise RuntimeError(f"{type(self).__name__} holds no data; call restore_from_saved before using it")
 
     def __repr__(self) -> str:
-        fields = ", ".join(
-            f"{name}={None if t is None else tuple(t.shape)}" for name, t in self._named_tensors().items()
-        )
+        shapes = {name: None if t is None else (*t.shape,) for name, t in self._named_tensors().items()}
+        fields = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return f"{type(self).__name__}({fields}, dtype={self._dtype})"
 
     def _named_tensors(self) -> dict[str, Tensor | None]:
