@@ -85,9 +85,17 @@ def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]]) -> list[str]
     lines = []
     for row in NVIDIA:
         with_library, without = choices[row.architecture].values()
-        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
+        cells = [
+            _backends(*(_of_recipe(choices, recipe) for choices in (with_library, without)))
+            for recipe in PRODUCTS
+        ]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     return lines
+
+
+def _of_recipe(choices: dict[str, dict[str, str]], recipe: str) -> dict[str, str]:
+    """Return the backends of a recipe; a file without the recipe has those of all block scales."""
+    return choices[recipe] if recipe in choices else choices["block"]
 
 
 def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:

@@ -266,14 +266,8 @@ def matrices(
 
 @functools.lru_cache(maxsize=4096)
 def blocks(
-    shape: tuple[int, int],
-    element: Element,
-    rowwise: bool,
-    columnwise: bool,
-    *,
-    square: bool,
-    tiled: bool = False,
-) -> Launch:
+    shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool, tiled: bool = False
+) -> Launch:  # fmt: skip
     """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)].
 
     Args:

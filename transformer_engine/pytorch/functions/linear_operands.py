@@ -19,12 +19,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def input_operands(
-    x: Tensor,
-    quantizer: Quantizer,
-    columnwise: bool,
-    shards: TensorParallel | None = None,
-    shared: bool = False,
-) -> Operands:
+    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, shared: bool = False
+) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are

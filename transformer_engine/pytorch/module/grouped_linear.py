@@ -261,8 +261,7 @@ class GroupedLinear(ProductsModule):
         """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
-            # The host has to know whether blocks of rows fit the groups.
-            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether blocks of rows fit
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
@@ -282,10 +281,9 @@ class GroupedLinear(ProductsModule):
             return GroupedCall(spec, groups, (), layout, buffers, cached)
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
-        on_host = (
-            self._check_rows(m_splits.tolist(), x.shape[0]) if isinstance(m_splits, Tensor) else m_splits
-        )
-        rows = tuple(on_host)
+        if isinstance(m_splits, Tensor):
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])
+        rows = tuple(m_splits)
         groups = self._fitting(spec, rows) if spec.unquantized else groups
         if is_first_microbatch is not None:
             members = members_of(weights[0]) if spec.stacked_weight else weights
@@ -303,8 +301,8 @@ class GroupedLinear(ProductsModule):
         features: tuple[str, ...] = ()
         if spec.together:
             state = self.numerics.state
-            features += (RECOMPUTATION,) * (state.enabled and is_fp8_activation_recompute_enabled())
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+            features = (RECOMPUTATION,) * (state.enabled and is_fp8_activation_recompute_enabled())
             features += (FLAGGED_WEIGHTS,) * (flag is not None and is_captured(state))
             features += (IRREGULAR,) * (not are_regular(weights))
             features += (UNFIT_ROWS,) * (not spec.quantizers.fit(splits))
