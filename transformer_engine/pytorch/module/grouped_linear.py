@@ -265,7 +265,7 @@ class GroupedLinear(ProductsModule):
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
-                    f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
+                    f"m_splits has {len(m_splits)} numbers for {count} groups; give one for each"
                 )
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = groups_of(splits, x.shape[0], x.device), None
