@@ -264,9 +264,7 @@ class GroupedLinear(ProductsModule):
             m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether blocks of rows fit
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
-                raise ValueError(
-                    f"m_splits has {len(m_splits)} numbers for {count} groups; give one for each"
-                )
+                raise ValueError(f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups")
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = groups_of(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
