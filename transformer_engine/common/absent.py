@@ -146,13 +146,6 @@ ABSENT = {
     "transformer_engine.common._get_shared_object_file": "there is no shared library; leave the call out",
     "transformer_engine.pytorch.cpp_extensions.general_grouped_gemm_for_grouped_tensor": "products of GroupedTensor "
     "operands; call general_grouped_gemm with their members",
-    **dict.fromkeys(
-        (
-            "transformer_engine.pytorch.GatedDeltaNet2Attention",
-            "transformer_engine.pytorch.GatedDeltaNetAttention",
-        ),
-        "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
-    ),
 }
 
 

@@ -51,6 +51,7 @@ Capability = Literal[
     "cudnn ragged statistics",  # logarithms of packed sequences without padding, which gradients read
     "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
     "cudnn fp8 gradients of all heads",  # head sizes other than 128
+    "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "torch cudnn attention",
     "torch flash attention",
     "flash attention 3",
@@ -183,6 +184,7 @@ _B200 = _DATA_CENTER | {
     "stochastic casts",
     "cudnn fp8 attention",
     "cudnn fp8 gradients of all heads",
+    "cudnn linear attention",
 }
 _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
     "cudnn deterministic attention",

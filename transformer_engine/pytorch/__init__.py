@@ -19,6 +19,9 @@ from . import jit, ops, optimizers, quantization, tensor
 from . import router as router
 from .attention import (
     DotProductAttention,
+    GatedDeltaNet2Attention,
+    GatedDeltaNetAttention,
+    GatedDeltaProductAttention,
     InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
