@@ -259,13 +259,10 @@ class GroupedLinear(ProductsModule):
         """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
-            m_splits = m_splits.tolist()  # the host has to know whether blocks of rows fit the groups
-            self._check_rows(m_splits, x.shape[0])
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether blocks of rows fit
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
-                raise ValueError(
-                    f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
-                )
+                raise ValueError(f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups")
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = groups_of(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
@@ -281,8 +278,7 @@ class GroupedLinear(ProductsModule):
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
         if isinstance(m_splits, Tensor):
-            m_splits = m_splits.tolist()
-            self._check_rows(m_splits, x.shape[0])
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])
         rows = tuple(m_splits)
         groups = fitting_groups(spec, rows, self._warn_once) if spec.unquantized else groups
         if is_first_microbatch is not None:
@@ -294,24 +290,18 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(
-        self, spec: GroupedSpec, x: Tensor, m_splits: Sequence[int] | Tensor, weights: tuple[Any, ...]
-    ) -> bool:
+    def _runs_together(self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
         features: tuple[str, ...] = ()
         if spec.together:
             state = self.numerics.state
-            if state.enabled and is_fp8_activation_recompute_enabled():
-                features += (RECOMPUTATION,)
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
-            if flag is not None and is_captured(state):
-                features += (FLAGGED_WEIGHTS,)
-            if not are_regular(weights):
-                features += (IRREGULAR,)
-            if not spec.quantizers.fit(m_splits):
-                features += (UNFIT_ROWS,)
+            features = (RECOMPUTATION,) * (state.enabled and is_fp8_activation_recompute_enabled())
+            features += (FLAGGED_WEIGHTS,) * (flag is not None and is_captured(state))
+            features += (IRREGULAR,) * (not are_regular(weights))
+            features += (UNFIT_ROWS,) * (not spec.quantizers.fit(splits))
         return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
 
     def _caller_buffers(
@@ -363,11 +353,12 @@ class GroupedLinear(ProductsModule):
             self._check_rows(rows, shape[0] if len(shape) == 2 else math.prod(shape[:-1]))
         return rows
 
-    def _check_rows(self, rows: Sequence[int], total: int) -> None:
+    def _check_rows(self, rows: Sequence[int], total: int) -> Sequence[int]:
         if len(rows) != self.num_gemms or sum(rows) != total or min(rows) < 0:
             raise ValueError(
                 f"m_splits={[*rows]} must be {self.num_gemms} numbers >= 0 that add up to the {total} rows"
             )
+        return rows
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
