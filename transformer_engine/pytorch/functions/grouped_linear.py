@@ -36,12 +36,12 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
 from .layer import backward_of_layer, forward_of, infer
-from .linear_operands import input_operands, weight_operands
+from .linear_operands import input_operands, operand_of, weight_operands
 from .linear_spec import LINEAR, Environment
 from .main_grad import main_grad_of
 from .run import run
 from .saving import backward_of, keep, pack, take_saved_before_transfer, unpack
-from .steps import OPERATIONS, operand_of
+from .steps import OPERATIONS, read_as
 from .weight_gradient import WeightGradient, overwrite_once
 
 
@@ -194,8 +194,8 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
         biases = [None] * len(call.groups) if bias is None else members_of(bias)
         parts = [
             gemm(
-                operand_of(left, left_turned),
-                operand_of(right, right_turned),
+                operand_of(read_as(left, left_turned)),
+                operand_of(read_as(right, right_turned)),
                 epilogue if added is None else Epilogue(dtype, bias=added, exact=exact),
             )
             for left, right, added in zip(call.rows_of(a), members_of(b), biases, strict=True)
@@ -230,7 +230,7 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
         if group.needs_grad_weight:
-            operands = operand_of(left, s.turned[0]), operand_of(right, s.turned[1])
+            operands = [operand_of(read_as(v, t)) for v, t in zip((left, right), s.turned, strict=True)]
             exact = group.accumulation.grad_weight
             destination = group.weight_gradient
             if destination.overwrite and destination.fused and torch.compiler.is_compiling():
