@@ -46,20 +46,20 @@ class Pending(NamedTuple):
     Attributes:
         work: Rows or an operand in transit, or (result, handle of the process group).
         parallel: The tensor-parallel group.
+        overlaps: The rows of an all_gather may arrive one rank after another, for `gathered_product`.
+        dense: The result is values that form a matrix with a contiguous axis; see `dense_values`.
     """
 
     work: Any
     parallel: TensorParallel
+    overlaps: bool = False
+    dense: bool = False
 
-    def wait(self, dense: bool = False) -> Any:
-        """Wait for the result on the current stream.
-
-        Args:
-            dense: Return values that form a matrix with a contiguous axis; see `dense_values`.
-        """
-        work, parallel = self
+    def wait(self) -> Any:
+        """Wait for the result on the current stream."""
+        work, parallel, overlaps, dense = self
         if type(work) is ListedPending:
-            return list_wait(lambda started: Pending(started, parallel).wait(dense), work)
+            return list_wait(lambda started: Pending(started, parallel, overlaps, dense).wait(), work)
         if isinstance(work, (PendingOperand, GatheredRows, ScatteredRows)):
             result = work.wait()
         else:
@@ -70,7 +70,12 @@ class Pending(NamedTuple):
 
 
 def begin(
-    collective: str, x: Any, parallel: TensorParallel, axis: int = 0, overlaps: bool = False
+    collective: str,
+    x: Any,
+    parallel: TensorParallel,
+    axis: int = 0,
+    overlaps: bool = False,
+    dense: bool = False,
 ) -> Pending:
     """Begin a collective over the tensor-parallel group.
 
@@ -80,32 +85,35 @@ def begin(
             all_reduce may be written in place.
         parallel: The group.
         axis: Axis that an all_gather of operands joins: 0, or 1 for the column direction [K, M] of sharded rows.
-        overlaps: Rows of an all_gather may arrive one rank after another, for `gathered_product`.
+        overlaps, dense: See `Pending`.
     """
+    return Pending(_begun(collective, x, parallel, axis, overlaps), parallel, overlaps, dense)
+
+
+def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
+    """`Pending.work` of a collective."""
     if is_listed(x):
-        started = list_begin(
-            lambda sent: begin(collective, sent, parallel, axis, overlaps).work,
+        return list_begin(
+            lambda sent: _begun(collective, sent, parallel, axis, overlaps),
             collective,
             x,
             parallel.size,
             axis,
         )
-        return Pending(started, parallel)
     check_collective(parallel, collective, x)
     if collective == "all_gather" and overlaps:
         rows = gather_over_peers(x, parallel)
         if rows is not None:
-            return Pending(rows, parallel)
+            return rows
     if isinstance(x, Operand):
-        return Pending(gather_operand(x, parallel.checked_group(), axis), parallel)
+        return gather_operand(x, parallel.checked_group(), axis)
     if collective == "all_reduce" and parallel.sums_symmetrically:
-        kind = parallel.symmetric
-        return Pending(symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=kind), parallel)
+        return symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=parallel.symmetric)
     traced, quantized = torch.compiler.is_compiling(), isinstance(x, QuantizedTensorStorage)
     if traced and quantized:
         x = storage_of(x)  # a compiler cannot trace the construction of a quantized tensor
     later = not (quantized or traced)
-    return Pending(COLLECTIVES[collective](x, parallel.checked_group(), later), parallel)
+    return COLLECTIVES[collective](x, parallel.checked_group(), later)
 
 
 def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
@@ -120,18 +128,17 @@ def gathered_product(pending: Pending, b: Any, epilogue: Epilogue, dense: bool =
         pending: The gather of a [M, K].
         b: Operand [N, K], or a `Matrix` that is read as its transpose.
         epilogue: Bias, dtype and accumulation of the product.
-        dense: See `Pending.wait`.
 
     Returns:
         y [M, N], and the gathered a.
     """
-    work, parallel = pending
-    if type(work) is ListedPending:
+    work, parallel, overlaps, dense = pending
+    if overlaps and type(work) is ListedPending:
         # The instruction's function is called with real tensors. The bias is an argument of the instruction.
         settings = epilogue._replace(bias=None)
         return list_gathered_product(
             lambda started, other, bias: gathered_product(
-                Pending(started, parallel), other, settings._replace(bias=bias), dense
+                Pending(started, parallel, overlaps, dense), other, settings._replace(bias=bias)
             ),
             work,
             b,
@@ -140,8 +147,8 @@ def gathered_product(pending: Pending, b: Any, epilogue: Epilogue, dense: bool =
         )
     if isinstance(work, GatheredRows):
         y = product_of_rows(work, operand_of(b), epilogue)
-        return y, pending.wait(dense)
-    whole = pending.wait(dense)
+        return y, pending.wait()
+    whole = pending.wait()
     return gemm(operand_of(whole), operand_of(b), epilogue), whole
 
 

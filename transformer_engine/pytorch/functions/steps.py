@@ -44,19 +44,7 @@ from .linear_operands import (
 )
 from .linear_spec import Environment
 from .normalization import NormStatistics
-
-
-def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Return the dimensions of a result of so many rows, for an input with these dimensions in place of its rows.
-
-    Sequence parallelism scales the rows; it then scales the first dimension.
-    """
-    before = 1
-    for size in leading:
-        before = before * size
-    if rows == before or not leading:
-        return leading
-    return (leading[0] * rows // before, *leading[1:])
+from .sequence import leading_shape
 
 
 def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
@@ -216,13 +204,13 @@ def _scale(env: Environment, s: None, x: Tensor, factor: Any) -> tuple[Tensor]:
 
 def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin_step(env: Environment, s: Collective, x: Any) -> tuple[Any]:
-        return (begin(collective, x, env.linears[s.group].parallel, s.axis, s.overlaps),)
+        return (begin(collective, x, env.linears[s.group].parallel, s.axis, s.overlaps, s.dense),)
 
     return begin_step
 
 
 def _wait(env: Environment, s: Collective, pending: Pending) -> tuple[Any]:
-    return (pending.wait(s.dense),)
+    return (pending.wait(),)
 
 
 def _epilogue(env: Environment, product: Product, bias: Tensor | None = None) -> Epilogue:
@@ -234,7 +222,7 @@ def _gathered_product(
     env: Environment, s: OverlappedProduct, pending: Pending, b: Any, bias: Tensor | None = None
 ) -> tuple[Any, Any]:
     right = read_as(b, s.product.turned[1])
-    return gathered_product(pending, right, _epilogue(env, s.product, bias), s.collective.dense)
+    return gathered_product(pending, right, _epilogue(env, s.product, bias))
 
 
 def _scattered_product(env: Environment, s: OverlappedProduct, a: Any, b: Any) -> tuple[Any]:

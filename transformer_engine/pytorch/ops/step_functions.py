@@ -14,7 +14,8 @@ from ...common.passes.vocabulary import DropoutSettings, Layer, Named
 from ..functions.caller_buffers import handed_out
 from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
 from ..functions.grouped_operators import backward_in_graph, forward_in_graph
-from ..functions.steps import OPERATIONS, leading_shape
+from ..functions.sequence import leading_shape
+from ..functions.steps import OPERATIONS
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
