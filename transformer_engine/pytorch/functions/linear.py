@@ -48,7 +48,7 @@ from .gathered_operands import (
 )
 from .layer import LayerFunctions, infer_with, record, run_backward
 from .linear_operands import converted, dequantized, operand_of, weight_operands
-from .linear_spec import Dtypes, LinearSpec, sums_over_ranks
+from .linear_spec import Dtypes, LinearSpec, inspects, sums_over_ranks
 from .saving import backward_of, wait_for_saved
 from .sequence import leading_shape
 
@@ -80,7 +80,7 @@ def linear_forward(
         multiplies: Compute y. Recomputation needs the other results only.
 
     Returns:
-        y or None, and what the backward pass reads: x for dw, and the weight for dx; None if that gradient is not needed.
+        y or None; and what the backward pass reads, x for dw and the weight for dx, None without that gradient.
     """
     parallel = spec.parallel
     x_rows, saved_input = forward_input(x, spec)
@@ -198,13 +198,9 @@ def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any
     return gemm(operand_of(a), operand_of(b), epilogue, cast)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def _inspects(spec: LinearSpec, result: str) -> bool:
-    return spec.inspector is not None and result in spec.inspector.results
-
-
 def _inspected(y: Any, spec: LinearSpec, result: str) -> Any:
     """Let an inspector read or replace a result before it is summed over ranks."""
-    return spec.inspector.inspect(result, y) if _inspects(spec, result) else y  # pyright: ignore
+    return spec.inspector.inspect(result, y) if inspects(spec, result) else y  # pyright: ignore
 
 
 def _scatters(spec: LinearSpec, result: str, mode: str) -> bool:
@@ -214,7 +210,7 @@ def _scatters(spec: LinearSpec, result: str, mode: str) -> bool:
         parallel.overlap.scatter
         and parallel.sequence
         and sums_over_ranks(parallel, mode)
-        and not (spec.traced or _inspects(spec, result))
+        and not (spec.traced or inspects(spec, result))
     )
 
 
@@ -223,7 +219,7 @@ def _result_cast(spec: LinearSpec, quantizer: Quantizer | None, result: str, mod
 
     A product does so in FP8 with a scale that does not depend on the result.
     """
-    if quantizer is None or spec.traced or _inspects(spec, result) or sums_over_ranks(spec.parallel, mode):
+    if quantizer is None or spec.traced or inspects(spec, result) or sums_over_ranks(spec.parallel, mode):
         return None
     cast = quantizer.cast(True, False)
     return cast if cast is not None and cast.multiplier is not None else None

@@ -231,7 +231,8 @@ def input_cast(spec: LinearSpec) -> Cast | None:
         return None
     if spec.traced:
         return None  # the compiler must trace writes to the scaling state
-    return spec.input.cast(True, spec.needs_grad_weight)
+    by_rows = gathers_codes(spec) and spec.gather_input == ROW_CODES  # columns are made of the gathered rows
+    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
@@ -251,3 +252,8 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
     """Return whether a product is a partial sum over ranks: "row" in the forward pass, "column" in the backward."""
     return parallel.mode == mode and parallel.size > 1
+
+
+def inspects(spec: LinearSpec, result: str) -> bool:
+    """Whether an inspector reads or replaces a result: "output" or "grad_input"."""
+    return spec.inspector is not None and result in spec.inspector.results
