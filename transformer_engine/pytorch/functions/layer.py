@@ -20,9 +20,7 @@ from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .compiled import CompiledLayer, CompiledPass, compiles_on
-from .layer_passes import LayerPasses
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
-from .run import Schedule, run
 from .saving import pack, save, take_saved_before_transfer, unpack
 from .sequence import leading_shape
 
@@ -131,7 +129,7 @@ def compiled_functions(
     """Compiled passes of a layer; None if they do more than start kernels, products and collectives."""
     if not compiles_on(device):
         return None
-    linears = spec.linears().values()
+    linears = spec.linears()
     for linear in linears:
         if linear.traced or linear.output is not None or linear.grad_input is not None:
             return None
@@ -148,67 +146,6 @@ def compiled_functions(
         return tuple(backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)), None
 
     return compiled_passes(linears, device, forward, backward)
-
-
-def infer(operation: str, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass without saving; return its results. `operation` is the name of the layer in messages."""
-    check_transforms(operation, tensors)
-    if spec.compiled is not None:
-        return spec.compiled.forward([*tensors], spec, spec.beside)[0]
-    return _run_forward(spec, spec.passes.inference, tensors)[0]
-
-
-def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes) -> Sequence[Any]:
-    """Run the forward pass of a node and save what its backward pass reads; return the results.
-
-    Args:
-        ctx: The node.
-        spec: The call of the layer.
-        tensors: Input and parameters; None for absent ones.
-        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
-    """
-    passes: LayerPasses = spec.passes
-    ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
-    if spec.compiled is not None:
-        made, kind = spec.compiled.forward([*tensors], spec, spec.beside)
-        count = len(passes.forward.results)
-        spec.compiled.save(ctx, made[count:], kind, spec.scale_update)
-        return made[:count]
-    results, saved = _run_forward(spec, passes.forward, tensors)
-    save(ctx, (), saved, spec.scale_update)
-    return results
-
-
-def backward_of_layer(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the backward pass of a node; return the gradients that it makes, that of the input in the input's shape."""
-    spec = ctx.spec
-    if spec.compiled is not None:
-        return spec.compiled.backward(ctx, grads, spec)
-    given = [grad for grad in grads if grad is not None]
-    given += unpack(take_saved_before_transfer(ctx), ctx.forms)
-    return gradients_of(spec, spec.passes, given, ctx.dtypes, ctx.input_shape)
-
-
-def gradients_of(
-    spec: LayerSpec, passes: LayerPasses, given: list[Any], dtypes: Dtypes, shape: torch.Size
-) -> list[Any]:
-    """Run the backward pass on output gradients and saved buffers, a list that it empties."""
-    results, _ = run(passes.backward, spec.environment(dtypes, tuple(shape[:-1])), given)
-    dx = results[0]
-    if dx is not None and dx.shape != shape:
-        results[0] = dx.view(shape)
-    return results
-
-
-def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
-    """Return the compiled passes of a layer; None if its steps do more than kernels, products and collectives."""
-    linears = spec.linears().values()
-    if spec.passes is None or not compiles_on(device):
-        return None
-    for linear in linears:
-        if linear.traced or linear.output is not None or linear.grad_input is not None:
-            return None
-    return compiled_passes(linears, device, _forward_pass, _backward_pass)
 
 
 def compiled_passes(
@@ -238,33 +175,6 @@ def compiled_passes(
         CompiledPass(forward, device, quantizers),
         CompiledPass(backward, device if returned else None, of_backward),
     )
-
-
-def _forward_pass(given: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
-    schedule = spec.passes.forward if spec.needs_grad else spec.passes.inference
-    results, saved = _run_forward(spec, schedule, given)
-    kept, forms = pack(*saved)
-    return (*results, *kept), forms
-
-
-def _backward_pass(given: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
-    count = len(spec.passes.forward.results)
-    values = [grad for grad in given[:count] if grad is not None] + unpack(given[count:], ctx.forms)
-    given.clear()
-    return tuple(gradients_of(spec, spec.passes, values, ctx.dtypes, ctx.input_shape)), None
-
-
-def _run_forward(
-    spec: LayerSpec, schedule: Schedule, tensors: Sequence[Tensor | None]
-) -> tuple[list[Any], list[Any]]:
-    """Return the results in their shapes, and the saved buffers."""
-    x: Any = tensors[0]
-    leading = tuple(x.shape[:-1])
-    env = spec.environment((), leading)
-    if offloading.synchronizer is not None:
-        mark_ready(x)
-    results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
-    return _in_shape(results, saved, leading)
 
 
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:

@@ -34,6 +34,11 @@ def operand_of(value: Operand | Matrix | Tensor) -> Operand:
     return SymbolicOperand(*operand) if type(operand.codes) is Symbol else operand
 
 
+def read_as(value: Any, transposed: bool) -> Any:
+    """Operand of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
+    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value
+
+
 def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
     """Quantize x [M, K] in the requested directions; a plain layer reads x itself."""
     if spec.plain:

@@ -27,11 +27,9 @@ from .gathered_operands import QuantizedGradient, forward_input
 from .layer import LayerFunctions, backward_results, forward_results, infer_with, record, run_backward
 from .linear import forward_weight, linear_backward, linear_forward
 from .linear_operands import operand_of
-from .linear_spec import LINEAR, Dtypes, LayerSpec, LinearSpec, gradient_cast, input_cast
+from .linear_spec import Dtypes, LayerSpec, LinearSpec, gradient_cast, input_cast
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, save, take_saved, wait_for_saved
-
-FC1, FC2 = "fc1", "fc2"
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class NormLinearSpec(LayerSpec):
         """The spec with another norm, which quantizes nothing."""
         return replace(self, norm=norm, compiled=None, norm_mode=SEPARATE)
 
-    def linears(self) -> dict[str, LinearSpec]:
-        return {LINEAR: self.linear}
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (self.linear,)
 
 
 def norm_forward(
@@ -217,8 +215,8 @@ class NormMLPSpec(LayerSpec):
         """The spec with another norm, which quantizes nothing."""
         return replace(self, norm=norm, compiled=None, fusion_modes=self.fusion_modes._replace(norm=SEPARATE))
 
-    def linears(self) -> dict[str, LinearSpec]:
-        return {FC1: self.fc1, FC2: self.fc2}
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.fc1, self.fc2
 
 
 class NormMLPTensors(NamedTuple):

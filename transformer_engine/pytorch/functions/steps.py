@@ -28,9 +28,8 @@ from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
-from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.quantizer import Matrix, Operands
+from ..tensor.quantizer import Operands
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .communication import COLLECTIVES, Pending, begin, gathered_product, scattered_product
 from .linear_operands import (
@@ -40,6 +39,7 @@ from .linear_operands import (
     dense_values,
     dequantized,
     operand_of,
+    read_as,
     weight_operands,
 )
 from .linear_spec import Environment
@@ -73,11 +73,6 @@ def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
     return (converted(x, env.linears[s.layer].dtype),)
-
-
-def read_as(value: Any, transposed: bool) -> Any:
-    """Buffer of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
-    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value
 
 
 def _product(

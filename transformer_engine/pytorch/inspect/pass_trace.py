@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from ...common.explanation import PassReport, PassStepReport
-from ..functions import gathered_operands, linear, norm_linear
+from ..functions import gathered_operands, grouped_linear, linear, norm_linear
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 
 # The modules whose functions are passes and parts of passes.
-PASSES = (linear, gathered_operands, norm_linear)
+PASSES = (linear, gathered_operands, norm_linear, grouped_linear)
 _FILES = frozenset([module.__file__ for module in PASSES])
 
 
