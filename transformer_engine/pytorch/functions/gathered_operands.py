@@ -70,7 +70,7 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     repeatable.
     """
     pending = _begin_gather(x, spec)
-    if spec.plain:
+    if spec.plain and way == VALUES:
         return pending, x if spec.needs_grad_weight else None
     shard, x = x, pending.wait()
     columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
