@@ -92,21 +92,10 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
     """
     if isinstance(dy, QuantizedGradient):
         return *dy.operands, dy.sums
-    parallel = spec.parallel
     quantizes = spec.backward == QUANTIZED and not spec.plain
-    if gathers_gradient_codes(spec) and quantizes:
-        # Row-parallel: each rank quantizes its rows, and their codes are gathered.
-        by_rows = spec.gather_gradient == ROW_CODES
-        rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
-        if not (spec.needs_grad_input or spec.needs_grad_weight):
-            return None, None, None
-        rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
-        rows = _begin_gather(rows, spec) if rowwise else None
-        columns = _begin_gather(columns, spec, axis=1) if columnwise else None
-        if rows is not None and not spec.needs_grad_input:
-            rows = rows.wait()
-        return rows, columns, None
-    if parallel.gathers_gradient:
+    if spec.parallel.gathers_gradient:
+        if quantizes and gathers_gradient_codes(spec):
+            return _gathered_gradient_codes(dy, spec)
         pending = _begin_gather(dy, spec, dense=True)
         if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
             return pending, None, None
@@ -124,6 +113,20 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return None, None, db
     return *cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db
+
+
+def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes; see `output_gradient`."""
+    by_rows = spec.gather_gradient == ROW_CODES
+    rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
+    if not (spec.needs_grad_input or spec.needs_grad_weight):
+        return None, None, None
+    rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
+    rows = _begin_gather(rows, spec) if rowwise else None
+    columns = _begin_gather(columns, spec, axis=1) if columnwise else None
+    if rows is not None and not spec.needs_grad_input:
+        rows = rows.wait()
+    return rows, columns, None
 
 
 def columns_of_rows(rows: Any) -> Operand | Matrix:
@@ -150,7 +153,15 @@ def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
 
 def columns_of_input(x: Any, spec: LinearSpec) -> Any:
     """Columns [K, M] of x for dw, from the saved x, of which all rows may be in transit."""
-    way = spec.gather_input if gathers_again(spec) else None
+    if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
+        return _columns_again(x, spec)
+    wait_for_saved(x)
+    return x
+
+
+def _columns_again(x: Any, spec: LinearSpec) -> Any:
+    """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
+    way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
     if way is None:
         wait_for_saved(x)
