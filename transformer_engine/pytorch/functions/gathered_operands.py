@@ -3,10 +3,10 @@
 With sequence parallelism each rank has M / ranks rows outside of the layer, and the products need all M: of x in a
 column-parallel layer, of dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` say how:
 
-    values      gather values; every rank quantizes all rows
-    codes       each rank quantizes its rows; the codes of each direction are gathered
-    row_codes   the same, where the column direction is the transpose of the row direction
-    once        gather values and save all rows, because they cannot be quantized twice
+- "values": gather values; every rank quantizes all rows.
+- "codes": each rank quantizes its rows; the codes of each direction are gathered.
+- "row_codes": the same, where the column direction is the transpose of the row direction.
+- "once": gather values and save all rows, because they cannot be quantized twice.
 
 The backward pass gathers the saved rows of x again, except in the last way.
 """

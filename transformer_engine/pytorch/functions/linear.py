@@ -2,9 +2,11 @@
 
 A linear layer computes three matrix products. Each contracts the last axis of both operands:
 
-    y  [M, N] = x  [M, K] @ weight [N, K].T + bias      contracts K: x by rows,     weight by rows
-    dx [M, K] = dy [M, N] @ weight [N, K]               contracts N: dy by rows,    weight by columns
-    dw [N, K] = dy [M, N].T @ x [M, K]                  contracts M: dy by columns, x by columns
+| product | contracts | reads |
+| --- | --- | --- |
+| y [M, N] = x [M, K] @ weight [N, K].T + bias | K | x by rows, weight by rows |
+| dx [M, K] = dy [M, N] @ weight [N, K] | N | dy by rows, weight by columns |
+| dw [N, K] = dy [M, N].T @ x [M, K] | M | dy by columns, x by columns |
 
 In low precision an operand is codes and scales. Scales of blocks belong to elements along the contracted axis, so that
 x, weight and dy are each quantized in two directions: by rows [M, K], and by columns, whose operand [K, M] is that of

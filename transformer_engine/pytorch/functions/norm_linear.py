@@ -1,7 +1,7 @@
 """Layers that begin with a norm, differentiable.
 
-    LayerNormLinear   y = norm(x) @ weight.T + bias
-    LayerNormMLP      y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2
+- LayerNormLinear: y = norm(x) @ weight.T + bias
+- LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2
 
 The linear products are those of `linear.py`. Between them a kernel can do more than one step: a norm, an activation or
 the gradient of one can quantize its result (`IN_CODES`), and a product can compute GELU or its gradient in its epilogue
