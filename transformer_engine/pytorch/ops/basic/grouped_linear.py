@@ -27,7 +27,6 @@ from ...functions.grouped_request import (
     GroupedRequest,
     requested_by_environment,
 )
-from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import LinearSpec, changed
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
@@ -52,7 +51,7 @@ from .grouped_operator import (
     is_op_fuser_grouped_tensor_path_supported as is_op_fuser_grouped_tensor_path_supported,
 )
 from .grouped_operator import traced_contribution
-from .linear_contribution import linear_spec
+from .linear_contribution import linear_facts, linear_spec
 
 
 class GroupedLinear(StepOperation):
@@ -347,7 +346,7 @@ class GroupedLinear(StepOperation):
         return GroupedSpec(
             groups=tuple(groups),
             unquantized=tuple(unquantized),
-            passes=None,
+            layer=None,
             extents=extents,
             stacked_weight=self.single_grouped_weight,
             stacked_bias=self.single_grouped_bias,
