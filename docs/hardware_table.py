@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from generated import ROOT, write
 
@@ -22,6 +23,16 @@ PRODUCTS = {
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
+# Recipes of docs/hardware.json's layers by their name in the table of the page, and operations that may be emulated.
+RECIPES = {
+    "none": "bfloat16",
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
+OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
 NOT_NATIVE = ("reference", "widen")
 # Architectures on which the kernels of this package are run before a release.
 RUN_HERE = ("9.0",)
@@ -63,7 +74,8 @@ def products() -> str:
         f"| --- |{' --- |' * len(PRODUCTS)}",
     ]
     for row in NVIDIA:
-        with_library, without = CHOICES[row.architecture].values()
+        choices = CHOICES[row.architecture]
+        with_library, without = choices["with nvmath-python"], choices["without nvmath-python"]
         cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
@@ -83,6 +95,26 @@ def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
     return f"{'emulated' if emulated else 'native'}: {names}"
 
 
+def layers() -> str:
+    """Return the table of training steps: native, or the operations that are emulated."""
+    lines = [f"| | {' | '.join(RECIPES.values())} |", f"| --- |{' --- |' * len(RECIPES)}"]
+    for row in NVIDIA:
+        found: list[dict[str, Any]] = [*CHOICES[row.architecture]["layers"].values()]
+        cells: list[str] = []
+        for recipe in RECIPES:
+            emulated: set[str] = {
+                OPERATIONS.get(operation, operation)
+                for of_libraries in found
+                for of_layer in of_libraries.values()
+                for operations in of_layer.get(recipe, {}).values()
+                for operation, backends in operations.items()
+                if set(NOT_NATIVE) & set(backends.split(", "))
+            }
+            cells.append(f"emulated: {', '.join(sorted(emulated))}" if emulated else "native")
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def attention() -> str:
     """Return the table of attention backends."""
     lines = [f"| | {' | '.join(ATTENTION)} |", f"| --- |{' --- |' * len(ATTENTION)}"]
@@ -98,5 +130,5 @@ def attention() -> str:
 
 
 if __name__ == "__main__":
-    sections = {"gpus": gpus(), "products": products(), "attention": attention()}
+    sections = {"gpus": gpus(), "products": products(), "layers": layers(), "attention": attention()}
     sys.exit(write(__file__, {PAGE: sections}))
