@@ -103,7 +103,7 @@ def layers() -> str:
         cells: list[str] = []
         for recipe in RECIPES:
             emulated: set[str] = {
-                OPERATIONS.get(operation, operation)
+                str(OPERATIONS.get(operation, operation))
                 for of_libraries in found
                 for of_layer in of_libraries.values()
                 for operations in of_layer.get(recipe, {}).values()

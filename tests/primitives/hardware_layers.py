@@ -98,6 +98,17 @@ def cases() -> Iterator[tuple[str, str, recipes.Recipe | None]]:
                 yield layer, name, None if make is None else make()
 
 
+def train(layer: str, recipe: recipes.Recipe | None) -> Iterator[None]:
+    """Run the forward pass of a training step, yield, and run its backward pass."""
+    FP8GlobalStateManager.reset()
+    module, inputs = LAYERS[layer]()
+    with _emulation(recipe):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(*inputs)
+        yield
+        torch.autograd.backward([y], [torch.empty_like(y)])
+
+
 def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]:
     """Backends of a training step's operations, by pass and operation."""
     found: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
@@ -112,13 +123,9 @@ def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]
         if name not in names:
             names.append(name)
 
-    FP8GlobalStateManager.reset()
-    module, inputs = LAYERS[layer]()
-    with observing(see), _emulation(recipe):
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            y = module(*inputs)
-        here = found["backward"]
-        torch.autograd.backward([y], [torch.empty_like(y)])
+    with observing(see):
+        for _ in train(layer, recipe):
+            here = found["backward"]
     return {
         name: {op: ", ".join(names) for op, names in sorted(used.items())} for name, used in found.items()
     }

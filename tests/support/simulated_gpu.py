@@ -2,7 +2,7 @@
 
 `simulate(row)` changes the whole process, so that only programs call it. Tensors are in the CPU's memory, but report
 the device cuda:0. Tables choose and bind backends as on that GPU. Launches are recorded instead of started; cuBLASLt,
-torch's products and the attention libraries allocate their results, which are zeros and mean nothing.
+torch's products and the attention libraries allocate their results, which mean nothing.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ MULTIPROCESSORS = {
     "12.0": 170,
 }
 _GETTERS = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.get_device: 0}  # type: ignore[attr-defined]
-_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 # Operations whose results are in the host's memory.
 _TO_HOST = {Tensor.cpu, Tensor.numpy}
 
 
 class RecordedLaunch(NamedTuple):
-    """A kernel call: the record, and the tensors of the first call with their dtypes and alignment."""
+    """A kernel call: the record, and the dtype of each tensor with whether it is aligned to 16 bytes."""
 
     launch: launches.Launch
-    tensors: tuple[Tensor | None, ...]
+    kinds: tuple[tuple[torch.dtype, bool] | None, ...]
 
 
 class OnGpu(TorchFunctionMode):
@@ -71,8 +70,6 @@ class OnGpu(TorchFunctionMode):
         args = tuple(HOST if _is_gpu(value) else value for value in args)
         kwargs = {name: HOST if _is_gpu(value) else value for name, value in kwargs.items()}
         result = args[0].view_as(args[0]) if func is Tensor.cuda else func(*args, **kwargs)
-        if func in _EMPTY and isinstance(result, Tensor) and not result.is_meta:
-            result.untyped_storage().fill_(0)
         if not to_gpu and (to_host or all(_is_on_host(tensor) for tensor in tensors)):
             _mark(result, tensors)
         elif to_gpu and isinstance(result, Tensor) and _is_on_host(result):
@@ -146,11 +143,14 @@ class Simulation:
     def record(self, launch: launches.Launch, tensors: Any) -> Callable[..., None]:
         """Replacement of launch._compile: record a launch, and return a starter that does nothing."""
         launches._check(launch, tensors)
-        kinds = tuple(
-            None if x is None else (str(x.dtype), x.data_ptr() % launches.ALIGNMENT == 0) for x in tensors
-        )
-        key = launch.kernel, launch.scalars, launch.constants, launch.warps, launch.registers, kinds
-        self.launches.setdefault(key, RecordedLaunch(launch, tuple(tensors)))
+        kinds = tuple(None if x is None else (x.dtype, x.data_ptr() % launches.ALIGNMENT == 0) for x in tensors)
+        # Triton specializes on integers of 1, on multiples of 16 and on the width of others.
+        numbers = [
+            "float" if isinstance(x, float) else (x == 1, x % 16 == 0, abs(x) >= 1 << 31) for x in launch.scalars
+        ]
+        options = launch.warps, launch.registers, launch.fuses, launch.dependent
+        key = launch.kernel, tuple(numbers), launch.constants, options, kinds
+        self.launches.setdefault(key, RecordedLaunch(launch, kinds))
         return launches.Handle(
             itertools.chain, launch.grid, lambda device: 0, (0,) * 3, (*launch.scalars, *launch.constants)
         )
