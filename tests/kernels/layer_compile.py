@@ -25,6 +25,7 @@ from triton.runtime import driver
 from tests.primitives import hardware_layers
 from tests.primitives.scaled_compile import ANY, resources
 from tests.support.simulated_gpu import RecordedLaunch, Simulation
+from transformer_engine.common import optional
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.hardware import Hardware
 from transformer_engine.common.kernels import conversion
@@ -32,7 +33,7 @@ from transformer_engine.common.kernels.launch import Launch, compile_options
 
 CAST = re.compile(r"\bcvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 DOUBLE_ROUNDING = re.compile(r"\bcvt\.\S*e[45]m[32]x2\.f16")
-# Capability of the products of a recipe by Triton, and whether a dense kernel computes them.
+# Capability of the dense products of a recipe by Triton.
 DENSE = {"block": "fp8 products", "mxfp8": "mxfp8 products", "nvfp4": "nvfp4 products"}
 
 
@@ -70,7 +71,9 @@ def compiled(launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...],
     if launch.dependent:
         options["launch_pdl"] = True
     pointers = [
-        None if kind is None else Pointer(torch.uint8 if as_bytes and kind[0].itemsize == 1 else kind[0], kind[1])
+        None
+        if kind is None
+        else Pointer(torch.uint8 if as_bytes and kind[0].itemsize == 1 else kind[0], kind[1])
         for kind in kinds
     ]
     return launch.kernel.warmup(*pointers, *launch.scalars, *constants, grid=launch.grid, **options)
@@ -111,7 +114,8 @@ def title_of(recorded: RecordedLaunch, row: Hardware) -> str:
 def forced(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]:
     """Force the Triton backends of a recipe's products, where the row has them."""
     choice = {"attention": "triton"}
-    if recipe_name in DENSE and row.has(DENSE[recipe_name]):  # pyright: ignore[reportArgumentType]
+    scaled = recipe_name == "block" or optional.release("triton") >= row.scaled_dot
+    if scaled and recipe_name in DENSE and row.has(DENSE[recipe_name]):  # pyright: ignore[reportArgumentType]
         choice["gemm"] = "triton"
     if recipe_name == "none" or (recipe_name in ("delayed", "current", "block") and row.has("fp8 products")):
         choice["grouped_gemm"] = "triton"
