@@ -1,4 +1,4 @@
-"""Launches of training steps of layers, compiled for GPUs of the table: instructions, stack, shared and tensor memory."""
+"""Launches of layers' training steps, compiled for GPUs of the table: instructions, stack, shared and tensor memory."""
 
 from __future__ import annotations
 
