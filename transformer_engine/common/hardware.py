@@ -24,6 +24,7 @@ Capability = Literal[
     # Kernels and matrix instructions.
     "triton kernels",  # Triton compiles for it
     "bf16 products",
+    "cublaslt",  # the library, which nvmath-python calls
     "fp8 products",  # E4M3 x E4M3 and E4M3 x E5M2
     "fp8 products in all layouts",  # of any contiguous axis, by cuBLASLt and the original's rule
     "fp8 products in all layouts by xla",  # the original's rule for JAX
@@ -138,6 +139,7 @@ _WIDE = {"flash attention 2 of wide heads"}
 _ANY = frozenset({"triton kernels", "bf16 products", "early flash attention 2"}) | _WIDE
 _AMD_ANY = _ANY | {"bf16 recipe"}
 _AMPERE = _ANY | {
+    "cublaslt",
     "cast kernels",
     "bf16 recipe",
     "cudnn attention",

@@ -38,7 +38,8 @@ _SWIZZLED = 120_900  # first version of cuBLASLt whose swizzled scales need no w
 
 def unsupported_reason(request: GemmRequest) -> str | None:
     """Return the reason why the library is not queried for an algorithm, or None."""
-    if (reason := request.unsupported_on_gpu or library.missing()) is not None:
+    reason = request.unsupported_on_gpu or request.hardware.lacks("cublaslt") or library.missing()
+    if reason is not None:
         return reason
     if not request.native:
         return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
