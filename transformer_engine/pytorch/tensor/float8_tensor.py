@@ -15,6 +15,7 @@ from ...common import recipe as recipes
 from ...common.formats import FLOAT8
 from ...common.numbers import to_bool
 from ..constants import DType
+from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
 from ..primitives.quantize.maximum import maximum
@@ -40,10 +41,21 @@ def _spec(
     )
 
 
-def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
+def _directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
+    """Directions in which a kernel writes codes for these operands of a product."""
+    one_copy = columnwise and reads_all_layouts() and not torch.compiler.is_compiling()
+    return (True, False) if one_copy else (rowwise, columnwise)
+
+
+def _operands(
+    quantized: Quantized, dtype: torch.dtype, rowwise: bool = True, columnwise: bool = True
+) -> Operands:
+    """Operands of codes in the directions of `_directions`; without transposed codes, a view of the others."""
     codes, scale, codes_t, scale_t, _, _ = quantized
+    if codes_t is None and codes is not None and columnwise and reads_all_layouts():
+        codes_t, scale_t = codes.t(), scale
     return Operands(
-        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None else None,
+        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None and rowwise else None,
         Operand(codes_t, scale_t, FLOAT8, None, dtype) if codes_t is not None else None,
     )
 
@@ -205,16 +217,16 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         if torch.compiler.is_compiling():
             return super().operands(matrix, rowwise, columnwise)
         scale, amax = self._views()
-        spec = _spec(self.dtype, rowwise, columnwise)
+        spec = _spec(self.dtype, *_directions(rowwise, columnwise))
         quantized = quantize(matrix, spec, multiplier=scale, record=amax)
         if self.amax_reduction_group is not None:
             reduce_maxima(amax, self.amax_reduction_group, matrix)
-        return _operands(quantized, matrix.dtype)
+        return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.amax_reduction_group is not None:
             return None  # the maximum is reduced over the group after it is recorded
-        return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
+        return Cast(_spec(self.dtype, *_directions(rowwise, columnwise)), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
         """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
@@ -331,7 +343,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
+        quantized = self._quantized(matrix, *_directions(rowwise, columnwise))
+        return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not Float8CurrentScalingQuantizer:
@@ -349,7 +362,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:
             return None
-        return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
+        directions = _directions(rowwise, columnwise)
+        return Cast(_spec(self.dtype, *directions, self.force_pow_2_scales, self.amax_epsilon))
 
     def _configuration(self) -> Hashable:
         reduction = (self.with_amax_reduction, self.amax_reduction_group)
