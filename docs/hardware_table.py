@@ -1,4 +1,4 @@
-"""Write the tables of docs/your_gpu.md from the table of hardware and docs/hardware.json; --check only compares.
+"""Write the tables of docs/your_gpu.md from the table of hardware and two simulations; --check only compares.
 
 python docs/hardware_table.py [--check]
 """
@@ -15,11 +15,13 @@ from transformer_engine.common.hardware import ROWS, Hardware
 
 PAGE = ROOT / "docs" / "your_gpu.md"
 CHOICES = json.loads((ROOT / "docs" / "hardware.json").read_text())
+JAX_CHOICES = json.loads((ROOT / "docs" / "hardware_jax.json").read_text())
 # Products of docs/hardware.json by the name in the table of the page.
 PRODUCTS = {
     "none": "bfloat16",
     "float8": "FP8, one scale",
-    "block": "FP8, blocks of 128",
+    "block of powers": "FP8, blocks of 128",
+    "block": "FP8, blocks of 128, float32 scales",
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
@@ -33,7 +35,8 @@ RECIPES = {
     "nvfp4": "NVFP4",
 }
 OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
-NOT_NATIVE = ("reference", "widen")
+NOT_NATIVE = ("reference", "widen", "decoded")
+OTHERS = ("grouped", "cast")  # operations of the files that are no dense products
 # Architectures on which the kernels of this package are run before a release.
 RUN_HERE = ("9.0",)
 ATTENTION = {
@@ -73,25 +76,40 @@ def products() -> str:
         f"| | {' | '.join(PRODUCTS.values())} |",
         f"| --- |{' --- |' * len(PRODUCTS)}",
     ]
-    for row in NVIDIA:
-        choices = CHOICES[row.architecture]
-        with_library, without = choices["with nvmath-python"], choices["without nvmath-python"]
-        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
-        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    lines += _rows(CHOICES)
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
     lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
     return "\n".join(lines) + "\n"
 
 
+def jax_products() -> str:
+    """Return the table of JAX's products: the backend with Triton, and without it where it differs."""
+    lines = [
+        f"| | {' | '.join(PRODUCTS.values())} |",
+        f"| --- |{' --- |' * len(PRODUCTS)}",
+        *_rows(JAX_CHOICES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]]) -> list[str]:
+    lines = []
+    for row in NVIDIA:
+        found = choices[row.architecture]
+        with_library, without = (found[name] for name in found if name != "layers")
+        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    return lines
+
+
 def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
     found = [
-        ", ".join(
-            dict.fromkeys(backend for name, backend in choice.items() if not name.startswith("grouped"))
-        )
+        ", ".join(dict.fromkeys(backend for name, backend in choice.items() if not name.startswith(OTHERS)))
         for choice in (with_library, without)
     ]
     names = found[0] if found[0] == found[1] else f"{found[0]}; else {found[1]}"
-    emulated = all(backend in NOT_NATIVE for backend in with_library.values())
+    dense = [backend for name, backend in with_library.items() if not name.startswith(OTHERS)]
+    emulated = all(backend in NOT_NATIVE for backend in dense)
     return f"{'emulated' if emulated else 'native'}: {names}"
 
 
@@ -130,5 +148,11 @@ def attention() -> str:
 
 
 if __name__ == "__main__":
-    sections = {"gpus": gpus(), "products": products(), "layers": layers(), "attention": attention()}
+    sections = {
+        "gpus": gpus(),
+        "products": products(),
+        "layers": layers(),
+        "attention": attention(),
+        "products of JAX": jax_products(),
+    }
     sys.exit(write(__file__, {PAGE: sections}))

@@ -112,12 +112,14 @@ from .enums import (
     ubuf_built_with_mpi,
 )
 from .gemm import generic_gemm, te_general_grouped_gemm
-from .grouped import (
+from .group_quantize import (
     bgrad_group_quantize,
-    bulk_allocate,
-    copy_data_ptrs_to_device,
     group_dequantize,
     group_quantize,
+)
+from .grouped import (
+    bulk_allocate,
+    copy_data_ptrs_to_device,
     grouped_swizzle_for_gemm,
     multi_tensor_swizzle_scales_for_gemm_,
     multi_tensor_swizzle_scales_for_gemm_unchecked_,

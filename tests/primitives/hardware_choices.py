@@ -27,11 +27,13 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.grouped_gemm import library as grouped_library
 from transformer_engine.pytorch.primitives.grouped_gemm import triton as grouped_triton
+from transformer_engine.pytorch.primitives.grouped_gemm import triton_scaled as grouped_scaled
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedGemmRequest
 from transformer_engine.pytorch.primitives.operand import Operand
 
 E4M3, E5M2, PACKED = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
 FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4 = formats.TENSOR_FORMATS
+POWERS_1D, POWERS_2D = formats.BLOCK_1D_POWERS, formats.BLOCK_2D_POWERS
 Side = tuple[formats.TensorFormat | None, torch.dtype]
 # Recipe: what its products need, and (left, right) of the output, the input gradient and the weight gradient.
 PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
@@ -47,6 +49,10 @@ PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
     "block": (
         "fp8 products",
         (((BLOCK_1D, E4M3), (BLOCK_2D, E4M3)),) * 2 + (((BLOCK_1D, E4M3), (BLOCK_1D, E4M3)),),
+    ),
+    "block of powers": (
+        "fp8 products",
+        (((POWERS_1D, E4M3), (POWERS_2D, E4M3)),) * 2 + (((POWERS_1D, E4M3), (POWERS_1D, E4M3)),),
     ),
     "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
     "nvfp4": ("nvfp4 products", (((NVFP4, PACKED), (NVFP4, PACKED)),) * 3),
@@ -92,13 +98,14 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         mock.patch.object(cublaslt_library, "bindings", CublasLt),
         mock.patch.object(grouped_library, "current_hardware", lambda: hardware),
         mock.patch.object(grouped_triton, "current_hardware", lambda: hardware),
+        mock.patch.object(grouped_scaled, "current_hardware", lambda: hardware),
     ):
         found: dict[str, dict[str, str]] = {}
         for recipe, (_, products) in PRODUCTS.items():
             of_recipe = found[recipe] = {}
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, name == "grad_weight", hardware)
-                if recipe in ("none", "float8", "block"):
+                if recipe in ("none", "float8", "block", "mxfp8"):
                     along = "rows" if name == "grad_weight" else "columns"
                     of_recipe[f"grouped {name}"] = grouped(a, b, along)
         return found

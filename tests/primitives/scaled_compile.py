@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from transformer_engine.common import optional
 from transformer_engine.common.hardware import ROWS, Hardware
-from transformer_engine.common.kernels import grouped_gemm
+from transformer_engine.common.kernels import grouped_gemm, grouped_scaled
 from transformer_engine.common.kernels import scaled_product as kernels
 from transformer_engine.common.kernels.launch import Launch, compile_options
 
@@ -58,22 +58,34 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
             ):
                 continue
             title = f"{name}{' added' * accumulates}"
-            end = [None, "fp32"] if accumulates else ["bf16", "bf16"]
+            end = [None, None, "fp32", None] if accumulates else ["bf16", None, "bf16", "bf16"]
+            after = (
+                kernels.ProductEpilogue(True) if accumulates else kernels.ProductEpilogue(False, "gelu", True)
+            )
             if row.has("mxfp8 products") and scaled:
                 sides = kernels.Side(m, k, "e4m3"), kernels.Side(n, k, "e4m3")
-                record = kernels.product(*sides, k, n, length=32, accumulates=accumulates)
+                record = kernels.product(*sides, k, n, length=32, epilogue=after)
                 yield "mxfp8", title, record, ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
             if row.has("nvfp4 products") and scaled:
                 sides = kernels.Side(m, k // 2, "e2m1", 1), kernels.Side(n, k // 2, "e2m1", 1)
-                record = kernels.product(
-                    *sides, k, n, length=16, packing=2, factor=0.1, accumulates=accumulates
-                )
+                record = kernels.product(*sides, k, n, length=16, packing=2, factor=0.1, epilogue=after)
                 yield "nvfp4", title, record, ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
             for unit in (128, 1):
                 strides = (k // 128, 1) if unit == 128 else (1, n)
                 sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
-                record = kernels.block_product(*sides, k, n, accumulates=accumulates)
+                record = kernels.block_product(*sides, k, n, epilogue=after)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
+                if row.has("mxfp8 products") and scaled:
+                    record = kernels.exponent_product(*sides, k, n, epilogue=after)
+                    pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
+                    yield "mxfp8", f"exponents {title} {unit}", record, pointers
+    if row.has("mxfp8 products") and scaled:
+        record = grouped_scaled.product_of_rows(4096, 2048, 2080, 8, ("e5m2", "e4m3"))
+        codes = ["fp8e5", "fp8e4nv", "u8", "u8"]
+        yield "mxfp8", "grouped rows", record, [*codes, "bf16", "i32", "bf16"]
+        options = {"accumulates": True, "by_address": True}
+        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, ("e5m2", "e4m3"), **options)
+        yield "mxfp8", "grouped columns", record, [*codes, "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,8 +17,10 @@ from ..common import optional
 from .demo.config import HIGH_PRECISION
 from .demo.records import Progress as Record
 from .demo.records import summarize
-from .demo.trainer import Trainer
 from .failure import Failure
+
+if TYPE_CHECKING:
+    from .demo.trainer import Trainer
 
 
 def describe(console: Console, trainer: Trainer) -> None:

@@ -114,7 +114,6 @@ ABSENT = {
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.AttnFuncWithCP*",
-            "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.attn_forward_func_with_cp",
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.get_seq_chunk_ids_*",
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.reorder_seq_chunks_*",
         ),

@@ -61,6 +61,7 @@ class TensorFormat:
         columns: The format of the columnwise direction, if it differs from this one.
         block_products: Capability of GPUs that multiply two matrices with these block scales; formats with an equal
             one multiply each other. None: one scale per tensor, or no kernel.
+        general: The format without the restriction that float32 scales are powers of two; None: unrestricted.
     """
 
     name: str
@@ -77,6 +78,7 @@ class TensorFormat:
     row_scaled: bool = field(default=False, compare=False)
     columns: TensorFormat | None = field(default=None, compare=False)
     block_products: Capability | None = field(default=None, compare=False)
+    general: TensorFormat | None = field(default=None, compare=False)
 
     @property
     def columnwise(self) -> TensorFormat:
@@ -97,6 +99,15 @@ class TensorFormat:
 FLOAT8 = TensorFormat("float8", None, "float32", fits_bfloat16=True)
 BLOCK_1D = TensorFormat("block1d", (1, 128), "float32", block_products="fp8 products")
 BLOCK_2D = TensorFormat("block2d", (128, 128), "float32", block_products="fp8 products")
+# Operands whose scales are powers of two: matrix instructions that read exponents can multiply them.
+BLOCK_1D_POWERS = replace(BLOCK_1D, name="block1d_powers", general=BLOCK_1D)
+BLOCK_2D_POWERS = replace(BLOCK_2D, name="block2d_powers", general=BLOCK_2D)
+BLOCK_FORMATS = {  # by whether blocks are square, and whether scales are powers of two
+    (False, False): BLOCK_1D,
+    (False, True): BLOCK_1D_POWERS,
+    (True, False): BLOCK_2D,
+    (True, True): BLOCK_2D_POWERS,
+}
 MXFP8 = TensorFormat(
     "mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True, block_products="mxfp8 products"
 )

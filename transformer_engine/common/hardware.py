@@ -63,6 +63,7 @@ Capability = Literal[
     "early flash attention 4",  # releases before 4.0.0b36
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
+    "flash attention 4 gradients of scores",  # gradients with a function of the scores, such as a softcap
     # Availability of the original's recipes.
     "bf16 recipe",
     "fp8 recipe",
@@ -171,6 +172,7 @@ _HOPPER |= {
     "early flash attention 4",
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",
+    "flash attention 4 gradients of scores",
 }
 _BLACKWELL = _AFTER_ADA - {"early flash attention 2"}
 _BLACKWELL |= {
@@ -184,6 +186,7 @@ _BLACKWELL |= {
 _DATA_CENTER = _BLACKWELL | _WIDE
 _DATA_CENTER |= {
     "flash attention 4 of a cache",
+    "flash attention 4 gradients of scores",
     "fp8 products in all layouts",
     "mxfp8 products in all layouts",
     "tensor memory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .formats import TENSOR_FORMATS, Element, TensorFormat
+from .formats import BLOCK_2D, BLOCK_FORMATS, TENSOR_FORMATS, Element, TensorFormat
 
 # Errors by which 4over6 chooses between two codings of a block: the sum of absolute or of squared differences. The
 # fast variants omit the second-level scale on both sides instead of multiplying every code by it.
@@ -45,6 +45,14 @@ class QuantizeSpec:
     random_sign: bool = True
     stochastic: bool = False
     four_over_six: str = ""
+
+    @property
+    def operand_format(self) -> TensorFormat:
+        """Format of the operands, which records whether float32 scales of blocks are powers of two."""
+        form = self.format
+        if not self.power_of_two or form not in BLOCK_FORMATS.values():
+            return form
+        return BLOCK_FORMATS[form == BLOCK_2D, True]
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):

@@ -24,7 +24,7 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .attention.mla_projection import FusedMLAQUpProjRopeQuant
-from .constants import DType
+from .constants import CPLoadBalancingStrategy, DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
@@ -48,7 +48,7 @@ from .module import (
     RMSNorm,
 )
 from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
-from .newton_schulz import CusolverMpCtx, newton_schulz
+from .newton_schulz import CusolverMpCtx, newton_schulz, newton_schulz_tp
 from .permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,

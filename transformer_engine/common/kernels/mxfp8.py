@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import triton
 import triton.language as tl
@@ -10,7 +11,8 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from . import tile
 from .conversion import NATIVE
-from .launch import Launch, Output, codes_dtype
+from .grouped_gemm import base_of
+from .launch import READ, AddressTable, Launch, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, to_codes
 
 _GROUP = 32
@@ -67,7 +69,7 @@ def _store_row_blocks(
 
 
 @triton.jit
-def block_kernel(
+def _quantize_tile(
     x,
     codes,
     scale,
@@ -75,6 +77,7 @@ def block_kernel(
     scale_t,
     M,
     K,
+    program,
     INVERSE_MAXIMUM: tl.constexpr,
     SQUARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -83,12 +86,11 @@ def block_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
+    """Quantize one tile of a matrix; see `block_kernel`."""
     HALF: tl.constexpr = BLOCK_M // 2
     GROUPS_M: tl.constexpr = BLOCK_M // GROUP
     GROUPS_K: tl.constexpr = BLOCK_K // GROUP
     SPAN: tl.constexpr = GROUP // 2  # pairs of rows in a block of a column
-    program = tl.program_id(0)
     tiles_k = tl.cdiv(K, BLOCK_K)
     half = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K)
@@ -154,6 +156,86 @@ def block_kernel(
         width = tl.cdiv(M, GROUP)
         exponent_t = tl.trans(exponent).to(tl.uint8)
         tile.store_rows(scale_t, K, width, first_k, first_m // GROUP, k, group, exponent_t, EVEN)
+
+
+@triton.jit
+def block_kernel(
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    INVERSE_MAXIMUM: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
+    """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
+    # fmt: off
+    _quantize_tile(
+        x, codes, scale, codes_t, scale_t, M, K, tl.program_id(0),
+        INVERSE_MAXIMUM, SQUARE, BLOCK_M, BLOCK_K, PAIRS, EVEN, CONVERSION,
+    )
+    # fmt: on
+
+
+@triton.jit
+def matrices_kernel(
+    x,
+    table,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    INVERSE_MAXIMUM: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
+    """Quantize as `block_kernel` every matrix of a table of addresses, or of a stack x, into stacks."""
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    group = tl.program_id(0) // tiles
+    size = tl.cast(M, tl.int64) * K
+    x = base_of(x, table, group, size)
+    place = group.to(tl.int64)
+    if codes is not None:
+        codes += place * size
+        scale += place * M * tl.cdiv(K, GROUP)
+    if codes_t is not None:
+        codes_t += place * size
+        scale_t += place * K * tl.cdiv(M, GROUP)
+    # fmt: off
+    _quantize_tile(
+        x, codes, scale, codes_t, scale_t, M, K, tl.program_id(0) % tiles,
+        INVERSE_MAXIMUM, SQUARE, BLOCK_M, BLOCK_K, PAIRS, EVEN, CONVERSION,
+    )
+    # fmt: on
+
+
+@functools.lru_cache(maxsize=4096)
+def matrices(
+    shape: tuple[int, int], groups: int, element: Element, rowwise: bool, columnwise: bool, *, square: bool
+) -> Launch:
+    """Return the launch (x, table | None) -> codes [groups, M, K], scale, codes_t [groups, K, M], scale_t."""
+    one = blocks(shape, element, rowwise, columnwise, square=square)
+    stacks = [
+        None if o is None or o.shape is None else Output((groups, *o.shape), o.dtype) for o in one.outputs
+    ]
+    grid = (groups * one.grid[0], 1, 1)
+    return replace(
+        one, kernel=matrices_kernel, grid=grid, outputs=tuple(stacks), tables=(AddressTable(1, (READ,)),),
+        handles={}, makers={},
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -71,6 +71,13 @@ def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
 
 
 @triton.jit
+def _tile_maxima(amax, first_m, M, TILE: tl.constexpr):
+    """Return the maxima [TILE / 16] of tiles of 16 rows from row first_m on."""
+    tiles = tl.arange(0, TILE // GROUP)
+    return tl.load(amax + first_m // GROUP + tiles, mask=first_m + tiles * GROUP < M, other=0.0)
+
+
+@triton.jit
 def _store_direction(
     x,
     bits,
@@ -94,7 +101,7 @@ def _store_direction(
     Args:
         bits: Maxima of the blocks [ROWS, COLUMNS / 16].
         four: The blocks that map their maximum to 4; None: all map it to 6.
-        amax: Result of `_maxima`.
+        amax: Result of `_maxima`, or maxima [1, COLUMNS / 16] of blocks of columns.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
     encode_scale = encode_scale_of(amax, RANGE)
@@ -168,6 +175,7 @@ def block_kernel(
     HADAMARD: tl.constexpr,
     RANDOM_SIGN: tl.constexpr,
     PER_ROW: tl.constexpr,
+    BY_TILE: tl.constexpr,
     RANGE: tl.constexpr,
     ERROR: tl.constexpr,
     TILE: tl.constexpr,
@@ -179,6 +187,7 @@ def block_kernel(
     Args:
         SQUARE: 16 x 16 elements share a scale; the columnwise direction uses the rowwise random numbers.
         PER_ROW: The rowwise direction has one maximum per row, amax [M]; the columnwise direction has one, amax_t [1].
+        BY_TILE: As PER_ROW, and the columnwise direction has one maximum per 16 rows of x, amax_t [ceil(M / 16)].
         RANGE: 6 times the largest block scale.
         ERROR: Error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6.
     """
@@ -191,22 +200,33 @@ def block_kernel(
         bits = _on_every_row(square, TILE)
         if ERROR > 0:
             # Both directions use the rowwise choice, because the order of a sum matters.
-            maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
-            square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE, CONVERSION)
+            if BY_TILE and codes is None:
+                maximum = _tile_maxima(amax_t, first_m, M, TILE)[:, None].broadcast_to(GROUPS, GROUP)
+                maximum = maximum.reshape(TILE, 1)
+            else:
+                maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, BY_TILE)
+            square_four = takes_four(
+                values, bits, maximum, RANGE, ERROR, BY_TILE, True, TILE, TILE, CONVERSION
+            )
     if codes is not None:
-        maximum = _maxima(amax, first_m, M, TILE, PER_ROW)
+        maximum = _maxima(amax, first_m, M, TILE, PER_ROW or BY_TILE)
         if ERROR > 0:
             if SQUARE:
                 four = _on_every_row(square_four, TILE)
             else:
-                four = takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE, CONVERSION)
+                four = takes_four(
+                    values, bits, maximum, RANGE, ERROR, PER_ROW or BY_TILE, False, TILE, TILE, CONVERSION
+                )
         _store_direction(
             values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN,
             CONVERSION,
         )  # fmt: skip
     if codes_t is not None:
         turned = tl.trans(values)
-        maximum_t = _maxima(amax_t, first_k, K, TILE, False)
+        if BY_TILE:
+            maximum_t = _tile_maxima(amax_t, first_m, M, TILE)[None, :]
+        else:
+            maximum_t = _maxima(amax_t, first_k, K, TILE, False)
         if HADAMARD:
             turned = _transform(turned, RANDOM_SIGN, TILE, TILE)
         if SQUARE:
@@ -219,7 +239,7 @@ def block_kernel(
                 four_t = _on_every_row(tl.trans(square_four), TILE)
             else:
                 four_t = takes_four(
-                    turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE, CONVERSION
+                    turned, bits_t, maximum_t, RANGE, ERROR, BY_TILE, False, TILE, TILE, CONVERSION
                 )
         _store_direction(
             turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
@@ -260,6 +280,7 @@ class Options:
         per_row: The rowwise direction has one second-level scale per row.
         largest_scale: Largest scale of a block: 448 or 256.
         four_over_six: Error by which a block's maximum maps to 4 or to 6; empty: always to 6.
+        by_tile: The rowwise direction has one second-level scale per row, the columnwise direction one per 16 rows.
     """
 
     square: bool = False
@@ -268,9 +289,10 @@ class Options:
     per_row: bool = False
     largest_scale: float = 448.0
     four_over_six: str = ""
+    by_tile: bool = False
 
     @classmethod
-    def of(cls, spec: QuantizeSpec) -> Options:
+    def of(cls, spec: QuantizeSpec, by_tile: bool = False) -> Options:
         """Return the options of a spec in one of the formats of NVFP4."""
         assert spec.format.levels is not None
         return cls(
@@ -280,20 +302,24 @@ class Options:
             spec.format.row_scaled,
             spec.format.levels[1].maximum,
             spec.four_over_six,
+            by_tile,
         )
 
     @property
     def constants(self) -> tuple[bool | int | float, ...]:
         error = ERRORS[self.four_over_six]
-        return self.square, self.hadamard, self.random_sign, self.per_row, 6.0 * self.largest_scale, error
+        flags = (self.square, self.hadamard, self.random_sign, self.per_row, self.by_tile)
+        return (*flags, 6.0 * self.largest_scale, error)
 
 
 @functools.lru_cache(maxsize=4096)
 def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Options) -> Launch:
     """Return the launch (x, amax, amax_t, random, random_t) -> codes, scale, codes_t, scale_t.
 
-    x is [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1], random [M, K] and random_t [K, M]
-    float32 or None. codes are [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
+    x is [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1] (by tile [ceil(M/16)]), random [M, K] and
+    random_t [K, M] float32 or None. codes are [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t
+    [K, ceil(M/16)].
+    """
     rows, depth = shape
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,

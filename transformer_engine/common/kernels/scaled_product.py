@@ -1,9 +1,8 @@
-"""out [M, N] = a [M, K] @ b [N, K].T of codes with block scales, and the order of scales that matrix instructions read.
+"""out [M, N] = a [M, K] @ b [N, K].T of codes with block scales.
 
 `product` multiplies MXFP8 and NVFP4 codes by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute
-capability 10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled: [R, C] bytes in tiles of
-128 x 4, and byte (r, c) of a tile at (r % 32) * 16 + r // 32 * 4 + c (cuBLAS documentation, "1D block scaling factors
-layout").
+capability 10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled (`swizzled_scales.py`), or they
+are the exponents of float32 scales of 1x128 or 128x128 blocks.
 
 `block_product` multiplies FP8 codes with float32 scales for 1x128 or 128x128 elements, of any value. It promotes the
 sum of every 128 products to float32, on every GPU with FP8 tensor cores.
@@ -17,70 +16,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div, round_up
+from ..formats import ceil_div
 from . import tile
+from .activation import curve, curve_and_slope
 from .launch import Launch, Output
-
-TILE_ROWS, TILE_COLUMNS = 128, 4  # scales of a tile in swizzled order
-
-
-def swizzled_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of the swizzled scales [rows, columns]."""
-    return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
-
-
-@triton.jit
-def swizzle_kernel(scale, out, R, C, ROW_STRIDE, COLUMN_STRIDE, TILES: tl.constexpr, BACK: tl.constexpr):
-    """Copy scales [R, C] to swizzled order, with zeros behind both extents; BACK copies swizzled scales to [R, C]."""
-    place = tl.arange(0, TILES * 512)
-    byte = place % 512
-    row = tl.program_id(0) * 128 + byte % 16 // 4 * 32 + byte // 16
-    column = (tl.program_id(1) * TILES + place // 512) * 4 + byte % 4
-    tiles_c = tl.cdiv(C, 4)
-    first = (tl.program_id(0).to(tl.int64) * tiles_c + tl.program_id(1) * TILES) * 512
-    inside = (row < R) & (column < C)
-    compact = row.to(tl.int64) * ROW_STRIDE + column.to(tl.int64) * COLUMN_STRIDE
-    exists = tl.program_id(1) * TILES + place // 512 < tiles_c
-    if BACK:
-        tl.store(out + compact, tl.load(scale + first + place, mask=exists, other=0), mask=inside)
-    else:
-        tl.store(out + first + place, tl.load(scale + compact, mask=inside, other=0), mask=exists)
-
-
-@triton.jit
-def scales_of_tile(
-    scale, first_row, first_column, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
-):
-    """Load scales [ROWS, COLUMNS] from swizzled memory; fewer than 128 rows are a part of one tile."""
-    if ROWS >= 128:
-        r = tl.arange(0, ROWS // 128)[:, None, None]
-        c = tl.arange(0, COLUMNS // 4)[None, :, None]
-        e = tl.arange(0, 512)[None, None, :]
-        tile_c = first_column // 4 + c
-        places = scale + ((first_row // 128 + r).to(tl.int64) * TILES_C + tile_c) * 512 + e
-        if EVEN:
-            found = tl.load(places)
-        else:
-            found = tl.load(places, mask=tile_c < TILES_C, other=0.0)
-        parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
-        scales = parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
-    else:
-        r = first_row + tl.arange(0, ROWS)[:, None]
-        c = first_column + tl.arange(0, COLUMNS)[None, :]
-        tiles = (r // 128).to(tl.int64) * TILES_C + c // 4
-        places = scale + tiles * 512 + (r % 32 * 16 + r % 128 // 32 * 4 + c % 4)
-        if EVEN:
-            scales = tl.load(places)
-        else:
-            scales = tl.load(places, mask=c // 4 < TILES_C, other=0.0)
-    return scales
+from .swizzled_scales import exponents_of_tile, scales_of_tile
 
 
 @triton.jit
 def finish(
     total,
     bias,
+    x,
     out,
+    kept,
     m,
     n,
     M,
@@ -89,18 +38,33 @@ def finish(
     COLUMN_STRIDE,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n."""
+    """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n.
+
+    ACTIVATION "gelu" stores gelu(y) of the rounded sum y, and y in `kept` if present; "gelu_gradient" multiplies y by
+    the derivative of GELU at `x`. Both have the layout of `out`.
+    """
     inside = (m < M)[:, None] & (n < N)[None, :]
     if bias is not None:
         if ALONG_ROWS:
             total += tl.load(bias + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
         else:
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    places = out + (m.to(tl.int64)[:, None] * ROW_STRIDE + n.to(tl.int64)[None, :] * COLUMN_STRIDE)
+    places = m.to(tl.int64)[:, None] * ROW_STRIDE + n.to(tl.int64)[None, :] * COLUMN_STRIDE
     if ACCUMULATE:
-        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(places, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        rounded = total.to(out.dtype.element_ty)
+        if kept is not None:
+            tl.store(kept + places, rounded, mask=inside)
+        total = rounded.to(tl.float32)
+        if ACTIVATION == "gelu":
+            total = curve(total, "gelu")
+        else:
+            _, slope = curve_and_slope(tl.load(x + places, mask=inside, other=0.0).to(tl.float32), "gelu")
+            total = total * slope
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -112,12 +76,18 @@ def product_kernel(
     level_a,
     level_b,
     bias,
+    x,
     out,
+    kept,
     M,
     N,
     K,
     LEADING_A,
     LEADING_B,
+    ROW_A,
+    COLUMN_A,
+    ROW_B,
+    COLUMN_B,
     ROW_STRIDE,
     COLUMN_STRIDE,
     RANGE,
@@ -125,10 +95,13 @@ def product_kernel(
     FORMAT_B: tl.constexpr,
     LENGTH: tl.constexpr,
     PACKING: tl.constexpr,
+    UNIT_A: tl.constexpr,
+    UNIT_B: tl.constexpr,
     ROWS_A: tl.constexpr,
     ROWS_B: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -139,6 +112,7 @@ def product_kernel(
     """Compute out [M, N] of codes a [M, K / PACKING] and b [N, K / PACKING] with a scale for LENGTH elements.
 
     Args:
+        scale_a: Swizzled bytes, or float32 powers of two for UNIT_A > 0 rows and 128 columns, as in `block_kernel`.
         level_a: Maximum of a tensor [1], or of its rows [M] if ROWS_A, whose multiple by RANGE scales the sum; or None.
         RANGE: Factor of the product of both maxima.
         EVEN: K is a multiple of BLOCK_K.
@@ -164,8 +138,16 @@ def product_kernel(
             inside = (k < (K - block * BLOCK_K) // PACKING)[None, :]
             a_codes = tl.load(a_tile, mask=inside, other=0.0)
             b_codes = tl.load(b_tile, mask=inside, other=0.0)
-        a_scales = scales_of_tile(scale_a, tile_m * BLOCK_M, block * columns, tiles_c, BLOCK_M, columns, EVEN)
-        b_scales = scales_of_tile(scale_b, tile_n * BLOCK_N, block * columns, tiles_c, BLOCK_N, columns, EVEN)
+        if UNIT_A > 0:
+            a_scales = exponents_of_tile(scale_a, m, M, block, ROW_A, COLUMN_A, UNIT_A, BLOCK_M, columns)
+            b_scales = exponents_of_tile(scale_b, n, N, block, ROW_B, COLUMN_B, UNIT_B, BLOCK_N, columns)
+        else:
+            a_scales = scales_of_tile(
+                scale_a, tile_m * BLOCK_M, block * columns, tiles_c, BLOCK_M, columns, EVEN
+            )
+            b_scales = scales_of_tile(
+                scale_b, tile_n * BLOCK_N, block * columns, tiles_c, BLOCK_N, columns, EVEN
+            )
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
         a_tile += BLOCK_K // PACKING
         b_tile += BLOCK_K // PACKING
@@ -179,7 +161,9 @@ def product_kernel(
             total *= tl.load(level_b + n, mask=n < N, other=0.0)[None, :]
         else:
             total *= tl.load(level_b)
-    finish(total, bias, out, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE)
+    finish(
+        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+    )
 
 
 @triton.jit
@@ -189,7 +173,9 @@ def block_kernel(
     scale_a,
     scale_b,
     bias,
+    x,
     out,
+    kept,
     M,
     N,
     K,
@@ -205,6 +191,7 @@ def block_kernel(
     UNIT_B: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -256,7 +243,9 @@ def block_kernel(
             total += product * (by_a * by_b)
         a_tile += BLOCK_K
         b_tile += BLOCK_K
-    finish(total, bias, out, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE)
+    finish(
+        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+    )
 
 
 class Side(NamedTuple):
@@ -279,22 +268,35 @@ class Side(NamedTuple):
     strides: tuple[int, int] = (0, 0)
 
 
-@functools.lru_cache(maxsize=4096)
-def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = False) -> Launch:
-    """Return the launch (scales uint8 [rows, columns] of these strides) -> swizzled bytes; back: the reverse."""
-    tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
-    grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
-    size = (rows * columns,) if back else (swizzled_bytes(rows, columns),)
-    scalars = (rows, columns, *strides)
-    return Launch(swizzle_kernel, grid, (Output(size, "uint8"),), scalars, (tiles, back), warps=4)
+class ProductEpilogue(NamedTuple):
+    """The operations after a product, without their tensors.
+
+    Attributes:
+        accumulates: Add to the values of the result.
+        activation: "", "gelu" or "gelu_gradient".
+        keeps: Also store the input of GELU.
+    """
+
+    accumulates: bool = False
+    activation: str = ""
+    keeps: bool = False
+
+    def outputs(self, shape: tuple[int, int], dtype: str | None) -> tuple[Output | None, ...]:
+        """Return the results that a launch allocates."""
+        if self.accumulates:
+            return ()
+        return Output(shape, dtype), Output(shape, dtype) if self.keeps else None
+
+
+NO_EPILOGUE = ProductEpilogue()
 
 
 @functools.lru_cache(maxsize=4096)
 def product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, length: int, packing: int = 1, factor: float = 1.0, accumulates: bool = False,
+    *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their swizzled scales, their maxima | None, bias | None) -> out [M, N].
+    """Return the launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
     The left operand is b and the right one a if `is_swapped`: a tile needs 128 rows of its left operand.
 
@@ -302,8 +304,8 @@ def product(
         out: Elements from one row of the result to the next.
         length: Elements of a scale.
         packing: Codes per byte.
-        factor: Factor of the product of the maxima.
-        accumulates: Add to the values of the result, which is the last input.
+        factor: Factor of the product of the maxima. Sides with a `unit` have float32 scales instead of swizzled ones.
+        epilogue: The operations after the product. The result that it is added to is an input after x.
     """
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
@@ -311,39 +313,61 @@ def product(
     rows, columns, stages, warps = _tile(right.rows)
     step = 128 * packing
     constants = (
-        left.element, right.element, length, packing, left.levels > 1, right.levels > 1, swapped, accumulates,
+        left.element, right.element, length, packing, left.unit, right.unit,
+        left.levels > 1, right.levels > 1, swapped, epilogue.accumulates, epilogue.activation,
         rows, columns, step, 8, stages, depth % step == 0,
     )  # fmt: skip
     return Launch(
         product_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        () if accumulates else (Output((a.rows, b.rows), dtype),),
-        (left.rows, right.rows, depth, left.leading, right.leading, *strides, factor),
+        epilogue.outputs((a.rows, b.rows), dtype),
+        (
+            left.rows,
+            right.rows,
+            depth,
+            left.leading,
+            right.leading,
+            *left.strides,
+            *right.strides,
+            *strides,
+            factor,
+        ),
         constants,
         warps,
-        in_place=(7,) if accumulates else (),
+        in_place=(8,) if epilogue.accumulates else (),
     )
+
+
+def exponent_product(
+    a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE,
+) -> Launch:  # fmt: skip
+    """Return `product` of FP8 codes whose float32 scales of 1x128 or 128x128 blocks are powers of two."""
+    return product(a, b, depth, out, dtype, length=32, epilogue=epilogue)
 
 
 @functools.lru_cache(maxsize=4096)
 def block_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, accumulates: bool = False,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their float32 scales, bias | None) -> out [M, N]; see `product`."""
+    """Return the launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`."""
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
     rows, columns, stages, warps = _tile(right.rows)
-    constants = (left.unit, right.unit, swapped, accumulates, rows, columns, 128, 8, stages, depth % 128 == 0)
+    constants = (
+        left.unit, right.unit, swapped, epilogue.accumulates, epilogue.activation,
+        rows, columns, 128, 8, stages, depth % 128 == 0,
+    )  # fmt: skip
     return Launch(
         block_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        () if accumulates else (Output((a.rows, b.rows), dtype),),
+        epilogue.outputs((a.rows, b.rows), dtype),
         (left.rows, right.rows, depth, left.leading, right.leading, *left.strides, *right.strides, *strides),
         constants,
         warps,
-        in_place=(5,) if accumulates else (),
+        in_place=(6,) if epilogue.accumulates else (),
     )
 
 

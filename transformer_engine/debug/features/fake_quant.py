@@ -25,21 +25,21 @@ FORMATS = {
 _LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 
 
-def fake_quantize(tensor: Tensor, quant_format: str, out: Tensor | None = None) -> Tensor:
+def fake_quantize(tensor: Tensor, fp8_format: str, out: Tensor | None = None) -> Tensor:
     """Quantize a tensor [.., K] and return its decoded values.
 
     Args:
         tensor: The tensor.
-        quant_format: "FP8E4M3" or "FP8E5M2" with one scale, by the maximum of the tensor; "MXFP8E4M3" or "MXFP8E5M2"
+        fp8_format: "FP8E4M3" or "FP8E5M2" with one scale, by the maximum of the tensor; "MXFP8E4M3" or "MXFP8E5M2"
             with a scale per 32 elements of a row.
         out: Receives the values, if given.
 
     Raises:
         ValueError: The format is unknown.
     """
-    if quant_format not in FORMATS:
-        raise ValueError(f"quant_format={quant_format!r} is unknown; choose from {', '.join(FORMATS)}")
-    kind, dtype = FORMATS[quant_format]
+    if fp8_format not in FORMATS:
+        raise ValueError(f"fp8_format={fp8_format!r} is unknown; choose from {', '.join(FORMATS)}")
+    kind, dtype = FORMATS[fp8_format]
     with torch.no_grad():
         values = kind(dtype, rowwise=True, columnwise=False)(tensor.detach()).dequantize(dtype=tensor.dtype)
     return values if out is None else out.copy_(values)

@@ -77,6 +77,8 @@ SPECS = {
     "fp8 e5m2": QuantizeSpec(FLOAT8, E5M2, columnwise=True),
     "fp8 block 1x128": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True),
     "fp8 block 128x128": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True),
+    "fp8 block 1x128 powers": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
+    "fp8 block 128x128 powers": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True, power_of_two=True),
     "mxfp8": QuantizeSpec(MXFP8, E4M3, columnwise=True),
     "mxfp8 e5m2": QuantizeSpec(MXFP8, E5M2, columnwise=True),
     "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True),
@@ -91,6 +93,10 @@ PRODUCTS = {
     "fp8 products of gradients": (SPECS["fp8 e5m2"], SPECS["fp8"]),
     "fp8 block products": (SPECS["fp8 block 1x128"], SPECS["fp8 block 128x128"]),
     "fp8 block products of gradients": (SPECS["fp8 block 1x128"], SPECS["fp8 block 1x128"]),
+    "fp8 block products of power-of-two scales": (
+        SPECS["fp8 block 1x128 powers"],
+        SPECS["fp8 block 128x128 powers"],
+    ),
     "mxfp8 products": (SPECS["mxfp8"], SPECS["mxfp8"]),
     "mxfp8 products of gradients": (SPECS["mxfp8 e5m2"], SPECS["mxfp8"]),
     "nvfp4 products": (SPECS["nvfp4"], SPECS["nvfp4"]),
@@ -169,7 +175,7 @@ class _Matrix:
 def _operand(quantized: Quantized, spec: QuantizeSpec) -> _Matrix:
     codes = quantized.codes
     assert codes is not None
-    return _Matrix(Operand(codes, quantized.scale, spec.format, quantized.amax, torch.bfloat16))
+    return _Matrix(Operand(codes, quantized.scale, spec.operand_format, quantized.amax, torch.bfloat16))
 
 
 def _matrix(x: Tensor, spec: QuantizeSpec | None) -> _Matrix:

@@ -24,6 +24,7 @@ from ..functions.grouped_request import (
     FLAGGED_WEIGHTS,
     IRREGULAR,
     RECOMPUTATION,
+    UNFIT_ROWS,
     are_regular,
     runs_together,
 )
@@ -33,11 +34,13 @@ from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from ..tensor.grouped_tensor import plain_stack
 from .arguments import accepts, switch
 from .config import configured
 from .grouped_parameters import (
     check_device_splits,
     create_parameters,
+    group_single_parameters,
     group_weights,
     load_other_form,
     mark_parameters,
@@ -136,8 +139,7 @@ class GroupedLinear(ProductsModule):
             bias_names=names_of("bias", num_gemms, single["single_grouped_bias"]),
             **single,
         )
-        config = self._config
-        weights = [(name,) for name in config.weight_names]
+        config, weights = self._config, [(name,) for name in self._config.weight_names]
         self._configure(
             _tensors=config.weight_names + config.bias_names,
             _weights=tuple(weights * num_gemms if config.single_grouped_weight else weights),
@@ -174,6 +176,7 @@ class GroupedLinear(ProductsModule):
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
         if not defer_init:
+            group_single_parameters(self)
             mark_parameters(self)
 
     def forward(
@@ -257,7 +260,10 @@ class GroupedLinear(ProductsModule):
     ) -> GroupedCall:
         """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
-        if self._runs_together(spec, x, weights):
+        if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
+            m_splits = m_splits.tolist()  # the host has to know whether blocks of rows fit the groups
+            self._check_rows(m_splits, x.shape[0])
+        if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
@@ -290,7 +296,9 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
+    def _runs_together(
+        self, spec: GroupedSpec, x: Tensor, m_splits: Sequence[int] | Tensor, weights: tuple[Any, ...]
+    ) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
@@ -304,6 +312,8 @@ class GroupedLinear(ProductsModule):
                 features += (FLAGGED_WEIGHTS,)
             if not are_regular(weights):
                 features += (IRREGULAR,)
+            if not spec.quantizers.fit(m_splits):
+                features += (UNFIT_ROWS,)
         return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
 
     def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
@@ -341,8 +351,10 @@ class GroupedLinear(ProductsModule):
         """Return all weights, then all biases."""
         config, held = self._config, self._parameters
         names = config._tensors if config.use_bias else config.weight_names
+        single = config.single_grouped_weight or config.single_grouped_bias
         try:
             found = map(held.__getitem__, names)
+            found = map(plain_stack, found) if single else found
             return (*found,) if config.use_bias else (*found, *[None] * len(config.bias_names))
         except KeyError:  # a parametrization or another attribute replaces a parameter
             found = [getattr(self, name) for name in names]
@@ -366,17 +378,14 @@ class GroupedLinear(ProductsModule):
         return rows
 
     def _check_rows(self, rows: Sequence[int], total: int) -> None:
-        count = self._config.num_gemms
-        if len(rows) != count or sum(rows) != total or min(rows) < 0:
+        if len(rows) != self.num_gemms or sum(rows) != total or min(rows) < 0:
             raise ValueError(
-                f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {total} rows"
+                f"m_splits={[*rows]} must be {self.num_gemms} numbers >= 0 that add up to the {total} rows"
             )
 
     def extra_repr(self) -> str:
-        return (
-            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}"
-        )
+        sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
+        return f"{sizes}, out_features={self.out_features}, bias={self.use_bias}"
 
 
 def _by_name(x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, call: GroupedCall) -> Tensor:

@@ -66,7 +66,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
                 [product.grad_output for product in products],
             )
         features = _features(call, of_weights, of_biases, quantizers)
-        request = _request(call, features, of_weights[0])
+        request = _request(call, features, of_weights[0], quantizers)
         together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
@@ -149,7 +149,7 @@ def _features(
         SAVED_INPUT: config.save_original_input,
         QUANTIZED_PARAMETERS: config.primary_weights_in_fp8,
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
-        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
+        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter, *_plain_stacks(config)},
         IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
         SINGLE_QUANTIZERS: quantizers.input is None
         and (call.active.quantizes or any(product.inspector for product in call.active.products)),
@@ -158,7 +158,14 @@ def _features(
     return tuple([feature for feature, used in found.items() if used])
 
 
-def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedRequest:
+def _plain_stacks(config: Any) -> tuple[type, ...]:
+    """Class of the values of single parameters, which are groups of plain matrices."""
+    return (torch.Tensor,) * (config.single_grouped_weight or config.single_grouped_bias)
+
+
+def _request(
+    call: Call, features: tuple[str, ...], weight: Facts | None, quantizers: GroupedQuantizers
+) -> GroupedRequest:
     """Return the request of `grouped_request.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
@@ -175,6 +182,7 @@ def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> Gro
         weight.device,
         call.autocast or weight.dtype,
         None if call.active.quantizes else weight.dtype,
+        quantizers.multiple,
     )
 
 

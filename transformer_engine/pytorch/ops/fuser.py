@@ -358,31 +358,31 @@ class OperationFuser:
         return fused
 
 
-def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:
+def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in forward passes.
 
     Args:
-        function: function(ops, recipe=recipe) -> ops, lists of operations in order. Each fused operation that it
+        op_fusion_func: function(ops, recipe=recipe) -> ops, lists of operations in order. Each fused operation that it
             introduces must represent exactly the basic operations that it replaces.
         prepend: Apply the function before those registered earlier.
     """
-    _register(OperationFuser.forward_fusion_functions, function, prepend)
+    _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
 
 
-def register_backward_fusion(function: Fusion, prepend: bool = False) -> None:
+def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in backward passes.
 
     The other arguments are those of `register_forward_fusion`.
     """
-    _register(OperationFuser.backward_fusion_functions, function, prepend)
+    _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
 
 
-def register_forward_backward_fusion(function: Fusion, prepend: bool = False) -> None:
+def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in both passes, before the functions of one pass.
 
     The other arguments are those of `register_forward_fusion`.
     """
-    _register(OperationFuser.forward_backward_fusion_functions, function, prepend)
+    _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
 
 
 def _register(functions: list[Fusion], function: Fusion, prepend: bool) -> None:

@@ -238,7 +238,6 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         self,
         ctx: OperationContext,
         input_: Tensor,
-        *,
         prev_op_grad_output_quantizer: Quantizer | None,
         next_op_input_quantizer: Quantizer | None,
         **kwargs: Any,

@@ -79,18 +79,18 @@ class Sequential(CheckedLoading):
             self.append(module)
         return self
 
-    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+    def insert(self, idx: int, module: torch.nn.Module) -> Sequential:
         """Insert a module before an index, renumber the modules, and return the container."""
         modules = list(self)
-        modules.insert(index, self._module(module))
+        modules.insert(idx, self._module(module))
         self._module_groups = None
         self._modules = {str(i): held for i, held in enumerate(modules)}
         return self
 
-    def pop(self, index: int | slice) -> Any:
+    def pop(self, idx: int | slice) -> Any:
         """Remove modules and return them."""
-        removed = self[index]
-        del self[index]
+        removed = self[idx]
+        del self[idx]
         return removed
 
     def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:

@@ -75,7 +75,6 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
         self,
         ctx: OperationContext,
         input_: Tensor,
-        *,
         prev_op_grad_output_quantizer: Quantizer | None = None,
         next_op_input_quantizer: Quantizer | None = None,
         **kwargs: Any,

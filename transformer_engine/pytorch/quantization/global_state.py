@@ -142,8 +142,8 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         return snapshot()
 
     @classmethod
-    def set_autocast_state(cls, fp8_state: tuple[AutocastState, bool]) -> None:
-        reinstate(fp8_state)
+    def set_autocast_state(cls, state: tuple[AutocastState, bool]) -> None:
+        reinstate(state)
 
     @classmethod
     def autocast_enter(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..runtime.tracing import hidden_from_selective_checkpoints
 from ..tensor.quantizer import Quantizer
 from .autocast import AutocastState, here, reinstate, snapshot
+from .compiled_runs import compiled_run
 
 # Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
 CallStates = Sequence[tuple[tuple[Tensor, ...], ...]]
@@ -28,6 +29,7 @@ class ReplayStates:
 
     def __init__(self) -> None:
         self._calls: dict[str, list[CallStates]] = {}
+        self.compiled: dict[str, list[Tensor]] = {}  # scales of compiled functions, see `compiled_runs`
 
     def keep(self, module: str, states: CallStates) -> None:
         self._calls.setdefault(module, []).append(states)
@@ -111,8 +113,10 @@ class running(AbstractContextManager):
         self._again = again
         self._marked = marked
         self._before = (False, False)
+        self._compiled = compiled_run(states.compiled, again, marked)
 
     def __enter__(self) -> None:
+        self._compiled.__enter__()
         holder = here()
         self._before = (holder.recomputes, holder.recomputing)
         # A first run within a second run belongs to the second run: it updates no scales.
@@ -123,6 +127,7 @@ class running(AbstractContextManager):
         _thread.runs.pop()
         holder = here()
         holder.recomputes, holder.recomputing = self._before
+        self._compiled.__exit__(*exception)
 
 
 class SecondRun(AbstractContextManager):
@@ -154,6 +159,8 @@ def repeated_quantizers(
 ) -> Sequence[Sequence[Quantizer]]:
     """Forward quantizers of a call in a recomputed function, by product: second runs replay the states of first runs.
 
+    In compiled functions the quantizers read their scales by an operator that replays them; see `compiled_runs`.
+
     Args:
         kind: Class name of the module, for messages.
         module: Tracing key of the module.
@@ -162,8 +169,9 @@ def repeated_quantizers(
     Raises:
         RuntimeError: The second run calls the module more often than the first one.
     """
-    tracing = torch.compiler.is_compiling()
-    with nullcontext() if tracing else hidden_from_selective_checkpoints():
+    if torch.compiler.is_compiling():
+        return products
+    with hidden_from_selective_checkpoints():
         for run in runs():
             if not run.again:
                 run.states.keep(module, [tuple([q.replay_state() for q in product]) for product in products])

@@ -13,9 +13,10 @@ from ...common.formats import round_up
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, quantize
 from .elements import empty_quantized
+from .padded_groups import TILE, PaddedGroups, transposed_codes, transposed_scales
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
-from .storage.block_scaled import BlockScaledStorage
+from .storage.block_scaled import BlockScaledStorage, padded
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
 T = TypeVar("T", bound=QuantizedTensor)
@@ -44,6 +45,7 @@ class BlockScalingQuantizer(Quantizer):
 
     MULTIPLE: ClassVar[int]
     VECTORS: ClassVar[bool] = False
+    transposes_scales: bool = False  # row-wise scales [blocks, rows] instead of [rows, blocks]
 
     dtype: DType
 
@@ -104,6 +106,33 @@ class BlockScalingQuantizer(Quantizer):
         if type(self).encode is not BlockScalingQuantizer.encode or block is None or spec.format.row_scaled:
             return None
         return block[1] if columnwise or spec.two_dimensional else block[0]
+
+    def groups_unsupported_reason(self) -> str | None:
+        if type(self).encode is not BlockScalingQuantizer.encode:
+            return f"{type(self).__name__} has its own encode"
+        return None
+
+    def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
+        spec = self.spec(self.rowwise_usage, self.columnwise_usage)
+        codes, scale, codes_t, scale_t, _, _ = quantize(groups.padded(x), spec)
+        storage, buffers = self.TENSOR.STORAGE, {}
+        assert issubclass(storage, BlockScaledStorage)
+        if codes is not None and scale is not None:
+            buffers["rowwise_data"] = codes.view(torch.uint8).index_select(0, groups.padded_row())
+            by_row = groups.transposed_row_scales(scale) if self.transposes_scales else padded(scale, 1, 4)
+            buffers["scale_inv"] = by_row
+        if codes_t is not None and scale_t is not None:
+            codes_t = codes_t.view(torch.uint8)
+            if not storage.COLUMNS_TRANSPOSED:
+                buffers["columnwise_data"] = codes_t.t().index_select(0, groups.padded_row())
+                buffers["columnwise_scale_inv"] = padded(scale_t.t(), 1, TILE)
+                return buffers
+            buffers["columnwise_data"] = transposed_codes(codes_t, groups)
+            by_column = self.transposes_scales
+            buffers["columnwise_scale_inv"] = (
+                padded(scale_t.t(), 1, 4) if by_column else transposed_scales(scale_t, groups, TILE)
+            )
+        return buffers
 
     def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         if self.VECTORS and not len(shape):

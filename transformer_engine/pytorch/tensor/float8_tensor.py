@@ -17,13 +17,22 @@ from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.operand import Operand
-from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
+from ..primitives.quantize import (
+    Cast,
+    Quantized,
+    QuantizeSpec,
+    absolute_maximum,
+    quantize,
+    scale_from_amax,
+)
+from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.device import canonical_device
 from .current_scaling import RecordsScale, ReducesMaximum, reduce_maxima
 from .delayed_scale import DelayedScale, ScalingState
 from .elements import check_scalar, element_of, empty_quantized, float8_dtype, float8_number
+from .padded_groups import PaddedGroups, maxima_of_groups, scaled_groups
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_tensor_storage import Float8TensorStorage
@@ -124,6 +133,19 @@ class _PerTensorQuantizer(Quantizer):
 
     def _packed(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> Float8TensorStorage:
         return Float8TensorStorage.pack(quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype)
+
+    def groups_unsupported_reason(self) -> str | None:
+        known = type(self) in (Float8Quantizer, Float8CurrentScalingQuantizer)
+        return None if known else f"{type(self).__name__} has its own encode"
+
+    def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """(maxima, multipliers), float32 [n], of groups with these maxima."""
+        raise NotImplementedError
+
+    def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
+        amax, scale = self._group_scales(maxima_of_groups(row_maxima(x), groups, groups.group_of_row()))
+        usages = (self.rowwise_usage, self.columnwise_usage)
+        return {"amax": amax} | scaled_groups(x, groups, scale, element_of(self.dtype), *usages)
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         return _operands(quantized, dtype)
@@ -268,6 +290,10 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
 
+    def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        self.record(maxima.amax().reshape(1))
+        return maxima, self.scale.reshape(1).to(torch.float32).expand(maxima.shape[0]).contiguous()
+
     def replay_state(self) -> tuple[Tensor, ...]:
         return (self.scale.clone(),)
 
@@ -313,14 +339,14 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
-        use_existing_amax: bool | None = None,
+        use_existing_amax: bool = False,
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
-            if value is not None:
+        for name, given in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
+            if given is not None and given is not False:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
                     DeprecationWarning,
@@ -359,6 +385,11 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
             amax = self.reduce_amax(maximum(matrix))
         return quantize(matrix, spec, amax=amax)
 
+    def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        maxima = self.reduce_amax(maxima) if self.with_amax_reduction else maxima
+        scaling = {"power_of_two": self.force_pow_2_scales, "epsilon": self.amax_epsilon}
+        return maxima, scale_from_amax(maxima, element_of(self.dtype).maximum, **scaling)
+
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:
             return None
@@ -371,22 +402,12 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
 
 
 def _make_float8_tensor_in_reduce_ex(
-    data: Tensor | None,
-    fp8_dtype: DType,
-    fp8_scale_inv: Tensor,
-    dtype: torch.dtype,
-    shape: Sequence[int],
+    data: Tensor | None, fp8_dtype: DType, fp8_scale_inv: Tensor, dtype: torch.dtype, shape: Sequence[int],
     data_transpose: Tensor | None = None,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     """Return a Float8Tensor from its pickle; its use determines its quantizer."""
-    return Float8Tensor(  # pyright: ignore[reportReturnType]
-        shape,
-        dtype,
-        data=data,
-        fp8_scale_inv=fp8_scale_inv,
-        fp8_dtype=fp8_dtype,
-        data_transpose=data_transpose,
-    )
+    payload = {"data": data, "fp8_scale_inv": fp8_scale_inv, "fp8_dtype": fp8_dtype}
+    return Float8Tensor(shape, dtype, data_transpose=data_transpose, **payload)  # pyright: ignore
 
 
 PICKLED = (_make_float8_tensor_in_reduce_ex,)

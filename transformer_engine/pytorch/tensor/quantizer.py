@@ -21,6 +21,7 @@ from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
 from .construction import StraightThroughQuantize
 from .custom_operand import contracted
+from .padded_groups import EncodesGroups
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -46,7 +47,7 @@ def turned(columnwise: Operand | Matrix) -> Operand:
     return plain(columnwise.values.t()) if isinstance(columnwise, Matrix) else columnwise
 
 
-class Quantizer:
+class Quantizer(EncodesGroups):
     """Base class of quantizers. `encode` is the functional core; everything else is defined by it.
 
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results

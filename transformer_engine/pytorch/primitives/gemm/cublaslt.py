@@ -7,6 +7,7 @@ results must be multiples of 16 bytes; the backends after this one pad other sha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
 from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
-from .request import EPILOGUES, Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest, MatrixLayout
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
@@ -72,7 +73,7 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
-    if request.swizzled:
+    if reads_bytes(request):
         return _unsupported_swizzled(request)
     if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
         return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
@@ -104,9 +105,20 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     return None
 
 
+def reads_bytes(request: GemmRequest) -> bool:
+    """Return whether the library reads the scales of both operands as swizzled bytes."""
+    return request.swizzled or _by_exponents(request)
+
+
+def _by_exponents(request: GemmRequest) -> bool:
+    """Whether blocks of 128 elements are multiplied as MXFP8: where no product reads their float32 scales."""
+    hardware = request.hardware
+    return request.power_of_two and not hardware.has("fp8 block products") and hardware.has("mxfp8 products")
+
+
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
     """Return the reason why a product with swizzled scales is unsupported, or None."""
-    needs = request.block_products
+    needs = request.scaled_products
     assert needs is not None
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
@@ -153,7 +165,7 @@ def reads_all_layouts() -> bool:
 def problem_of(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
-    bias = NO_BIAS
+    bias, exponents = NO_BIAS, _by_exponents(request)
     if request.bias is not None:  # the dtype that the epilogue reads; a bias of another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
@@ -170,8 +182,8 @@ def problem_of(request: GemmRequest) -> CublasProblem:
         left_leading=b.stride * (1 if request.b_format is None else request.b_format.packing),
         right_leading=a.stride * (1 if request.a_format is None else request.a_format.packing),
         result_leading=out.stride,
-        left_scale=_scale_mode(request.b_format),
-        right_scale=_scale_mode(request.a_format),
+        left_scale=VEC32_UE8M0 if exponents else _scale_mode(request.b_format),
+        right_scale=VEC32_UE8M0 if exponents else _scale_mode(request.a_format),
         bias=bias,
         accumulate=request.accumulate,
         fast=request.a_format == FLOAT8 and not request.exact,
@@ -198,4 +210,38 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
     return tuning.tuned(plan) if request.tuned else plan.run
 
 
+def _without_bias(request: GemmRequest) -> GemmRequest:
+    """Return the request of the product alone, in float32."""
+    layout = MatrixLayout(True, request.n)
+    return dataclasses.replace(
+        request, dtype=torch.float32, bias=None, accumulate=False, into=False, out_layout=layout
+    )
+
+
+def _unsupported_before_bias(request: GemmRequest) -> str | None:
+    if request.bias is None:
+        return "there is no bias"
+    return unsupported_reason(_without_bias(request))
+
+
+def bind_before_bias(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+    """Bind the product alone, for problems with a bias that the library has no algorithm for."""
+    product = bind(_without_bias(request))
+    if isinstance(product, PlanFailure):
+        return product
+
+    def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        return epilogue.finish(product(a, b, Epilogue(torch.float32, exact=epilogue.exact)))
+
+    return call
+
+
 BACKEND = Backend("cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+# The row before it states why it has no algorithm. The float32 result is rounded once, after the bias.
+BEFORE_BIAS = Backend(
+    "cublaslt_before_bias",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_before_bias,
+    bind=bind_before_bias,
+    opaque=True,
+)

@@ -99,6 +99,7 @@ TABLE: Table[GemmRequest] = Table(
     "gemm",
     (
         cublaslt.BACKEND,
+        cublaslt.BEFORE_BIAS,
         torch_mm.MATMUL,
         torch_mm.TENSOR_SCALES,
         torch_mm.BLOCK_SCALES,

@@ -1,4 +1,4 @@
-"""Scales of MXFP8 and NVFP4 in the order that matrix instructions read: tiles of 128 x 4 bytes."""
+"""Scales in the order that matrix instructions read: tiles of 128 x 4 bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.formats import round_up
+from ....common.formats import MXFP8, ceil_div, round_up
 from ...runtime.launching import run
 from ..operand import Operand
 
@@ -22,7 +22,7 @@ def swizzled(scale: Tensor) -> Tensor:
     scale = scale.view(torch.uint8)
     shape = round_up(rows, _TILE[0]), round_up(columns, _TILE[1])
     if scale.is_cuda:
-        from ....common.kernels.scaled_product import swizzle  # it imports triton
+        from ....common.kernels.swizzled_scales import swizzle  # it imports triton
 
         down, along = scale.stride()
         (result,) = run(swizzle(rows, columns, (down, along)), (scale,))
@@ -48,9 +48,25 @@ def compact(scale: Tensor) -> Tensor:
 
 
 def swizzled_scale(operand: Operand) -> Tensor:
-    """Scales of an MXFP8 or NVFP4 operand in swizzled order."""
-    assert operand.scale is not None
-    return swizzled(operand.scale)
+    """Scales of an operand in swizzled order, one byte each.
+
+    Float32 scales of 128-element blocks, powers of two, become the exponents of 32 elements of every row.
+    """
+    scale, form = operand.scale, operand.format
+    assert scale is not None and form is not None and form.block is not None and MXFP8.block is not None
+    if form.scale != "float32":
+        return swizzled(scale)
+    rows, columns = operand.rows, ceil_div(operand.depth, MXFP8.block[1])
+    if scale.is_cuda:
+        from ....common.kernels.swizzled_scales import swizzle_exponents  # it imports triton
+
+        down, along = scale.stride()
+        (result,) = run(swizzle_exponents(rows, columns, (down, along), form.block[0]), (scale,))
+        assert result is not None
+        return result.view(round_up(rows, _TILE[0]), round_up(columns, _TILE[1]))
+    exponents = (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    exponents = exponents.repeat_interleave(form.block[0], 0)[:rows]
+    return swizzled(exponents.repeat_interleave(form.block[1] // MXFP8.block[1], 1)[:, :columns])
 
 
 def second_level(operand: Operand) -> Tensor | None:

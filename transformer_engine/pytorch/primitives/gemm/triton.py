@@ -1,28 +1,50 @@
 """Products of block-scaled codes by the Triton kernels of common/kernels/scaled_product.py.
 
 FP8 codes with 1x128 and 128x128 blocks run on every GPU with FP8 tensor cores; MXFP8 and NVFP4 codes on GPUs whose
-tensor cores read their scales.
+tensor cores read their scales, where blocks with power-of-two scales are multiplied by the same instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, SWIZZLED_NAMES
+from ....common.formats import SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from ...runtime.launching import rows_dense
 from ..operand import Operand
+from .block_scales import in_rows
 from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import swizzled_scale
 
+if TYPE_CHECKING:
+    from ....common.kernels.scaled_product import ProductEpilogue
+
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+
+
+class Activation(NamedTuple):
+    """The activation of a product's epilogue.
+
+    Attributes:
+        name: "", "gelu" or "gelu_gradient".
+        x: Input of GELU [M, N] whose derivative multiplies the product, with the layout of the result.
+        kept: Buffer [M, N] of the input of GELU, with the layout of the result.
+    """
+
+    name: str = ""
+    x: Tensor | None = None
+    kept: Tensor | None = None
+
+
+NO_ACTIVATION = Activation()
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
@@ -34,13 +56,10 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         return f"it takes two operands of 1x128 or 128x128 blocks, {SWIZZLED_NAMES}"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
-    if request.swizzled:
+    if request.swizzled and not _scales_in_instruction(request):
         least = request.hardware.scaled_dot
-        if optional.release("triton") < least:
-            place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
-            return (
-                f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
-            )
+        place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
+        return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
     if request.dtype not in _RESULTS:
         return f"the result is {request.dtype}; it writes bfloat16, float16 and float32"
     if not request.out_layout.row_major or request.out_layout.stride == 0:
@@ -48,20 +67,38 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     return None
 
 
-def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
-    run = run_scaled if request.swizzled else run_blocks
+def _scales_in_instruction(request: GemmRequest) -> bool:
+    """Whether the GPU's instruction reads the scales, and the installed Triton emits it."""
+    needs = request.scaled_products
+    native = needs is not None and request.hardware.has(needs)
+    return native and optional.release("triton") >= request.hardware.scaled_dot
 
-    def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+
+def runner(request: GemmRequest) -> Callable[..., Tensor]:
+    """Return the function that computes a supported request."""
+    if request.power_of_two and _scales_in_instruction(request):
+        return run_exponents
+    return run_scaled if request.swizzled else run_blocks
+
+
+def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    return on_device(runner(request))
+
+
+def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run(a, ...)` on the device of the operand a."""
+
+    def call(a: Operand, *rest: Any) -> Any:
         device = a.codes.get_device()
         if is_current_device(device):
-            return run(a, b, epilogue)
+            return run(a, *rest)
         with torch.cuda.device(device):
-            return run(a, b, epilogue)
+            return run(a, *rest)
 
     return call
 
 
-def run_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
     """Compute a product of MXFP8 or NVFP4 codes."""
     from ....common.kernels import scaled_product as kernels  # it imports triton
 
@@ -72,7 +109,7 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0 if amax is None else amax.numel())
         for x, amax in zip(codes, (a.amax, b.amax), strict=True)
     ]
-    out, stride, accumulates = _result(a, b, epilogue)
+    out, stride = _result(a, b, epilogue)
     record = kernels.product(
         *sides,
         a.depth,
@@ -80,41 +117,71 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         length=a.format.block[1],
         packing=a.format.packing,
         factor=1.0 if units[0] is None or units[1] is None else 1.0 / (units[0] * units[1]),
-        accumulates=accumulates,
+        epilogue=_after(epilogue, activation),
     )
     scales = swizzled_scale(a), swizzled_scale(b)
     levels = (a.amax, b.amax) if units[0] is not None else (None, None)
     order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
-    tensors = (*codes[order], *scales[order], *levels[order], epilogue.bias, out)
+    end = (epilogue.bias, activation.x, out, activation.kept)
+    tensors = (*codes[order], *scales[order], *levels[order], *end)
     launch.start(record, tensors, a.codes.get_device())
     return out
 
 
-def run_blocks(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
     """Compute a product of FP8 codes with float32 scales of 1x128 or 128x128 blocks."""
+    from ....common.kernels.scaled_product import block_product  # it imports triton
+
+    return _run_blocks(block_product, (), a, b, epilogue, activation)
+
+
+def run_exponents(
+    a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION
+) -> Tensor:
+    """Compute a product of FP8 codes whose block scales are powers of two, by the instruction of MXFP8."""
+    from ....common.kernels.scaled_product import exponent_product  # it imports triton
+
+    return _run_blocks(exponent_product, (None, None), a, b, epilogue, activation)
+
+
+def _run_blocks(
+    launch_of: Callable[..., launch.Launch],
+    levels: tuple[None, ...],
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
+    activation: Activation,
+) -> Tensor:
     from ....common.kernels import scaled_product as kernels  # it imports triton
 
     codes = rows_dense(a.codes), rows_dense(b.codes)
     sides, scales = [], (a.scale, b.scale)
     for operand, x in zip((a, b), codes, strict=True):
         assert operand.scale is not None
-        unit = 1 if operand.format == BLOCK_1D else 128
+        unit = 1 if in_rows(operand.format) else 128
         down, along = operand.scale.stride()
         sides.append(kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
-    out, stride, accumulates = _result(a, b, epilogue)
-    record = kernels.block_product(*sides, a.depth, stride, accumulates=accumulates)
+    out, stride = _result(a, b, epilogue)
+    record = launch_of(*sides, a.depth, stride, epilogue=_after(epilogue, activation))
     order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
-    launch.start(record, (*codes[order], *scales[order], epilogue.bias, out), a.codes.get_device())
+    end = (epilogue.bias, activation.x, out, activation.kept)
+    launch.start(record, (*codes[order], *scales[order], *levels, *end), a.codes.get_device())
     return out
 
 
-def _result(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, int, bool]:
-    """Return the result's tensor, the elements between its rows, and whether the product is added to it."""
+def _after(epilogue: Epilogue, activation: Activation) -> ProductEpilogue:
+    from ....common.kernels.scaled_product import ProductEpilogue  # it imports triton
+
+    accumulates = epilogue.accumulate and epilogue.out is not None
+    return ProductEpilogue(accumulates, activation.name, activation.kept is not None)
+
+
+def _result(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, int]:
+    """Return the result's tensor, and the elements between its rows."""
     out = epilogue.out
     if out is None:
-        return a.codes.new_empty((a.rows, b.rows), dtype=epilogue.dtype), b.rows, False
-    stride = b.rows if out.shape[0] == 1 else out.stride(0)
-    return out, stride, epilogue.accumulate
+        return a.codes.new_empty((a.rows, b.rows), dtype=epilogue.dtype), b.rows
+    return out, b.rows if out.shape[0] == 1 else out.stride(0)
 
 
 BACKEND = Backend("triton", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)

@@ -6,12 +6,13 @@ The groups' bits are those of `quantize`'s kernel and reference.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
+from ....common.formats import FLOAT8, FLOAT32_MAX, MXFP8, ceil_div
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime.launching import Performed, run_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
@@ -37,7 +38,7 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 def bind(request: GroupedQuantizeRequest) -> Call:
     """Return the call of the planned launches; the buffers of groups of rows depend on the groups."""
     spec = request.spec
-    quantize = _by_tensor(request) if spec.format == FLOAT8 else _by_blocks(request)
+    quantize = {FLOAT8: _by_tensor, MXFP8: _by_exponents}.get(spec.format, _by_blocks)(request)
 
     def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
         if isinstance(values, Matrices):
@@ -88,6 +89,25 @@ def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
     return quantize
 
 
+def _by_exponents(request: GroupedQuantizeRequest) -> Callable[..., None]:
+    from ....common.kernels import mxfp8 as kernels  # it imports triton
+
+    spec = request.spec
+    record = kernels.matrices(
+        request.shape,
+        request.groups,
+        spec.element,
+        spec.rowwise,
+        spec.columnwise,
+        square=spec.two_dimensional,
+    )
+
+    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        run_into(record, (*inputs[:2], *made), inputs[0].device)
+
+    return quantize
+
+
 def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
     from ....common.kernels import grouped_cast as kernels  # it imports triton
 
@@ -120,6 +140,12 @@ def _space_for_matrices(
         return GroupedQuantized(
             codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
         )
+    if spec.format == MXFP8:
+        length = MXFP8.block[1] if MXFP8.block is not None else 1
+        exponents = partial(torch.empty, dtype=torch.uint8, device=device)
+        scale = exponents(count, rows, ceil_div(depth, length)) if spec.rowwise else None
+        scale_t = exponents(count, depth, ceil_div(rows, length)) if spec.columnwise else None
+        return GroupedQuantized(codes, scale, codes_t, scale_t)
     blocks = (ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH))
     if spec.rowwise:
         scale = torch.empty(count, *blocks, dtype=torch.float32, device=device)

@@ -328,9 +328,8 @@ class QuantizedTensorStorage:
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
         """Overwrite this payload with the bytes of src, unless the flag on the device is set."""
         if not isinstance(src, QuantizedTensorStorage):
-            raise TypeError(
-                f"src is {with_article(type(src))}; give {with_article(self.storage_class())}, or call quantize_"
-            )
+            kinds = with_article(type(src)), with_article(self.storage_class())
+            raise TypeError(f"src is {kinds[0]}; give {kinds[1]}, or call quantize_")
         if not self.payload_is_like(src):
             raise ValueError(
                 f"cannot copy {type(src).__name__} of shape {tuple(src.shape)} with {src.get_usages()} over "
@@ -341,6 +340,12 @@ class QuantizedTensorStorage:
             mine, theirs = getattr(self, name), getattr(src, name)
             if mine is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
+
+    def join_claims(self, source: QuantizedTensorStorage) -> None:
+        """Drop the claims about scales that a storage, whose scales were copied into parts of this one, lacks."""
+
+    def check_claims(self) -> None:
+        """Compute the claims about scales again from their values, after bytes of unknown origin were copied here."""
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
         """Quantize a tensor into this payload, in its present directions."""
@@ -366,6 +371,9 @@ class QuantizedTensorStorage:
             return self.decode(self.dtype)
         values_dtype("dtype", dtype)
         return self.decode(dtype)
+
+    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
