@@ -21,7 +21,7 @@ NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
 # Bytes of stack per thread that a kernel may use on some GPU, with Triton 3.6 to 3.9.
 STACKS = {
     "attention.attend": 128,
-    "attention_backward.grad_keys": 96,
+    "attention_backward.grad_keys": 144,
     "grouped_gemm.columns_kernel": 96,
     "block_fused.backward_kernel": 256,
     "block_cast.both_blocks_kernel": 16,

@@ -143,10 +143,13 @@ class Simulation:
     def record(self, launch: launches.Launch, tensors: Any) -> Callable[..., None]:
         """Replacement of launch._compile: record a launch, and return a starter that does nothing."""
         launches._check(launch, tensors)
-        kinds = tuple(None if x is None else (x.dtype, x.data_ptr() % launches.ALIGNMENT == 0) for x in tensors)
+        kinds = tuple(
+            None if x is None else (x.dtype, x.data_ptr() % launches.ALIGNMENT == 0) for x in tensors
+        )
         # Triton specializes on integers of 1, on multiples of 16 and on the width of others.
         numbers = [
-            "float" if isinstance(x, float) else (x == 1, x % 16 == 0, abs(x) >= 1 << 31) for x in launch.scalars
+            "float" if isinstance(x, float) else (x == 1, x % 16 == 0, abs(x) >= 1 << 31)
+            for x in launch.scalars
         ]
         options = launch.warps, launch.registers, launch.fuses, launch.dependent
         key = launch.kernel, tuple(numbers), launch.constants, options, kinds
@@ -264,7 +267,7 @@ def _simulate_products(libraries: bool) -> None:
     library.bindings = lambda: fake
     library.handle = lambda device: 1
     for backend in tables["gemm"].backends:
-        if backend.name != "cublaslt" and not backend.name.startswith("triton"):
+        if not backend.name.startswith(("cublaslt", "triton")):
             _bind(backend, _empty_product)
     for backend in tables["grouped_gemm"].backends:
         if not backend.name.startswith("triton"):
