@@ -28,11 +28,11 @@ from transformer_engine.common.kernels.launch import Launch, compile_options
 from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
 
 COVER = ("8.0", "8.9", "10.0", "12.0")
-# By kind of product and whether the row has tensor memory.
+# By kind of product and whether the row has tensor memory. Triton 3.9 writes the newer names of the same block sizes.
 INSTRUCTIONS = {
-    ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X",
+    ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.(?:scale_vec::1X|block32)",
     ("mxfp8", False): r"mma\.sync\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X\S*ue8m0",
-    ("nvfp4", True): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X",
+    ("nvfp4", True): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.(?:scale_vec::4X|block16)",
     ("nvfp4", False): r"mma\.sync\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X\S*ue4m3",
     ("block", True): r"tcgen05\.mma\S*kind::f8f6f4",
     ("decoded", False): r"mma\.sync\.aligned\.m16n8k16\S*bf16\.bf16",

@@ -31,4 +31,8 @@ def test_no_product_that_the_hardware_has_is_dequantized(row, libraries):
 def test_docs_contain_the_backends_of_every_simulated_gpu():
     """Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json"""
     written = json.loads((Path(__file__).parents[2] / "docs/hardware.json").read_text())
-    assert written == table()
+    products = {
+        row: {name: found for name, found in of_row.items() if name != "layers"}
+        for row, of_row in written.items()
+    }
+    assert products == table()
