@@ -356,14 +356,17 @@ class TransformerLayer(CheckedLoading):
             assert normed[0] is not None
             residual = normed[0]
         p = self.hidden_dropout if self.training else 0.0
-        drops_path = self.training and self.drop_path.drop_prob > 0.0
+        # Without a rate the module does nothing, unless somebody has replaced it or waits for its call.
+        drop_path: Any = self.drop_path
+        bare = is_bare(drop_path, DropPath, DropPath.forward)
+        drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
         if not drops_path and x.dtype == residual.dtype:
             return bias_dropout_add(x, bias, residual, p)
         if bias is not None:
             x = x + bias
         if p > 0.0:
             x = dropout(x, p)
-        return residual + (self.drop_path(x) if drops_path else x)
+        return residual + (drop_path(x) if drops_path else x)
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)

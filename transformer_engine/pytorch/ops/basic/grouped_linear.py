@@ -195,7 +195,7 @@ class GroupedLinear(StepOperation):
     def _serve(self, recipe: Any, group: Any) -> None:
         super()._serve(recipe, group)
         for i in range(self.num_groups):
-            weight: Any = self._parameters.get(f"weight{i}")
+            weight: Any = getattr(self, f"weight{i}", None)
             quantizer = self.get_quantizer("forward", 2 * i + 1)
             if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
                 continue
@@ -223,12 +223,7 @@ class GroupedLinear(StepOperation):
 
     def _weight_parameters(self) -> list[Tensor]:
         """Return the parameters that are weights: one of each group, or the stack."""
-        held: dict[str, Any] = self._parameters
-        return [
-            memory_of(held[name]) if name in held else getattr(self, name)
-            for name in self.parameter_names
-            if name.startswith("weight")
-        ]
+        return [memory_of(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
@@ -259,7 +254,7 @@ class GroupedLinear(StepOperation):
         # Prepared passes hold weights whose gradients are delayed, accumulated or parts of a stack.
         delayed = self.wgrad_store.delay_wgrad_compute()
         held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
-        return delayed, tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+        return delayed, tuple([id(getattr(self, name)) for name in self.parameter_names]) if held else None
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
@@ -284,9 +279,7 @@ class GroupedLinear(StepOperation):
                 "rows"
             )
         first = getattr(self, self.parameter_names[0])
-        bias = (
-            self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
-        )
+        bias = getattr(self, "bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
         if call.traced:
