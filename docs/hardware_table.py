@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from generated import ROOT, write
@@ -76,7 +77,7 @@ def products() -> str:
         f"| | {' | '.join(PRODUCTS.values())} |",
         f"| --- |{' --- |' * len(PRODUCTS)}",
     ]
-    lines += _rows(CHOICES)
+    lines += _rows(CHOICES, PRODUCTS)
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
     lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
     return "\n".join(lines) + "\n"
@@ -84,20 +85,22 @@ def products() -> str:
 
 def jax_products() -> str:
     """Return the table of JAX's products: the backend with Triton, and without it where it differs."""
+    titles = {name: title for name, title in PRODUCTS.items() if name != "block of powers"}
+    titles["block"] = PRODUCTS["block of powers"]  # JAX multiplies by scales of any value
     lines = [
-        f"| | {' | '.join(PRODUCTS.values())} |",
-        f"| --- |{' --- |' * len(PRODUCTS)}",
-        *_rows(JAX_CHOICES),
+        f"| | {' | '.join(titles.values())} |",
+        f"| --- |{' --- |' * len(titles)}",
+        *_rows(JAX_CHOICES, titles),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]]) -> list[str]:
+def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Iterable[str]) -> list[str]:
     lines = []
     for row in NVIDIA:
         found = choices[row.architecture]
         with_library, without = (found[name] for name in found if name != "layers")
-        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
+        cells = [_backends(with_library[recipe], without[recipe]) for recipe in recipes]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     return lines
 

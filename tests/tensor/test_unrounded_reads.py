@@ -116,6 +116,25 @@ def test_views_of_parameters_are_read_unrounded_with_gradients(name, device):
         parameter.grad = None
 
 
+@pytest.mark.parametrize("name", ["current", "nvfp4", "mxfp8"])
+def test_writes_to_views_of_views_raise_before_they_change_anything(name, device):
+    source = CASES[name](device)(values(device, *SHAPE))
+    for view in (source[5:9, 3:40], source.t()[3:9], source[5, 6], source.t().view(-1)[:9]):
+        before = view.clone()
+        for write in (lambda t: t.fill_(0), lambda t: t.add_(1), lambda t: torch.add(t, 1, out=t)):
+            with pytest.raises(NotImplementedError, match=r"writes to .* which it would not reach"):
+                write(view)
+        assert torch.equal(view, before)
+
+
+def test_gradients_of_products_with_views_are_unrounded(device):
+    source = CASES["current"](device)(values(device, *SHAPE) * 0.37)
+    exact = source.dequantize(dtype=torch.float32).t()
+    wide = torch.ones(exact.shape, device=device, requires_grad=True)
+    (wide * source.t()).sum().backward()
+    assert wide.grad is not None and torch.equal(wide.grad, exact)
+
+
 def test_views_without_codes_keep_the_values_of_their_time(device):
     """A view that is a copy does not follow later writes, in any dtype."""
     source = CASES["current"](device)(values(device, *SHAPE) * 0.37)

@@ -268,12 +268,15 @@ class TransformerLayer(CheckedLoading):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> Tensor:
         """Return y, shaped like hidden_states, in their dtype or torch.autocast's.
 
-        The masks, windows, positions and biases without the prefix enc_dec apply to the self-attention. cu_seqlens_q,
-        max_seqlen_q and softcap apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross attention.
+        The masks, windows, policies, positions and biases without the prefix enc_dec apply to the self-attention.
+        cu_seqlens_q, max_seqlen_q and softcap apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross
+        attention.
 
         Args:
             hidden_states: Input x.
@@ -292,6 +295,7 @@ class TransformerLayer(CheckedLoading):
             attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
+            thd_attention_policies, thd_attention_policy_dispatch,
         )
         of_cross = pack_arguments(
             enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,

@@ -36,7 +36,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
 from .layer import backward_of_layer, forward_of, infer
-from .linear_operands import input_operands, weight_operands
+from .linear_operands import input_operands, operands_for_products, weight_operands
 from .linear_spec import LINEAR, Environment
 from .main_grad import main_grad_of
 from .run import run
@@ -147,7 +147,7 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
                 pairs.append(input_operands(part, group.input, columnwise))
             else:
                 quantizer = group.input if s.tensor == "input" else group.grad_output
-                pairs.append(quantizer.operands(part, s.rowwise, columnwise))
+                pairs.append(operands_for_products(quantizer, part, s.rowwise, columnwise, False))
     return (
         [pair[0] for pair in pairs] if s.rowwise else None,
         [pair[1] for pair in pairs] if s.columnwise else None,

@@ -8,15 +8,19 @@ from torch import Tensor
 from ..distributed.common_scale import with_common_scale
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.operand import COLS, ROWS, plain
+from ..runtime.device import current_hardware
+from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import LinearSpec
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def input_operands(
-    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None
-) -> Operands:
+    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, shared: bool = False
+) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
@@ -28,6 +32,7 @@ def input_operands(
         columnwise: The column direction is read too.
         shards: The codes are gathered from the shards of these ranks. A shard that lacks a direction is quantized
             again, and the shards of a quantized tensor receive a common scale.
+        shared: See `operands_for_products`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
@@ -35,7 +40,31 @@ def input_operands(
             found = _operands_of(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
-    return quantizer.operands(x, True, columnwise)
+    return operands_for_products(quantizer, x, True, columnwise, shared)
+
+
+def operands_for_products(
+    quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, shared: bool
+) -> Operands:
+    """Return `quantizer.operands`, with scales in the order of products where the GPU multiplies the format.
+
+    Args:
+        quantizer: Quantizer of the values.
+        matrix: Values [M, K].
+        rowwise: The row direction is read.
+        columnwise: The column direction is read.
+        shared: Rows are gathered from other ranks, or split among them, which scales in that order do not allow.
+    """
+    if (
+        not shared
+        and isinstance(quantizer, BlockScalingQuantizer)
+        and type(matrix) in _PLAIN
+        and matrix.is_cuda
+    ):
+        needs = quantizer.spec(True, False).format.block_products
+        if quantizer.makes_tiles and needs is not None and current_hardware().has(needs):
+            return quantizer.tiled_operands(matrix, rowwise, columnwise)
+    return quantizer.operands(matrix, rowwise, columnwise)
 
 
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
@@ -59,7 +88,7 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
         return _operands_of(weight, columnwise)
     if spec.weight.is_identity and weight.dtype != spec.dtype:
         weight = weight.to(spec.dtype)
-    return spec.weight.operands(weight, True, columnwise)
+    return operands_for_products(spec.weight, weight, True, columnwise, spec.parallel.size > 1)
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:

@@ -42,7 +42,7 @@ from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, turned
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
-from .linear_operands import input_operands, weight_operands
+from .linear_operands import input_operands, operands_for_products, weight_operands
 from .linear_spec import Environment, gathers_codes, gathers_gradient_codes
 from .listed_collectives import (
     is_listed,
@@ -80,9 +80,9 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
     if s.tensor == "input" and (s.rowwise or isinstance(x, QuantizedTensorStorage)):
         shards = spec.parallel if gathers_codes(spec) else None
-        return input_operands(matrix, spec.input, s.columnwise, shards)
+        return input_operands(matrix, spec.input, s.columnwise, shards, spec.parallel.size > 1)
     quantizer = spec.input if s.tensor == "input" else spec.grad_output
-    return quantizer.operands(matrix, s.rowwise, s.columnwise)
+    return operands_for_products(quantizer, matrix, s.rowwise, s.columnwise, spec.parallel.size > 1)
 
 
 def _quantize(env: Environment, s: CastSettings, x: Tensor) -> tuple[Any]:

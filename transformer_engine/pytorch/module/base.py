@@ -130,6 +130,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         self._model_init_recipe = model_init.recipe
         self._wgrad_hooks: list[Any] = []
         self._warned = set()
+        self._present_scales = []
         self.tracing_key = new_tracing_key(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,15 @@ from ..runtime.device import autocast_dtype
 from ..runtime.tracing import constant_while_tracing
 from .numerics import module_of_key
 from .products import UNQUANTIZED, ProductQuantizers
-from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
+from .specs import (
+    Call,
+    EqualFacts,
+    Facts,
+    check_call,
+    product_spec,
+    scale_update,
+    unsupported_product_reason,
+)
 
 
 def build(key: tuple[Any, ...]) -> GroupedSpec:
@@ -184,6 +192,21 @@ def _request(
         None if call.active.quantizes else weight.dtype,
         quantizers.multiple,
     )
+
+
+def fitting_groups(
+    spec: GroupedSpec, rows: tuple[int, ...], warn_once: Callable[[str, str], object]
+) -> tuple[LinearSpec, ...]:
+    """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+    n, k = spec.extents
+    groups = []
+    for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
+        reason = unsupported_product_reason(group, m, k, n)
+        if reason is not None:
+            said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
+            warn_once("group", f"GroupedLinear {said}")
+        groups.append(group if reason is None else unquantized)
+    return tuple(groups)
 
 
 def traced_call(

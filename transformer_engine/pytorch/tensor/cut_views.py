@@ -82,7 +82,9 @@ class CutView(Tensor):
 
 
 # Methods that hand out the memory, which torch implements for plain tensors only.
-_OF_MEMORY = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_})
+_OF_MEMORY = frozenset(
+    {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
+)
 
 
 def _check_not_written(func: Any, target: Any) -> None:
@@ -126,7 +128,5 @@ def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
         return result
     # The copy does not follow later writes to the tensor, and neither do reads in other dtypes.
     storage = tensor.mapped(lambda part: part.clone(memory_format=torch.preserve_format))
-    whole = _Whole(
-        f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta")
-    )
+    whole = _Whole(f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta"))
     return tree_map(lambda leaf: _marked(leaf, whole) if type(leaf) is Tensor else leaf, result)

@@ -111,9 +111,10 @@ def reads_bytes(request: GemmRequest) -> bool:
 
 
 def _by_exponents(request: GemmRequest) -> bool:
-    """Whether blocks of 128 elements are multiplied as MXFP8: where no product reads their float32 scales."""
+    """Whether blocks of 128 elements are multiplied by exponents: where no product reads their float32 scales."""
+    needs = request.scaled_products if request.power_of_two else None
     hardware = request.hardware
-    return request.power_of_two and not hardware.has("fp8 block products") and hardware.has("mxfp8 products")
+    return needs is not None and not hardware.has("fp8 block products") and hardware.has(needs)
 
 
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
