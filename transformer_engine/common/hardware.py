@@ -52,9 +52,9 @@ Capability = Literal[
     "cudnn cached attention",  # keys and values of earlier steps
     "cudnn ragged statistics",  # logarithms of packed sequences without padding, which gradients read
     "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
-    "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "cudnn fp8 gradients of all heads",  # head sizes up to 128 other than 128
     "cudnn fp8 gradients of two sizes",  # heads of 192/128
+    "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "torch cudnn attention",
     "torch flash attention",
     "early flash attention 2",  # releases before 2.7.3
@@ -199,9 +199,9 @@ _DATA_CENTER |= {
 _B200 = _DATA_CENTER | {
     "early flash attention 4",
     "stochastic casts",
-    "cudnn linear attention",
     "cudnn deterministic packed attention",
     "cudnn fp8 gradients of two sizes",
+    "cudnn linear attention",
 }
 _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
     "cudnn deterministic attention",
