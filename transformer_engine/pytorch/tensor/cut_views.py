@@ -51,19 +51,19 @@ class CutView(Tensor):
     """
 
     _whole: _Whole
-    _values: Tensor  # the same memory as a plain tensor
+    _plain: Tensor  # the same memory as a plain tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
-        return self._values.__reduce_ex__(protocol)
+        return self._plain.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OF_MEMORY:
-            args = tree_map(lambda leaf: leaf._values if isinstance(leaf, CutView) else leaf, args)
+            args = tree_map(lambda leaf: leaf._plain if isinstance(leaf, CutView) else leaf, args)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
@@ -103,13 +103,13 @@ def read(leaf: Any, dtype: torch.dtype | None) -> Any:
     whole = leaf._whole
     # A view in another dtype reads the bytes of the copy.
     if dtype is None or dtype == leaf.dtype or leaf.dtype != whole.like.dtype:
-        return leaf._values
+        return leaf._plain
     return whole.part(leaf, decoded_dtype(dtype))
 
 
 def _marked(values: Tensor, whole: _Whole) -> CutView:
     cut = Tensor._make_subclass(CutView, values)
-    cut._whole, cut._values = whole, values
+    cut._whole, cut._plain = whole, values
     return cut
 
 
