@@ -91,7 +91,8 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
         to be made of the rows of all ranks (`columns_of_rows`).
     """
     if isinstance(dy, QuantizedGradient):
-        return *dy.operands, dy.sums
+        rows, columns = dy.operands
+        return rows, columns, dy.sums
     quantizes = spec.backward == QUANTIZED and not spec.plain
     if spec.parallel.gathers_gradient:
         if quantizes and gathers_gradient_codes(spec):
@@ -106,13 +107,15 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
     if cast is not None:
         # One kernel reads dy for its codes and its column sums.
         codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
-        return *spec.grad_output.adopt(codes, dy.dtype), db
+        rows, columns = spec.grad_output.adopt(codes, dy.dtype)
+        return rows, columns, db
     db = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
     if not quantizes:
         return dy, Matrix(dy), db
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return None, None, db
-    return *cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db
+    rows, columns = cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight)
+    return rows, columns, db
 
 
 def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:

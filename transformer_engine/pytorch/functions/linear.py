@@ -158,7 +158,7 @@ def linear_backward(
         cast = _result_cast(spec, spec.grad_input, "grad_input", "column")
         if gelu_input:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
-            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), *gelu_input, epilogue)
+            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), gelu_input[0], epilogue)
             gelu_input.clear()
         elif _scatters(spec, "grad_input", "column"):
             dx = scattered_product(dy_rows, w, epilogue, parallel)

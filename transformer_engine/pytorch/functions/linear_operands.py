@@ -36,7 +36,7 @@ def operand_of(value: Operand | Matrix | Tensor) -> Operand:
 
 def read_as(value: Any, transposed: bool) -> Any:
     """Operand of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
-    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value
+    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
 
 
 def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
