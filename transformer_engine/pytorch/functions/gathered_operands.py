@@ -144,7 +144,8 @@ def gathers_again(spec: LinearSpec) -> bool:
 
 def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
     """Begin to gather the saved rows of x: values, codes by rows, or codes by columns [K, M / ranks]."""
-    wait_for_saved(x)
+    if offloading.used:
+        wait_for_saved(x)
     if spec.backward != QUANTIZED or spec.gather_input == VALUES:
         return _begin_gather(x.values if isinstance(x, Matrix) else x, spec)
     by_rows = spec.gather_input == ROW_CODES
@@ -158,7 +159,8 @@ def columns_of_input(x: Any, spec: LinearSpec) -> Any:
     """Columns [K, M] of x for dw, from the saved x, of which all rows may be in transit."""
     if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
         return _columns_again(x, spec)
-    wait_for_saved(x)
+    if offloading.used:
+        wait_for_saved(x)
     return x
 
 
@@ -166,7 +168,7 @@ def _columns_again(x: Any, spec: LinearSpec) -> Any:
     """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
-    if way is None:
+    if way is None and offloading.used:
         wait_for_saved(x)
     keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
     if keeps_values and (way == VALUES or isinstance(x, Matrix)):

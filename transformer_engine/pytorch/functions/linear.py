@@ -149,7 +149,8 @@ def linear_backward(
     del dy
     dx: Any = None
     if spec.needs_grad_input:
-        wait_for_saved(w)
+        if offloading.used:
+            wait_for_saved(w)
         if spec.backward == DEQUANTIZED:
             w = Matrix(dequantized(w, spec.dtype))
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy by rows, the weight by columns. Partial sums are in transit while dw
