@@ -93,6 +93,11 @@ ROWS: dict[str, AttentionCall] = {
     "bias with lengths": masked("padding", bias="pre_scale_bias", bias_shape=SQUARE, same_lengths=True),
     "ALiBi": plain(bias="alibi", slopes_shape=(16,)),
     "ALiBi with slopes for every sequence": plain(bias="alibi", slopes_shape=(2, 16), slopes_given=True),
+    "`softcap`": plain(softcap=30.0),
+    "`softcap`, no mask": masked("no_mask", softcap=30.0),
+    "`softcap`, thd": packed(softcap=30.0),
+    "`softcap` with a bias": plain(softcap=30.0, bias="post_scale_bias", bias_shape=SQUARE, bias_gradient=True),
+    "`softcap` with ALiBi": plain(softcap=30.0, bias="alibi", slopes_shape=(16,)),
     "off-by-one softmax": plain(softmax="off-by-one"),
     "learnable softmax and its gradient": plain(softmax="learnable"),
     "learnable softmax, thd": packed(softmax="learnable"),
@@ -106,12 +111,14 @@ ROWS: dict[str, AttentionCall] = {
     "float32": plain(dtype=torch.float32),
     "one new token, contiguous cache": decoding(),
     "one new token, pages of 64": decoding(page_size=64),
+    "one new token, `softcap`": decoding(softcap=30.0),
 }
 
 
 def table() -> str:
     """One row per option, one column per backend in the order of preference of the plain call."""
     flash4.VERSION, flash2.VERSION, flash3.INSTALLED = "4.0.0", "2.8.3", True
+    flash3._without_softcap = lambda: None
     triton.missing = cudnn.missing = lambda: None
     optional.failure = lambda *_: None
     names = preference(plain())

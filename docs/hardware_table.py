@@ -1,4 +1,4 @@
-"""Write the tables of docs/your_gpu.md from the table of hardware and docs/hardware.json; --check only compares.
+"""Write the tables of docs/your_gpu.md from the table of hardware and two simulations; --check only compares.
 
 python docs/hardware_table.py [--check]
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from generated import ROOT, write
 
@@ -14,15 +16,28 @@ from transformer_engine.common.hardware import ROWS, Hardware
 
 PAGE = ROOT / "docs" / "your_gpu.md"
 CHOICES = json.loads((ROOT / "docs" / "hardware.json").read_text())
+JAX_CHOICES = json.loads((ROOT / "docs" / "hardware_jax.json").read_text())
 # Products of docs/hardware.json by the name in the table of the page.
 PRODUCTS = {
     "none": "bfloat16",
     "float8": "FP8, one scale",
-    "block": "FP8, blocks of 128",
+    "block of powers": "FP8, blocks of 128",
+    "block": "FP8, blocks of 128, float32 scales",
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
-NOT_NATIVE = ("reference", "widen")
+# Recipes of docs/hardware.json's layers by their name in the table of the page, and operations that may be emulated.
+RECIPES = {
+    "none": "bfloat16",
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
+OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
+NOT_NATIVE = ("reference", "widen", "decoded")
+OTHERS = ("grouped", "cast")  # operations of the files that are no dense products
 # Architectures on which the kernels of this package are run before a release.
 RUN_HERE = ("9.0",)
 ATTENTION = {
@@ -62,25 +77,63 @@ def products() -> str:
         f"| | {' | '.join(PRODUCTS.values())} |",
         f"| --- |{' --- |' * len(PRODUCTS)}",
     ]
-    for row in NVIDIA:
-        with_library, without = CHOICES[row.architecture].values()
-        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
-        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    lines += _rows(CHOICES, PRODUCTS)
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
     lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
     return "\n".join(lines) + "\n"
 
 
+def jax_products() -> str:
+    """Return the table of JAX's products: the backend with Triton, and without it where it differs."""
+    titles = {name: title for name, title in PRODUCTS.items() if name != "block of powers"}
+    titles["block"] = PRODUCTS["block of powers"]  # JAX multiplies by scales of any value
+    lines = [
+        f"| | {' | '.join(titles.values())} |",
+        f"| --- |{' --- |' * len(titles)}",
+        *_rows(JAX_CHOICES, titles),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Iterable[str]) -> list[str]:
+    lines = []
+    for row in NVIDIA:
+        found = choices[row.architecture]
+        with_library, without = (found[name] for name in found if name != "layers")
+        cells = [_backends(with_library[recipe], without[recipe]) for recipe in recipes]
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    return lines
+
+
 def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
     found = [
-        ", ".join(
-            dict.fromkeys(backend for name, backend in choice.items() if not name.startswith("grouped"))
-        )
+        ", ".join(dict.fromkeys(backend for name, backend in choice.items() if not name.startswith(OTHERS)))
         for choice in (with_library, without)
     ]
     names = found[0] if found[0] == found[1] else f"{found[0]}; else {found[1]}"
-    emulated = all(backend in NOT_NATIVE for backend in with_library.values())
+    dense = [backend for name, backend in with_library.items() if not name.startswith(OTHERS)]
+    emulated = all(backend in NOT_NATIVE for backend in dense)
     return f"{'emulated' if emulated else 'native'}: {names}"
+
+
+def layers() -> str:
+    """Return the table of training steps: native, or the operations that are emulated."""
+    lines = [f"| | {' | '.join(RECIPES.values())} |", f"| --- |{' --- |' * len(RECIPES)}"]
+    for row in NVIDIA:
+        found: list[dict[str, Any]] = [*CHOICES[row.architecture]["layers"].values()]
+        cells: list[str] = []
+        for recipe in RECIPES:
+            emulated: set[str] = {
+                str(OPERATIONS.get(operation, operation))
+                for of_libraries in found
+                for of_layer in of_libraries.values()
+                for operations in of_layer.get(recipe, {}).values()
+                for operation, backends in operations.items()
+                if set(NOT_NATIVE) & set(backends.split(", "))
+            }
+            cells.append(f"emulated: {', '.join(sorted(emulated))}" if emulated else "native")
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def attention() -> str:
@@ -98,5 +151,11 @@ def attention() -> str:
 
 
 if __name__ == "__main__":
-    sections = {"gpus": gpus(), "products": products(), "attention": attention()}
+    sections = {
+        "gpus": gpus(),
+        "products": products(),
+        "layers": layers(),
+        "attention": attention(),
+        "products of JAX": jax_products(),
+    }
     sys.exit(write(__file__, {PAGE: sections}))

@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         inputs, targets = batch_of(text, step, options.batch, options.length)
         with te.autocast(enabled=scaling is not None, recipe=scaling):  # the forward pass only
             logits = model(inputs)
-        loss = te.parallel_cross_entropy(logits, targets, reduce_loss=True)
+        loss = te.parallel_cross_entropy(logits, targets, reduce_loss=True, overwrite_input=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -112,12 +112,14 @@ from .enums import (
     ubuf_built_with_mpi,
 )
 from .gemm import generic_gemm, te_general_grouped_gemm
-from .grouped import (
+from .group_quantize import (
     bgrad_group_quantize,
-    bulk_allocate,
-    copy_data_ptrs_to_device,
     group_dequantize,
     group_quantize,
+)
+from .grouped import (
+    bulk_allocate,
+    copy_data_ptrs_to_device,
     grouped_swizzle_for_gemm,
     multi_tensor_swizzle_scales_for_gemm_,
     multi_tensor_swizzle_scales_for_gemm_unchecked_,
@@ -125,6 +127,17 @@ from .grouped import (
     splits_to_offsets,
     splits_to_offsets_multi,
     swizzle_scales_for_gemm_,
+)
+from .grouped_products import (
+    group_requantize_inplace,
+    group_scaled_clamped_swiglu,
+    group_scaled_swiglu,
+    multi_tensor_pad_last_dim,
+    multi_tensor_transpose_to_bhsd,
+    nvfp4_quantize_with_amax,
+    te_general_grouped_gemm_for_discrete_in,
+    te_general_grouped_gemm_for_discrete_out,
+    te_general_grouped_gemm_for_grouped_tensor,
 )
 from .kv_cache import (
     convert_bshd_to_thd,

@@ -1,4 +1,4 @@
-"""Groups of matrices under the extension's names: quantization into one buffer, offsets, and shared allocations."""
+"""Groups of matrices under the extension's names: offsets, shared allocations, and layouts of scales."""
 
 from __future__ import annotations
 
@@ -12,170 +12,75 @@ from torch import Tensor
 from transformer_engine.common.checks import described
 from transformer_engine.common.formats import round_up
 from transformer_engine.common.numbers import to_ints, with_article
-from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.runtime.device import canonical_device
-from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, StackQuantizer, stack_quantizer
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.storage.block_scaled import BlockScaledStorage
+from transformer_engine.pytorch.tensor.storage.grouped_layout import (
+    make_tensor_offsets,
+)
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
-from .cast import torch_dtype
-from .checks import quantizer_or_none, sequence, values, with_axes
-
-Extents = Tensor | Sequence[int] | None
+from .checks import sequence, with_axes
 
 
-def _shapes(
-    tensor: Tensor, num_tensors: int, first_dims: Extents, last_dims: Extents
-) -> list[tuple[int, int]]:
-    """Return the shape of each matrix of a group; numbers on a GPU are read by the host."""
-    rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
-    if last_dims is not None:
-        lasts = to_ints("last_dims", last_dims)
-        firsts = [rows] * num_tensors if first_dims is None else to_ints("first_dims", first_dims)
-    else:
-        lasts = [columns] * num_tensors
-        even = [rows // num_tensors] * num_tensors
-        firsts = even if first_dims is None else to_ints("first_dims", first_dims)
-    shapes = list(zip(firsts, lasts, strict=True))
-    if len(shapes) != num_tensors or sum(map(prod, shapes)) > tensor.numel():
-        raise ValueError(
-            f"{len(shapes)} matrices {shapes} for num_tensors={num_tensors} and a tensor {list(tensor.shape)}; give "
-            "one extent for each matrix, of at most as many elements in all"
-        )
-    return shapes
-
-
-def group_quantize(
-    tensor: Tensor,
-    quantizer: Any,
-    num_tensors: int,
-    first_dims: Extents = None,
-    last_dims: Extents = None,
-    offsets: Tensor | None = None,
-    noop: Tensor | None = None,
-    output: GroupedTensor | None = None,
-) -> GroupedTensor:
-    """Quantize the matrices of a group, one after the other in a tensor.
-
-    Args:
-        tensor: Values [sum of the rows, K], or of matrices of other shapes in a row. Elements behind the last matrix
-            are ignored.
-        quantizer: Quantizer of every matrix; each gets its own scales.
-        num_tensors: Number of matrices.
-        first_dims: Rows of each matrix, integers [num_tensors]; None if they are equal. On a GPU they are read by the
-            host.
-        last_dims: Columns of each matrix; None if they are equal.
-        offsets: Has no effect: the offsets follow from the extents.
-        noop: float32 [1]; if it is not 0, `output` is unchanged.
-        output: Group of the same shapes and format that receives the codes.
-
-    Returns:
-        The group, or `output`.
-
-    Raises:
-        ValueError: The extents do not fit the tensor, or `noop` is given without `output`.
-    """
-    quantizer_or_none(quantizer)
-    values(tensor=tensor)
-    with_axes("tensor", tensor, 1)
-    shapes = _shapes(tensor, num_tensors, first_dims, last_dims)
-    if noop is not None and output is None:
-        raise ValueError("noop keeps the contents of output, which is None; give output, or leave noop out")
-    flat = tensor.detach().reshape(-1)[: sum(map(prod, shapes))]
-    if output is not None:
-        pieces = [
-            part.view(shape) for part, shape in zip(flat.split([*map(prod, shapes)]), shapes, strict=True)
-        ]
-        for member, piece in zip(output.members(), pieces, strict=True):
-            member.quantize_(piece, noop_flag=noop)
-        return output
-    if len(set(shapes)) == 1:
-        flat = flat.view(num_tensors, *shapes[0])
-    stack = stack_quantizer(quantizer, shapes)
-    return stack.wrap(stack.encode(flat, quantizer.rowwise_usage, quantizer.columnwise_usage))
-
-
-def group_dequantize(input: GroupedTensorStorage, otype: DType | int | torch.dtype) -> GroupedTensor:
-    """Return the values of a group as a group of plain matrices of a dtype.
-
-    Args:
-        input: Group of quantized or plain matrices.
-        otype: Dtype of the values.
-    """
-    if not isinstance(input, GroupedTensorStorage):
-        raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a GroupedTensor")
-    dtype = torch_dtype(otype)
-    matrices = [
-        m.dequantize(dtype=dtype) if isinstance(m, QuantizedTensorStorage) else m.to(dtype)
-        for m in input.members()
-    ]
-    flat = torch.cat([matrix.reshape(-1) for matrix in matrices])
-    shapes = input.tensor_shapes
-    stack = StackQuantizer(None, None if input.all_same_shape() else shapes)
-    return GroupedTensor.from_storage(GroupedTensorStorage.around(shapes, flat, stack))
-
-
-def bgrad_group_quantize(
-    tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents = None
-) -> list[Any]:
-    """Return `[sums over the rows of each matrix [num_tensors, K], the quantized group]`; see `group_quantize`.
-
-    The sums are float32, rounded to the dtype of the tensor.
-
-    Args:
-        tensor: Values [sum of the rows, K].
-        quantizer: Quantizer of every matrix; each gets its own scales.
-        num_tensors: Number of matrices.
-        first_dims: Rows of each matrix, integers [num_tensors]; None if they are equal.
-    """
-    made = group_quantize(tensor, quantizer, num_tensors, first_dims)
-    rows = [shape[0] for shape in made.tensor_shapes]
-    matrix = tensor.reshape(-1, tensor.shape[-1])[: sum(rows)]
-    sums = [part.sum(0, dtype=torch.float32).to(tensor.dtype) for part in matrix.split(rows)]
-    return [torch.stack(sums), made]
-
-
-def splits_to_offsets(first_dims: Tensor, last_dim: int) -> Tensor:
+def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
     """Return the first element of each matrix [first_dims[i], last_dim] in their buffer, and the end: int64 [n + 1].
 
     Args:
         first_dims: Rows of each matrix, integers [n].
-        last_dim: Columns of every matrix.
+        logical_last_dim: Columns of every matrix.
     """
     with_axes("first_dims", first_dims, 1)
-    ends = (first_dims.to(torch.int64) * last_dim).cumsum(0)
-    return torch.nn.functional.pad(ends, (1, 0))
+    return make_tensor_offsets(first_dims, logical_last_dim)
 
 
 def splits_to_offsets_multi(
     split_sizes: Tensor | Sequence[int],
     device: torch.device | str | None,
+    *,
     strides: Sequence[int],
     include_leading_zero: Sequence[bool],
     dtypes: Sequence[torch.dtype],
-    bulk: bool = True,
-) -> list[Tensor]:
-    """Return several tables of offsets for the same splits.
+    bulk_allocate: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute several tables of offsets of the same splits.
 
     Args:
-        split_sizes: Rows of each group, integers [n].
-        device: Device of the tables.
+        split_sizes: Rows of each group, integers [n], on any device.
+        device: Device of the results.
         strides: Elements of a row, one for each table.
         include_leading_zero: Whether each table begins with 0 (and has n + 1 numbers instead of n).
         dtypes: Integer dtype of each table.
-        bulk: Allocate all tables in one buffer.
+        bulk_allocate: Allocate all tables in one buffer, each at a multiple of 16 bytes.
+
+    Returns:
+        The splits, int64 [n] on the device, and the tables: table i is the inclusive running sum of splits times
+        strides[i].
+
+    Raises:
+        ValueError: The lists differ in length, or the splits are not a vector of integers.
     """
     place = canonical_device(device)
-    sizes = torch.as_tensor(split_sizes, dtype=torch.int64, device=place)
+    sizes = split_sizes
+    if not isinstance(sizes, Tensor):
+        sizes = torch.tensor(to_ints("split_sizes", sizes), dtype=torch.int64, device="cpu")
+    if sizes.dim() != 1 or sizes.is_floating_point():
+        raise ValueError(
+            f"split_sizes is {sizes.dtype} {list(sizes.shape)}; give one integer per group, in one dimension"
+        )
+    if not len(strides) == len(include_leading_zero) == len(dtypes):
+        raise ValueError(
+            f"{len(strides)} strides, {len(include_leading_zero)} include_leading_zero and {len(dtypes)} dtypes; give "
+            "one of each per table"
+        )
+    sizes = sizes.to(device=place, dtype=torch.int64)
     tables = []
     for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
         offsets = splits_to_offsets(sizes, stride)
         tables.append((offsets if leading else offsets[1:]).to(dtype))
-    if not bulk:
-        return tables
-    held = bulk_allocate([table.shape for table in tables], dtypes, place, [16] * len(tables))
-    return [target.copy_(table) for target, table in zip(held, tables, strict=True)]
+    if bulk_allocate and tables:
+        held = _bulk_allocate([table.shape for table in tables], dtypes, place, [16] * len(tables))
+        tables = [target.copy_(table) for target, table in zip(held, tables, strict=True)]
+    return sizes, tables
 
 
 def bulk_allocate(
@@ -203,6 +108,9 @@ def bulk_allocate(
         whole[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         for begin, shape, dtype in zip(begins, shapes, dtypes, strict=True)
     ]
+
+
+_bulk_allocate = bulk_allocate  # splits_to_offsets_multi has an argument of this name
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[Tensor], device: torch.device | str | None = None) -> Tensor:

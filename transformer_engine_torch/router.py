@@ -64,7 +64,7 @@ def fused_topk_with_score_function_fwd(
 
 def fused_topk_with_score_function_bwd(
     routing_map: Tensor,
-    intermediate: Tensor,
+    intermediate_output: Tensor,
     grad_probs: Tensor,
     grad_logits: Tensor,
     topk: int,
@@ -80,13 +80,14 @@ def fused_topk_with_score_function_bwd(
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
     kind = _kind(score_function, use_pre_softmax)
     choice = Choice(to_int("topk", topk, 1), kind, False, None, scale, map)
-    _gradient(routing_map, intermediate, grad_probs, grad_logits, choice)
+    _gradient(routing_map, intermediate_output, grad_probs, grad_logits, choice)
 
 
 def fused_topk_with_score_function_qb_fwd(
     logits: Tensor, topk: int, scaling_factor: float | None, expert_bias: Tensor,
     routing_map_format: RoutingMapFormat | int | str, topk_indices: Tensor | None, histogram: Tensor,
-    bin_bounds: Tensor, mode: NVTEQBHistogramMode | QBHistogramMode | int | str, bounds_validated: bool = False,
+    bin_bounds: Tensor, histogram_mode: NVTEQBHistogramMode | QBHistogramMode | int | str,
+    bin_bounds_validated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Choose experts by sigmoid scores, and count the margins of quantile balancing.
 
@@ -100,14 +101,17 @@ def fused_topk_with_score_function_qb_fwd(
             None.
         histogram: int32 [E, bins], to which the counts are added.
         bin_bounds: float32 [2], the limits of the bins.
-        mode: Algorithm of the count; both count the same.
-        bounds_validated: Has no effect; the bounds are checked where that does not wait for a GPU.
+        histogram_mode: Algorithm of the count; both count the same.
+        bin_bounds_validated: Has no effect; the bounds are checked where that does not wait for a GPU.
 
     Returns:
         `(probs [..., E], routing map or topk_indices, sigmoid scores float32 [T, E], cut-off float32 [T], histogram)`.
         The cut-off of a token is its (topk + 1)st largest biased score.
     """
-    named = mode if isinstance(mode, (str, QBHistogramMode)) else NVTEQBHistogramMode(int(mode)).name.lower()
+    if isinstance(histogram_mode, (str, QBHistogramMode)):
+        named = histogram_mode
+    else:
+        named = NVTEQBHistogramMode(int(histogram_mode)).name.lower()
     checked = check_choice(logits, topk, None, None, scaling_factor, "sigmoid")
     bias = check_bias(expert_bias, logits, "sigmoid")
     counted = check_histogram(histogram, bin_bounds, named, logits)

@@ -39,7 +39,6 @@ HEAVY = (
     "torch.testing",
     "transformers",
     "triton",
-    "typer",
 )
 # Other modules of torch and the standard library that the package loads beyond `import torch`: 7 with torch 2.13.
 OTHERS = 20

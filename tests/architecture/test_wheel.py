@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -38,27 +41,71 @@ def test_every_package_is_marked_as_typed_and_git_keeps_the_mark():
     assert len(kept.stdout.split()) == len(marks)
 
 
-def test_the_build_names_every_package():
-    project = (ROOT / "pyproject.toml").read_text()
-    (line,) = [line for line in project.splitlines() if line.startswith("packages = ")]
-    assert line == "packages = " + str([path.name for path in packages()]).replace("'", '"')
-    assert "exclude =" not in project.partition("[tool.hatch")[2].partition("[tool.ruff]")[0]
+def build(tmp_path: Path, kind: str, repository: str) -> Path:
+    """Build a wheel or a source distribution without an index, as its publisher or as a user of the checkout."""
+    program = (
+        "import sys\nfrom setuptools import build_meta\n"
+        f"getattr(build_meta, 'build_{kind}')({str(tmp_path)!r})\n"
+    )
+    environment = os.environ | {"REPOSITORY_URL": repository}
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    (path,) = (path for path in tmp_path.iterdir() if path.suffix in (".whl", ".gz"))
+    return path
+
+
+def metadata_of(wheel: zipfile.ZipFile) -> Message:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return message_from_bytes(wheel.read(name))
 
 
 @pytest.mark.parametrize("repository", ["", "https://example.org/team/engine/"])
-def test_the_wheel_holds_the_marks_and_the_urls_of_its_publisher(repository: str, tmp_path: Path):
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    environment = os.environ | {"REPOSITORY_URL": repository}
-    subprocess.run(build, cwd=ROOT, env=environment, check=True, capture_output=True)
-    (path,) = tmp_path.glob("*.whl")
+def test_the_wheel_has_all_modules_the_marks_and_the_urls_of_its_publisher(repository: str, tmp_path: Path):
+    path = build(tmp_path, "wheel", repository)
     assert path.name == f"transformer_engine-{__version__}-py3-none-any.whl"
     wheel = zipfile.ZipFile(path)
-    assert {f"{package.name}/py.typed" for package in packages()} <= set(wheel.namelist())
-    (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    urls = message_from_bytes(wheel.read(metadata)).get_all("Project-URL", [])
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    tracked = ["git", "ls-files", *(package.name for package in packages())]
+    kept = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {name for name in files if "__pycache__" not in name} == set(kept.stdout.split())
+    urls = metadata_of(wheel).get_all("Project-URL", [])
     assert [url.partition(", ")[2] for url in urls] == (
         [f"https://example.org/team/engine{path}" for path in ("", *PATHS)] if repository else []
     )
+
+
+def test_published_descriptions_have_absolute_links_to_files_that_exist(tmp_path: Path):
+    text = str(
+        metadata_of(
+            zipfile.ZipFile(build(tmp_path, "wheel", "https://example.org/team/engine"))
+        ).get_payload()
+    )
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    links = [first or second for first, second in targets]
+    assert len(links) > 20
+    for link in links:
+        assert link.startswith(("https://", "http://", "#")), link
+        own = re.fullmatch(r"https://example\.org/team/engine/(blob|raw)/main/([^#]+)(#.*)?", link)
+        if own is not None:
+            assert (ROOT / own[2]).exists(), link
+            assert (own[1] == "raw") == own[2].endswith((".png", ".svg")), link
+
+
+def test_the_source_distribution_has_what_a_packager_needs(tmp_path: Path):
+    path = build(tmp_path, "sdist", "")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for needed in (
+        "LICENSE",
+        "SECURITY.md",
+        "CITATION.cff",
+        "setup.py",
+        "tests/conftest.py",
+        "docs/index.md",
+    ):
+        assert needed in names
+    assert not [name for name in names if "__pycache__" in name]
 
 
 def test_the_version_comes_after_the_originals_release_and_before_its_next():

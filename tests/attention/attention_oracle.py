@@ -1,4 +1,4 @@
-"""softmax(scale * q k^T + bias) v as float64 loops over rows, the reference for every backend."""
+"""softmax(softcap(scale * q k^T) + bias) v as float64 loops over rows, the reference for every backend."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def attend(
     bias: Callable[[int, int, int, int], Tensor | float] = lambda b, h, i, j: 0.0,
     bias_before_scale: bool = False,
     sink: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, i, h * d], max_logit [h]) of q [b, i, h, d], k, v [b, j, g, d]; differentiable."""
     batch, size_q, heads, width = q.shape
@@ -72,7 +73,10 @@ def attend(
                 for j in seen:
                     product = (q[b, i, h] * k[b, j, g]).sum()
                     extra = bias(b, h, i, j)
-                    logits.append((product + extra) * scale if bias_before_scale else product * scale + extra)
+                    score = (product + extra if bias_before_scale else product) * scale
+                    if softcap:
+                        score = softcap * torch.tanh(score / softcap)
+                    logits.append(score if bias_before_scale else score + extra)
                 stacked = torch.stack(logits)
                 best[h] = max(best[h], float(stacked.detach().max()))
                 exponentials = torch.exp(stacked)

@@ -16,11 +16,14 @@ def attend(
     window: tuple[int, int],
     sink: Tensor | None = None,
     slopes: Tensor | None = None,
+    score_mod=None,
 ) -> tuple[Tensor, Tensor]:
     """(out [i, h, d], lse [h, i]) of one sequence q [i, h, d], k, v [j, g, d]."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     score = torch.einsum("ihd,jhd->hij", q, k) * scale
+    if score_mod is not None:
+        score = score_mod(score)
     behind = torch.arange(k.shape[0])[None] - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
     if slopes is not None:
         score = score - slopes[:, None, None] * behind.abs()
@@ -47,6 +50,28 @@ def spans(x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor |
     return [x[int(a) : int(b)] for a, b in zip(starts[:-1], ends, strict=True)]
 
 
+def capped(softcap: float):
+    """The function of scores of a softcap, as flash_attn.cute.utils.create_softcap_scoremod; None without one."""
+    return (lambda score: softcap * torch.tanh(score / softcap)) if softcap else None
+
+
+class CuteUtilities:
+    """As flash_attn.cute.utils; the backward function belongs to the last forward function of its softcap."""
+
+    def __init__(self) -> None:
+        self.functions = {}
+
+    def create_softcap_scoremod(self, softcap):
+        self.functions[softcap] = capped(softcap)
+        return self.functions[softcap]
+
+    def create_softcap_scoremod_bwd(self, softcap):
+        def derivative() -> None: ...
+
+        derivative.derivative_of = self.functions[softcap]  # pyright: ignore[reportFunctionMemberAccess]
+        return derivative
+
+
 def flash_attn_fwd(q, k, v, **given):
     """As flash_attn.cute.interface._flash_attn_fwd; rows that belong to no sequence are not written."""
     window = window_of(given)
@@ -58,7 +83,16 @@ def flash_attn_fwd(q, k, v, **given):
     lse = torch.full(shape, -math.inf)
     place = 0
     for b, (one, target, key, value) in enumerate(zip(queries, targets, keys, values, strict=True)):
-        result, rows = attend(one, key, value, given["softmax_scale"], window, given["learnable_sink"])
+        result, rows = attend(
+            one,
+            key,
+            value,
+            given["softmax_scale"],
+            window,
+            given["learnable_sink"],
+            None,
+            given.get("score_mod"),
+        )
         target.copy_(result)
         if q.ndim == 3:
             place = int(given["cu_seqlens_q"][b])
@@ -70,6 +104,7 @@ def flash_attn_fwd(q, k, v, **given):
 
 def flash_attn_bwd(q, k, v, out, dout, lse, **given):
     """As flash_attn.cute.interface._flash_attn_bwd, by autograd."""
+    assert given.get("score_mod") is None or given["score_mod_bwd"].derivative_of is given["score_mod"]
     sink = given["learnable_sink"]
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     if sink is not None:
@@ -80,7 +115,16 @@ def flash_attn_bwd(q, k, v, out, dout, lse, **given):
     keys, values = (spans(x, given["cu_seqlens_k"], given["seqused_k"]) for x in leaves[1:3])
     total = torch.zeros(())
     for one, key, value, grad in zip(queries, keys, values, grads, strict=True):
-        result, _ = attend(one, key, value, given["softmax_scale"], window, *leaves[3:])
+        result, _ = attend(
+            one,
+            key,
+            value,
+            given["softmax_scale"],
+            window,
+            None if sink is None else leaves[3],
+            None,
+            given.get("score_mod"),
+        )
         total = total + (result * grad).sum()
     found = torch.autograd.grad(total, leaves)
     for name, first, starts, used in (
@@ -99,22 +143,32 @@ def window_of(given) -> tuple[int, int]:
 
 
 def flash_attn_func(
-    q, k, v, *, softmax_scale, causal, window_size, deterministic, dropout_p=0.0, alibi_slopes=None
+    q,
+    k,
+    v,
+    *,
+    softmax_scale,
+    causal,
+    window_size,
+    deterministic,
+    dropout_p=0.0,
+    alibi_slopes=None,
+    softcap=0.0,
 ):
     """As flash_attn.flash_attn_func, without dropout."""
     del deterministic, dropout_p
     window = (-1, 0) if causal else window_size
-    return torch.stack(
-        [attend(q[b], k[b], v[b], softmax_scale, window, None, alibi_slopes)[0] for b in range(q.shape[0])]
-    )
+    rest = (softmax_scale, window, None, alibi_slopes, capped(softcap))
+    return torch.stack([attend(q[b], k[b], v[b], *rest)[0] for b in range(q.shape[0])])
 
 
 def flash_attn_varlen_func(
-    q, k, v, starts_q, starts_kv, max_q, max_kv, *, softmax_scale, causal, window_size, **other
+    q, k, v, starts_q, starts_kv, max_q, max_kv, *, softmax_scale, causal, window_size, softcap=0.0, **other
 ):
     """As flash_attn.flash_attn_varlen_func, without dropout; tokens of no sequence get NaN."""
     window = (-1, 0) if causal else window_size
     parts = [spans(x, s, None) for x, s in ((q, starts_q), (k, starts_kv), (v, starts_kv))]
-    found = [attend(*each, softmax_scale, window)[0] for each in zip(*parts, strict=True)]
+    rest = (softmax_scale, window, None, None, capped(softcap))
+    found = [attend(*each, *rest)[0] for each in zip(*parts, strict=True)]
     rest = q.shape[0] - sum(part.shape[0] for part in found)
     return torch.cat([*found, q.new_full((rest, q.shape[1], v.shape[2]), math.nan)])

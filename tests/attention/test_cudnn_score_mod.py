@@ -515,3 +515,32 @@ def test_a_warm_call_reads_new_values_and_a_changed_closure():
         capped_at = partial(lambda limit, s: limit * torch.tanh(s / limit), value)
         want = oracle(q, k, v, capped_at if applied else lambda s: s)
         assert relative(got, want) < 0.004
+
+
+def test_a_softcap_of_the_call_is_the_graph_of_a_softcap():
+    call = request("no_mask", softcap=0.7)
+    modifier, tensors = bound_tensors(call, torch.device("cpu"))
+    assert modifier is not None
+    program = capped().recorded.program
+    assert isinstance(program, ScoreProgram)
+    assert [step.method for step in modifier.program.modify] == [step.method for step in program.modify]
+    assert [step.method for step in modifier.program.differentiate] == ["tanh_backward"]
+    assert [float(tensor) for tensor in tensors] == [pytest.approx(0.7)]
+    assert modifier.operands[0].on_host
+    # The number is a tensor's value: softcaps share a program.
+    assert bound_tensors(request("no_mask", softcap=3.0), torch.device("cpu"))[0] == modifier
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"softcap": 0.7}, None),
+        ({"softcap": 0.7, "mask": "causal"}, "softcap with attn_mask_type='causal'; it takes 'no_mask'"),
+        ({"softcap": 0.7, "max_logit": True}, "softcap with return_max_logit=True"),
+        ({"softcap": 0.7, "q_format": "thd", "kv_format": "thd"}, "softcap with packed sequences"),
+        ({"softcap": 0.7, "score_mod": capped()}, "softcap together with score_mod"),
+    ],
+)
+def test_cudnn_computes_a_softcap_without_a_mask(options, words, installed):
+    reason = cudnn.BACKEND.rejection_reason(request(**{"mask": "no_mask", **options}))
+    assert (reason is None) if words is None else words in (reason or "")

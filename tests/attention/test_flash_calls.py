@@ -36,13 +36,17 @@ def _library(monkeypatch):
         module.__dict__["flash_attn_func"] = flash_library.flash_attn_func
         module.__dict__["flash_attn_varlen_func"] = flash_library.flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.ModuleType("flash_attn.cute"))
+    cute = types.ModuleType("flash_attn.cute")
+    cute.__dict__["utils"] = flash_library.CuteUtilities()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
     monkeypatch.setattr(flash4, "VERSION", "4.0.0")
     monkeypatch.setattr(flash2, "VERSION", "2.8.3")
     monkeypatch.setattr(flash3, "INSTALLED", True)
     monkeypatch.setattr(optional, "failure", lambda *_: None)
+    flash4._score_functions.cache_clear()
+    flash3._without_softcap.cache_clear()
 
 
 def sample(*shape, seed):
@@ -97,6 +101,8 @@ PROBLEMS = {
     "padding, sbhd": {"layout": "sbhd", "mask": "padding_causal_bottom_right"},
     "thd with a tail": {"layout": "thd", "mask": "padding_causal_bottom_right", "sink": True},
     "thd with gaps": {"layout": "thd with gaps", "mask": "padding"},
+    "softcap": {"mask": "causal_bottom_right", "softcap": 0.4},
+    "softcap, thd with a tail": {"layout": "thd", "mask": "padding_causal_bottom_right", "softcap": 0.4},
 }
 
 
@@ -144,7 +150,18 @@ def test_flash4_reads_caches(layout, paged):
 
 
 @pytest.mark.parametrize("backend", [flash2, flash3], ids=["flash2", "flash3"])
-@pytest.mark.parametrize("name", ["bottom right", "sbhd", "window", "causal window", "thd with a tail"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bottom right",
+        "sbhd",
+        "window",
+        "causal window",
+        "thd with a tail",
+        "softcap",
+        "softcap, thd with a tail",
+    ],
+)
 def test_installed_flash_packages_compute_the_request(name, backend):
     request, inputs = problem(**{**PROBLEMS[name], "sink": False})
     got = backend.run(request, inputs).output
@@ -203,6 +220,10 @@ def on_hopper(**changes):
         (flash4, {"max_logit": True}, "return_max_logit"),
         (flash4, {"seqlen_q": 0}, "an empty tensor"),
         (flash4, {"score_mod": lambda score, *_: score}, "score_mod"),
+        (flash4, {"softcap": 20.0}, None),
+        (flash3, {"softcap": 20.0}, None),
+        (flash2, {"softcap": 20.0, "bias": "alibi"}, None),
+        (flash2, {"softcap": 20.0, "dropout": 0.1}, "softcap together with attention_dropout"),
         (flash3, {"head_dim_v": 128}, "heads of two sizes"),
         (flash2, {"page_size": 16}, "a paged cache"),
         (flash2, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
@@ -261,8 +282,39 @@ def test_flash2_is_given_the_options_that_its_release_has(version, monkeypatch):
         ("2.2.5", {"mask": resolve("no_mask", (4, 4), None)}, "no sliding window, which came with 2.3"),
         ("2.3.6", {"bias": "alibi"}, "no ALiBi, which came with 2.4"),
         ("2.4.0", {"deterministic": True}, "no deterministic backward pass, which came with 2.4.1"),
+        ("2.5.9", {"softcap": 20.0}, "no softcap, which came with 2.6"),
     ],
 )
 def test_an_older_flash2_names_the_option_that_it_lacks(version, changes, reason, monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", version)
     assert reason in (flash2.unsupported_reason(on_hopper(**changes)) or "")
+
+
+def test_flash4_has_gradients_of_a_softcap_where_the_library_has_them(monkeypatch):
+    monkeypatch.setattr(flash4, "VERSION", "4.0.0b30")
+    assert "4.0.0b36 has its gradient" in (flash4.BACKEND.rejection_reason(on_hopper(softcap=20.0)) or "")
+    monkeypatch.setattr(flash4, "VERSION", "4.0.0b36")
+    assert flash4.BACKEND.rejection_reason(on_hopper(softcap=20.0)) is None
+    workstation = on_hopper(softcap=20.0, hardware=nvidia(12, 0))
+    reason = flash4.BACKEND.rejection_reason(workstation)
+    assert reason is not None and "12.0 has no flash attention 4 gradients of scores" in reason
+    assert flash4.BACKEND.rejection_reason(replace(workstation, needs_gradient=False)) is None
+
+
+def test_flash4_creates_the_functions_of_a_softcap_once():
+    request, inputs = problem(**PROBLEMS["softcap"])
+    flash4.forward(request, inputs)
+    functions = flash4._score_functions(0.4)
+    flash4.forward(request, inputs)
+    assert flash4._score_functions(0.4) is functions
+    assert flash4._score_functions(0.5)[0] is not functions[0]
+
+
+def test_a_flash3_without_the_argument_softcap_is_named(monkeypatch):
+    def older(q, k, v, *, softmax_scale, causal, window_size, deterministic): ...
+
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func", older)
+    flash3._without_softcap.cache_clear()
+    reason = flash3.BACKEND.rejection_reason(on_hopper(softcap=20.0)) or ""
+    assert "flash_attn_varlen_func of the installed flash-attention 3 has no argument softcap" in reason
+    assert flash3.BACKEND.rejection_reason(on_hopper()) is None

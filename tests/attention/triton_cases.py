@@ -47,6 +47,7 @@ class Case:
     bias_dtype: torch.dtype | None = None
     slopes: str = "h"
     softmax: str = "vanilla"
+    softcap: float = 0.0
     dropout: float = 0.0
     max_logit: bool = False
     packed_buffer: bool = False
@@ -147,6 +148,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, 
         switches=Switches(),
         bias=case.bias,
         softmax=case.softmax,
+        softcap=case.softcap,
         dropout=case.dropout,
         padded_between=case.gaps,
         max_logit=case.max_logit,
@@ -222,13 +224,19 @@ def literal(
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     logits = (q @ k.transpose(-1, -2)) * request.scale
     bias = reference.additive_bias(request, inputs)
+    biased = logits
     if bias is not None:
-        logits = logits + bias.to(dtype)
+        logits = biased = logits + bias.to(dtype)
+    if request.softcap and request.bias == "pre_scale_bias":
+        logits = request.softcap * torch.tanh(biased / request.softcap)
+    elif request.softcap:
+        logits = request.softcap * torch.tanh((q @ k.transpose(-1, -2)) * request.scale / request.softcap)
+        logits = biased = logits if bias is None else logits + bias.to(dtype)
     visible = visible_of(request, inputs)
     if visible is not None:
         logits = logits.masked_fill(~visible, -torch.inf)
     max_logit = logits.detach().amax(dim=(0, 2, 3)).float()
-    terms = {"bias": logits}
+    terms = {"bias": biased}
     if inputs.sink is not None:
         column = inputs.sink[None, :, None, None].expand(*logits.shape[:-1], 1)
         terms["sink"] = column
@@ -318,6 +326,32 @@ PLAIN = (
     Case("dropout", dropout=0.3, mask="causal", size_kv=40, groups=2),
     Case("two head sizes", head=(48, 24), mask="causal_bottom_right", dtype=torch.float16),
     Case("float32", head=(20, 16), mask="padding_causal", lengths_kv=(40, 23), dtype=torch.float32),
+    Case("softcap", softcap=0.7, mask="causal", size_kv=40, max_logit=True),
+    Case(
+        "softcap behind a bias",
+        softcap=1.5,
+        bias="pre_scale_bias",
+        bias_shape=(1, 0, 0, 1),
+        window=(9, 4),
+        groups=2,
+    ),
+    Case(
+        "softcap before a bias",
+        softcap=1.5,
+        bias="post_scale_bias",
+        bias_shape=(1, 1, 1, 1),
+        softmax="learnable",
+    ),
+    Case(
+        "softcap, alibi, packed",
+        softcap=0.9,
+        bias="alibi",
+        mask="padding_causal",
+        form="thd",
+        lengths_kv=(40, 23),
+    ),
+    Case("softcap of float32", softcap=30.0, head=(20, 16), mask="causal", size_kv=40, dtype=torch.float32),
+    Case("softcap of small scores", softcap=5000.0, size_kv=40, dtype=torch.float32, dropout=0.3),
 )
 
 
@@ -348,6 +382,7 @@ def pairs() -> list[Case]:
             {"bias": "alibi", "slopes": "bh"},
         ],
         "softmax": [{"softmax": kind} for kind in ("vanilla", "off-by-one", "learnable")],
+        "softcap": [{}, {"softcap": 1.0}, {"softcap": 20.0}],
         "dropout": [{}, {"dropout": 0.2}],
         "heads": [{"heads": 4, "groups": groups} for groups in (1, 2, 4)],
         "head": [

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from transformer_engine import cli
-from transformer_engine.cli.bench import command
+from tests.support.command import te as run_te
+from transformer_engine.cli.bench import measurement
 from transformer_engine.cli.bench.cases import FAMILIES, QUANTIZATIONS, RECIPES, Case, cases
 from transformer_engine.cli.bench.compare import geometric_mean, pairs, read
 from transformer_engine.cli.bench.measure import Effort, measure, measure_in_turns, peak_mib
@@ -35,7 +34,7 @@ HOST_TIME = ("layer_small", "layer_graphed")  # families whose wall time is the 
 
 
 def te(*arguments: str):
-    return CliRunner().invoke(cli.application(), ["bench", *arguments], env={"COLUMNS": "200"})
+    return run_te("bench", *arguments)
 
 
 def engine_rows(recipes: tuple[str, ...], family: str, device: torch.device) -> list[Row]:
@@ -206,7 +205,7 @@ def test_an_interrupt_prints_the_rows_so_far(tmp_path: Path, monkeypatch: pytest
         yield Row("rope_fb/bf16/s1", "rope", "bf16", "te", eager_ms=1.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run", interrupted)
+    monkeypatch.setattr(measurement, "run", interrupted)
     path = tmp_path / "figures.json"
     result = te("--quick", "--family", "rope", "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -353,3 +352,12 @@ def test_calls_in_turns_are_each_timed_by_itself():
     small, large = (torch.randn(side, side, device="cuda") for side in (64, 4096))
     quick, slow = measure_in_turns([lambda: small @ small, lambda: large @ large], 5)
     assert 0.0 < quick < slow
+
+
+def test_names_in_the_help_are_the_names_of_the_tables():
+    from transformer_engine.cli.bench import cases, distributed_cases, options, providers
+
+    assert options.RECIPES == cases.RECIPES
+    assert tuple(cases.FAMILIES) == options.FAMILIES
+    assert tuple(distributed_cases.RANKS_FAMILIES) == options.RANKS_FAMILIES
+    assert tuple(provider.name for provider in providers.PROVIDERS) == options.PROVIDERS

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tests.support import forked
+from tests.support.command import te as run_te
 from tests.support.programs import search_path
-from transformer_engine import cli
 from transformer_engine.cli.bench.cases import RECIPES
 from transformer_engine.cli.bench.compare import pairs, read
 from transformer_engine.cli.bench.distributed import RanksRow, exposure
@@ -83,7 +82,7 @@ def test_columns_without_figures_are_left_out(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_options_that_cannot_work_are_rejected_before_processes_start(options: list[str], message: str):
-    result = CliRunner().invoke(cli.application(), ["bench", *options], env={"COLUMNS": "200"})
+    result = run_te("bench", *options)
     assert result.exit_code == 2
     assert message in result.output
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.conversion.tiny_models import write_checkpoint
-from transformer_engine import cli
+from tests.support.command import te as run_te
 from transformer_engine.common import optional
 
 
 def te(*arguments: object):
-    return CliRunner().invoke(cli.application(), ["convert", *map(str, arguments)], env={"COLUMNS": "200"})
+    return run_te("convert", *map(str, arguments))
 
 
 def test_checkpoints_convert_both_ways_and_tensors_are_counted(tmp_path: Path):

@@ -12,6 +12,7 @@ from transformer_engine.cli.demo.config import (
     HIGH_PRECISION,
     RECIPES,
     RunConfig,
+    installed_recipes,
     learning_rate,
     make_recipe,
     resolve,
@@ -27,12 +28,12 @@ def config(**changes: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "fp7"}, r"recipe 'fp7' does not exist; choose one of delayed, current"),
-        ({"steps": 0}, r"steps=0 is below 1"),
-        ({"hidden": 100}, r"hidden=100 is not a positive multiple of 32; try 96"),
-        ({"sequence": 8}, r"sequence=8 is not a positive multiple of 32; try 32"),
-        ({"heads": 3}, r"hidden=64 and heads=3 give a head width of 21.3333"),
-        ({"learning_rate": 2.0}, r"lr=2.0 is outside 0 < lr < 1"),
+        ({"recipe": "fp7"}, r"--recipe 'fp7' does not exist; choose one of delayed, current"),
+        ({"steps": 0}, r"--steps 0 is below 1"),
+        ({"hidden": 100}, r"--hidden 100 is not a positive multiple of 32; try 96"),
+        ({"sequence": 8}, r"--seq 8 is not a positive multiple of 32; try 32"),
+        ({"heads": 3}, r"--hidden 64 and --heads 3 give a head width of 21.3333"),
+        ({"learning_rate": 2.0}, r"--lr 2.0 is not between 0 and 1"),
     ],
 )
 def test_an_impossible_size_is_rejected_with_a_remedy(changes: dict[str, Any], message: str):
@@ -48,7 +49,7 @@ def test_cuda_without_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_unknown_device_is_rejected():
-    with pytest.raises(ValueError, match=r"device 'tpu' does not exist; choose auto, cpu or cuda"):
+    with pytest.raises(ValueError, match=r"--device 'tpu' does not exist; choose one of auto, cpu, cuda"):
         resolve("tpu", {})
 
 
@@ -92,7 +93,7 @@ def test_a_checkpoint_keeps_its_config():
 
 def test_an_option_that_contradicts_the_checkpoint_is_rejected():
     with pytest.raises(
-        ValueError, match=r"steps=80 contradicts the checkpoint's steps=40; leave the option out"
+        ValueError, match=r"--steps 80 contradicts the checkpoint, which has 40; leave the option out"
     ):
         restore(config(steps=40).as_dict(), "auto", {"steps": 80}, step=39)
 
@@ -100,7 +101,7 @@ def test_an_option_that_contradicts_the_checkpoint_is_rejected():
 def test_more_steps_extend_a_finished_run_only():
     saved = config(steps=40).as_dict()
     assert restore(saved, "auto", {"steps": 80}, step=40) == config(steps=80)
-    with pytest.raises(ValueError, match=r"steps=20 contradicts .* a larger number extends a run"):
+    with pytest.raises(ValueError, match=r"--steps 20 contradicts .* a larger number extends a run"):
         restore(saved, "auto", {"steps": 20}, step=40)
 
 
@@ -121,3 +122,7 @@ def test_steps_below_the_resolution_of_bfloat16_add_up():
         optimizer.step(0.1)
     # The spacing of bfloat16 at 256 is 2 above and 1 below: each step of 0.1 alone would round to nothing.
     assert torch.equal(weight, torch.full_like(weight, 254.0))
+
+
+def test_recipe_names_are_those_of_the_installed_framework():
+    assert (*installed_recipes(), "none") == RECIPES

@@ -80,5 +80,5 @@ def test_the_cache_changes_no_byte():
 
 
 def test_one_expert_is_rejected():
-    with pytest.raises(ValueError, match="experts=1 must be 2 or more"):
+    with pytest.raises(ValueError, match="--experts 1 must be 2 or more"):
         tiny(experts=1)

@@ -226,9 +226,9 @@ def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: P
     [
         (
             Execution(offload_layers=1),
-            "offload_layers=1 is outside 0 to 0: the last of 1 layers stays on the GPU",
+            "--offload-layers 1 is outside 0 to 0: the last of 1 layers stays on the GPU",
         ),
-        (Execution(offload_layers=-1), "offload_layers=-1 is outside 0 to 0"),
+        (Execution(offload_layers=-1), "--offload-layers -1 is outside 0 to 0"),
         (Execution(graphs=True, observe=True), "--graphs and --observe exclude each other"),
     ],
 )

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.support import forked
+from tests.support.command import te as run_te
 from tests.support.programs import search_path
-from transformer_engine import __version__, cli
+from transformer_engine import __version__
 from transformer_engine.cli.doctor import environment as gathering
-from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy, main
+from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy
 from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
 from transformer_engine.cli.doctor.environment import Distribution, Gpu, Installation, gather
 from transformer_engine.common.hardware import nvidia
@@ -33,7 +33,6 @@ LIBRARIES = having(
     triton="3.6.0",
     nvmath_python="1.0.1",
     nvidia_cudnn_frontend="1.23.0",
-    typer="0.20",
     rich="14",
     matplotlib="3.10",
 )
@@ -191,7 +190,6 @@ def test_a_problem_is_named_with_its_remedy(name: str):
 
 TOOLS = having(
     transformer_engine=__version__,
-    typer="0.20",
     rich="14",
     matplotlib="3.10",
     optax="0.2.8",
@@ -207,7 +205,7 @@ NOTES = {
     "no commands": (
         replace(CPU, distributions=having(transformer_engine=__version__)),
         "command",
-        "typer, rich",
+        "matplotlib not installed",
     ),
     "commands with JAX alone": (
         replace(CPU, distributions={**TOOLS, **JAX}),
@@ -303,16 +301,16 @@ def test_text_and_json_have_the_same_findings():
 
 def test_the_command_prints_json_and_exits_with_1_on_problems(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: CPU)
-    sound = CliRunner().invoke(cli.application(), ["doctor", "--json"])
-    assert sound.exit_code == 0 and json.loads(sound.stdout)["healthy"] is True
+    sound = run_te("doctor", "--json")
+    assert sound.exit_code == 0 and json.loads(sound.output)["healthy"] is True
     monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: PROBLEMS["a variable"][0])
-    broken = CliRunner().invoke(cli.application(), ["doctor"])
-    assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.stdout
+    broken = run_te("doctor")
+    assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.output
 
 
 def test_doctor_runs_without_torch_and_without_the_command_line(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as u, sys\nhidden = ('torch', 'typer', 'rich')\nfind = u.find_spec\n"
+        "import importlib.util as u, sys\nhidden = ('torch', 'rich')\nfind = u.find_spec\n"
         "sys.modules.update(dict.fromkeys(hidden))\n"
         "u.find_spec = lambda name, *a: None if name in hidden else find(name, *a)\n"
     )
@@ -357,9 +355,10 @@ def test_packages_that_raise_on_import_are_named(tmp_path: Path):
         assert any(words.startswith("jax.devices raises") for words in problems)
 
 
-def test_an_unknown_option_is_rejected(capsys: pytest.CaptureFixture[str]):
-    assert main(["--verbose"]) == 2
-    assert "te doctor has no option --verbose" in capsys.readouterr().err
+def test_an_unknown_option_is_rejected():
+    result = run_te("doctor", "--verbose")
+    assert result.exit_code == 2
+    assert "unrecognized arguments: --verbose" in result.output
 
 
 def test_gathered_facts_describe_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

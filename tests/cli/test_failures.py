@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import te
 from tests.support.programs import search_path
-from transformer_engine import cli
 from transformer_engine.cli.demo import checkpoint, records
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
@@ -44,13 +43,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "current"))
 
 
-def te(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
-
-
 def assert_rejected(result: Any, *words: str) -> None:
     assert result.exit_code in (1, 2), result.output
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert "Traceback" not in result.output
     assert "error:" in result.output
     for word in words:
@@ -207,7 +201,7 @@ def test_a_full_disk_under_other_files_is_a_sentence(
     what: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if what == "plot":
-        monkeypatch.setattr("transformer_engine.cli.train.plot_losses", full)
+        monkeypatch.setattr("transformer_engine.cli.demo.plot.plot_losses", full)
     else:
         monkeypatch.setattr(records.Progress, "as_json", full)
     out = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "none"]
@@ -316,16 +310,15 @@ def test_the_package_runs_as_te():
         assert command in result.stdout
 
 
-def test_the_package_without_the_extra_names_it(tmp_path: Path):
-    hidden = tmp_path / "sitecustomize.py"
-    hidden.write_text(
+def test_training_without_matplotlib_names_the_extra_before_it_starts(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u\nfind = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'typer' else find(name, *a)\n"
+        "u.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)\n"
     )
-    result = module("--help", PYTHONPATH=search_path(tmp_path))
+    result = module("train", "--out", str(tmp_path / "runs"), PYTHONPATH=search_path(tmp_path))
     assert result.returncode == 1
-    assert 'pip install ".[cli]" in a checkout' in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "needs matplotlib" in result.stdout and 'pip install ".[cli]" in a checkout' in result.stdout
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from transformer_engine import cli
+from tests.support.command import te as run_te
 from transformer_engine.cli.demo.config import RunConfig, resolve
 from transformer_engine.cli.demo.data import load_corpus
 from transformer_engine.cli.demo.model import ByteGPT
@@ -20,7 +19,7 @@ PROMPT = "line 3"
 
 
 def te(*arguments: str):
-    return CliRunner().invoke(cli.application(), ["generate", *arguments], env={"COLUMNS": "200"})
+    return run_te("generate", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_speed_and_cache_are_shown(runs: Path):
         (["--count", "60"], "6 + 60 bytes exceed the 64 positions"),
         (["--count", "0"], "count=0 is below 1"),
         (["--temperature", "-1"], "temperature=-1.0 is below 0"),
-        (["--page-size", "-1"], "page_size=-1 is below 0"),
+        (["--page-size", "-1"], "--page-size -1 is below 0"),
     ],
 )
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, runs: Path):

@@ -7,11 +7,10 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from transformer_engine import cli
+from tests.support.command import te as run_te
 from transformer_engine.cli.demo.config import RECIPES
-from transformer_engine.cli.info import _row, fp8_route, jax_machine
+from transformer_engine.cli.machine import _row, fp8_route, jax_machine
 from transformer_engine.cli.survey import Survey, survey
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import tables, undisturbed
@@ -24,9 +23,9 @@ def found() -> Survey:
 
 
 def test_json_has_the_documented_keys():
-    result = CliRunner().invoke(cli.application(), ["info", "--json"])
+    result = run_te("info", "--json")
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = json.loads(result.output)
     assert set(report) == {"machine", "recipes", "operations", "unused_operations"}
     assert set(report["machine"]) == {
         "version",
@@ -48,18 +47,18 @@ def test_json_has_the_documented_keys():
 
 
 def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
-    result = CliRunner().invoke(cli.application(), ["info"], env={"COLUMNS": "200"})
+    result = run_te("info")
     assert result.exit_code == 0, result.output
     for report in found.recipes:
         assert report.recipe in result.output
     for finding in found.findings:
         assert finding.operation in result.output
     assert "compute capability" in result.output
-    assert "te info --why" in result.output and "lower priority" not in result.output
+    assert "info --why prints" in result.output and "lower priority" not in result.output
 
 
 def test_the_reasons_and_unused_operations_are_printed_on_request():
-    result = CliRunner().invoke(cli.application(), ["info", "--why"], env={"COLUMNS": "200"})
+    result = run_te("info", "--why")
     assert result.exit_code == 0, result.output
     assert "why the others are not used" in result.output
     assert "operations that a TransformerLayer does not use" in result.output

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 
-from typer.testing import CliRunner
-
 import transformer_engine.pytorch as te_pytorch
-from transformer_engine import cli
+from tests.support.command import te as run_te
 
 
 def te(*arguments: str):
-    return CliRunner().invoke(cli.application(), ["plan", *arguments], env={"COLUMNS": "200"})
+    return run_te("plan", *arguments)
 
 
 def test_the_command_prints_the_result_of_the_function():

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from transformer_engine.cli.doctor.checks import main, run_self_test
+from tests.support.command import te
+from transformer_engine.cli.doctor.checks import run_self_test
 from transformer_engine.common.dispatch import Backend, Table, tables
 from transformer_engine.pytorch.inspect import self_test as testing
 from transformer_engine.pytorch.inspect.self_test import SelfTest, SelfTestResult, self_test
@@ -144,7 +145,7 @@ def test_the_command_exits_with_1_after_a_failure(monkeypatch, capsys):
     for results, code in (((), 0), ((result,), 1)):
         test = SelfTest({"gpu": "NVIDIA B200"}, results, 3.0)
         monkeypatch.setattr(testing, "self_test", lambda test=test, **options: test)
-        assert main(["--self-test"]) == run_self_test(False) == code
+        assert te("doctor", "--self-test").exit_code == run_self_test(False) == code
         assert "gpu: NVIDIA B200" in capsys.readouterr().out
     assert run_self_test(True) == 1
     assert json.loads(capsys.readouterr().out)["paths"] == {"mxfp8 products": False}

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests.distributed.ranks import run_on_ranks
+from tests.support.command import te as run_te
 from tests.support.programs import search_path
-from transformer_engine import cli
 from transformer_engine.cli.demo import sharded_checkpoint
 from transformer_engine.cli.demo import trainer as trainers
 from transformer_engine.cli.demo.config import HIGH_PRECISION, Execution, RunConfig, resolve
@@ -192,7 +191,7 @@ def test_options_that_cannot_work_are_rejected_before_processes_start(
     options: list[str], message: str, tmp_path: Path
 ):
     place = ["--device", "cpu", "--out", str(tmp_path)]
-    result = CliRunner().invoke(cli.application(), ["train", *place, *options], env={"COLUMNS": "200"})
+    result = run_te("train", *place, *options)
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert not any(tmp_path.iterdir())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from transformer_engine import cli
+from tests.support.command import te as run_te
 
 MODEL = """
 import torch
@@ -23,7 +22,7 @@ def batch():
 
 
 def te(*arguments: str):
-    return CliRunner().invoke(cli.application(), ["verify", *arguments], env={"COLUMNS": "200"})
+    return run_te("verify", *arguments)
 
 
 def written(folder: Path, text: str) -> str:

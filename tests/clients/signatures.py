@@ -17,7 +17,7 @@ _LENGTHS = """cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, c
     max_seqlen_q=None, max_seqlen_kv=None, """
 _BIAS = "core_attention_bias_type='no_bias', core_attention_bias=None, alibi_slopes=None, "
 _MODULE_FORWARD = "self, inp, is_first_microbatch=None"
-_PARALLEL = "self, cp_group, cp_global_ranks, cp_stream, cp_comm_type='p2p'"
+_PARALLEL = "self, cp_group, cp_global_ranks, cp_stream, cp_comm_type='p2p', load_balancing_strategy=UNKNOWN"
 _STORAGE = "rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, "
 _DIRECTIONS = "*, rowwise=True, columnwise=True"
 _MASTER = """model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
@@ -49,12 +49,12 @@ LAYERS = {
     "RMSNorm": _NORM,
     "DotProductAttention": """num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
         qkv_format="sbhd", attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
-        sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
+        softcap=0.0, sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
         attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
         softmax_scale=None, softmax_type="vanilla", return_max_logit=False, name=None""",
     "MultiheadAttention": """hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1,
         layernorm_epsilon=1e-5, init_method=None, output_layer_init_method=None, layer_number=None,
-        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, tp_group=None, tp_size=1,
+        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, softcap=0.0, tp_group=None, tp_size=1,
         num_gqa_groups=None, fuse_wgrad_accumulation=False, get_rng_state_tracker=None, sequence_parallel=False,
         params_dtype=None, return_bias=False, return_layernorm_output=False, input_layernorm=False,
         attention_type="self", set_parallel_mode=False, fuse_qkv_params=False, zero_centered_gamma=False,
@@ -66,7 +66,7 @@ LAYERS = {
     "TransformerLayer": """hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
         layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
         output_layer_init_method=None, layer_number=None, kv_channels=None, self_attn_mask_type="causal",
-        window_size=None, bottom_right_diagonal=None, enc_dec_attn_mask_type="no_mask",
+        window_size=None, bottom_right_diagonal=None, softcap=0.0, enc_dec_attn_mask_type="no_mask",
         enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, tp_group=None, tp_size=1, params_dtype=None,
         get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=None, micro_batch_size=None,
         sequence_parallel=False, apply_residual_connection_post_layernorm=False, output_layernorm=False,
@@ -93,19 +93,22 @@ METHODS = {
     "RMSNorm.forward": "self, input",
     "DotProductAttention.forward": f"""self, query_layer=UNKNOWN, key_layer=UNKNOWN, value_layer=UNKNOWN,
         attention_mask=None, qkv_format=None, {_LENGTHS} attn_mask_type=None, window_size=None,
-        bottom_right_diagonal=None, checkpoint_core_attention=False, {_BIAS} fast_zero_fill=True,
+        bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False, {_BIAS} fast_zero_fill=True,
         inference_params=None, pad_between_seqs=None, fp8_output=False, bf16_backward=UNKNOWN, num_splits=1,
         score_mod=None, score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None,
-        kv_layer=None, qkv_interleave_dim=UNKNOWN""",
+        kv_layer=None, qkv_interleave_dim=UNKNOWN, thd_attention_policies=None,
+        thd_attention_policy_dispatch="auto" """,
     "MultiheadAttention.forward": f"""self, hidden_states, attention_mask=None, encoder_output=None,
         attn_mask_type=None, window_size=None, bottom_right_diagonal=None, is_first_microbatch=None,
         checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None, {_BIAS} {_LENGTHS}
-        fast_zero_fill=True, pad_between_seqs=None""",
+        fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None,
+        thd_attention_policy_dispatch="auto", softcap=None""",
     "TransformerLayer.forward": f"""self, hidden_states, attention_mask=None, self_attn_mask_type=None,
         window_size=None, bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None,
         enc_dec_attn_mask_type=None, enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None,
         is_first_microbatch=None, checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
-        {_BIAS} {_LENGTHS} fast_zero_fill=True, pad_between_seqs=None""",
+        {_BIAS} {_LENGTHS} fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None,
+        thd_attention_policy_dispatch="auto", softcap=None""",
     "DotProductAttention.set_context_parallel_group": _PARALLEL,
     "MultiheadAttention.set_context_parallel_group": _PARALLEL,
     "TransformerLayer.set_context_parallel_group": _PARALLEL,

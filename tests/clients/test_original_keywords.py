@@ -321,7 +321,7 @@ def test_a_block_is_entered_and_left_by_the_manager(device):
     assert Manager.is_fp8_enabled()
     with pytest.raises(RuntimeError, match=r"does not match .*autocast_enter\(enabled=True, _graph=False\)"):
         Manager.autocast_exit(False, _graph=False)
-    Manager.set_autocast_state(fp8_state=state)
+    Manager.set_autocast_state(state=state)
     Manager.autocast_exit(True, _graph=False)
     assert not Manager.is_fp8_enabled() and Manager.AUTOCAST_DEPTH == 0
     with pytest.raises(RuntimeError, match="call autocast_enter first"):

@@ -37,6 +37,7 @@ class Case:
     mask_tensor: bool = False
     alibi: bool = False
     max_logit: bool = False
+    softcap: float = 0.0
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -54,6 +55,7 @@ class Case:
             for name in ("alibi", "arbitrary", "mask_tensor", "max_logit", "recompute")
             if getattr(self, name)
         ]
+        shown += [f"softcap={self.softcap}"] * (self.softcap > 0.0)
         shown += ["padded"] * (self.padded is not None) + ["lengths"] * (self.lengths is not None)
         shown += ["cross"] * (self.keys is not None) + [str(self.dtype)[6:]] * (self.dtype != torch.float32)
         return " ".join(shown)
@@ -129,6 +131,8 @@ def exact(case: Case) -> dict[str, Tensor]:
         if right >= 0:
             visible = visible & (behind <= right)
         logits = q @ k.transpose(1, 2) * scale
+        if case.softcap:
+            logits = case.softcap * torch.tanh(logits / case.softcap)
         if case.bias:
             bias = leaves["bias"]
             logits = logits + bias[number if bias.shape[0] > 1 else 0][:, :real_q, :real_k]
@@ -210,7 +214,7 @@ def cumulative(lengths: tuple[int, ...]) -> Tensor:
 def attention_of(case: Case, group: Any) -> DotProductAttention:
     module = DotProductAttention(
         case.heads, case.head_dim, case.groups, qkv_format=case.layout, attn_mask_type=case.mask,
-        window_size=case.window, softmax_type=case.softmax, return_max_logit=case.max_logit,
+        window_size=case.window, softcap=case.softcap, softmax_type=case.softmax, return_max_logit=case.max_logit,
         attention_type="self" if case.keys is None else "cross",
     )  # fmt: skip
     module.set_context_parallel_group(group, list(range(case.size)), None, case.comm)

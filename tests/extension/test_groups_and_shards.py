@@ -45,14 +45,14 @@ def test_a_group_has_the_codes_of_its_matrices(name, rows):
 def test_a_group_is_written_in_place_unless_the_flag_is_set():
     x = torch.randn(64, 32)
     quantizer = QUANTIZERS["current"]()
-    group = tex.group_quantize(torch.zeros(64, 32), quantizer, 2)
+    group = tex.group_quantize(torch.zeros(64, 32), quantizer, 2, None)
     before = group.rowwise_data.clone()
-    assert tex.group_quantize(x, quantizer, 2, noop=torch.ones(1), output=group) is group
+    assert tex.group_quantize(x, quantizer, 2, None, noop_flag=torch.ones(1), output=group) is group
     assert torch.equal(group.rowwise_data, before)
-    tex.group_quantize(x, quantizer, 2, noop=torch.zeros(1), output=group)
-    assert torch.equal(group.rowwise_data, tex.group_quantize(x, quantizer, 2).rowwise_data)
+    tex.group_quantize(x, quantizer, 2, None, noop_flag=torch.zeros(1), output=group)
+    assert torch.equal(group.rowwise_data, tex.group_quantize(x, quantizer, 2, None).rowwise_data)
     with pytest.raises(ValueError, match="output"):
-        tex.group_quantize(x, quantizer, 2, noop=torch.ones(1))
+        tex.group_quantize(x, quantizer, 2, None, noop_flag=torch.ones(1))
     with pytest.raises(ValueError, match="num_tensors=2"):
         tex.group_quantize(x, quantizer, 2, torch.tensor([64, 32]))
 
@@ -61,9 +61,11 @@ def test_offsets_and_allocations():
     splits = torch.tensor([2, 0, 3])
     assert tex.splits_to_offsets(splits, 8).tolist() == [0, 16, 16, 40]
     for bulk in (True, False):
-        tables = tex.splits_to_offsets_multi(
-            splits, "cpu", [8, 1], [True, False], [torch.int64, torch.int32], bulk
-        )
+        sizes, tables = tex.splits_to_offsets_multi(
+            splits.int(), "cpu", strides=[8, 1], include_leading_zero=[True, False],
+            dtypes=[torch.int64, torch.int32], bulk_allocate=bulk,
+        )  # fmt: skip
+        assert torch.equal(sizes, splits) and sizes.dtype == torch.int64
         assert [t.tolist() for t in tables] == [[0, 16, 16, 40], [2, 2, 5]]
         assert [t.dtype for t in tables] == [torch.int64, torch.int32]
     a, b = tex.bulk_allocate([(3,), (2, 2)], [torch.uint8, torch.float32], "cpu", [1, 64])
@@ -90,7 +92,7 @@ def test_scales_stay_in_row_order_and_products_read_them():
     before = general_gemm(qw, qx, torch.float32)[0]
     tex.swizzle_scales_for_gemm_(qx)
     tex.multi_tensor_swizzle_scales_for_gemm_([qw], True, True)
-    tex.grouped_swizzle_for_gemm(tex.group_quantize(torch.cat((x, w)), q, 2))
+    tex.grouped_swizzle_for_gemm(tex.group_quantize(torch.cat((x, w)), q, 2, None))
     after = general_gemm(qw, qx, torch.float32)[0]
     assert torch.equal(before, after)
     torch.testing.assert_close(after, qx.dequantize() @ qw.dequantize().t())

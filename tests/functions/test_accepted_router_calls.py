@@ -131,17 +131,3 @@ def test_targets_in_another_shape_are_read_in_row_major_order_with_a_warning():
     with pytest.warns(UserWarning, match=r"target is \[3, 2\], its ids are read in row-major order"):
         found = te.parallel_cross_entropy(logits, target.view(3, 2))
     torch.testing.assert_close(found.view(-1), torch_loss(logits, target))
-
-
-def test_label_smoothing_above_one_is_computed_with_a_warning():
-    logits, target = sample(2, 3, 11).requires_grad_(), torch.tensor([[0, 10, 3], [1, 2, 7]])
-    log_probs = logits.flatten(0, 1).log_softmax(-1)
-    exact = -log_probs.gather(1, target.view(-1, 1))[:, 0]
-    wanted = (1 - 1.5) * exact - 1.5 * log_probs.mean(-1)
-    given = logits.detach().clone().requires_grad_()
-    with pytest.warns(UserWarning, match="label_smoothing=1.5 is above 1"):
-        found = te.parallel_cross_entropy(given * 1.0, target, 1.5)
-    torch.testing.assert_close(found.view(-1), wanted)
-    torch.testing.assert_close(
-        torch.autograd.grad(found.sum(), given)[0], torch.autograd.grad(wanted.sum(), logits)[0]
-    )

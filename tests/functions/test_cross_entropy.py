@@ -92,10 +92,36 @@ def test_a_gradient_in_bfloat16_is_that_in_float32_rounded_once(device):
 def test_the_gradient_takes_the_place_of_the_logits(device):
     leaf, target = drawn(torch.float32, device)
     logits = leaf * 1.0
-    loss = parallel_cross_entropy(logits, target)
+    loss = parallel_cross_entropy(logits, target, overwrite_input=True)
     assert torch.equal(logits, leaf)
+    version = logits._version
     (grad,) = torch.autograd.grad(loss.sum(), logits)
     assert grad.data_ptr() == logits.data_ptr() and not torch.equal(logits, leaf)
+    assert logits._version > version
+    (expected,) = torch.autograd.grad(parallel_cross_entropy(leaf, target).sum(), leaf)
+    assert torch.equal(grad, expected)
+    again = parallel_cross_entropy(leaf, target, overwrite_input=True).sum()
+    again.backward(retain_graph=True)
+    assert leaf.grad.data_ptr() == leaf.data_ptr()  # also of a leaf, as requested
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        again.backward()
+
+
+def test_overwritten_logits_must_be_contiguous(device):
+    logits, target = drawn(torch.float32, device)
+    with pytest.raises(ValueError, match="overwrite_input=True needs contiguous logits"):
+        parallel_cross_entropy(logits.transpose(0, 1), target.t(), overwrite_input=True)
+
+
+def test_deprecated_arguments_warn(device):
+    logits, target = drawn(torch.float32, device)
+    with pytest.warns(FutureWarning, match="is_cg_capturable is deprecated"):
+        parallel_cross_entropy(logits, target, 0.0, False, None, IGNORED, True)
+    made = logits * 1.0
+    with pytest.warns(FutureWarning, match="keep_logits is deprecated"):
+        loss = parallel_cross_entropy(made, target, keep_logits=False)
+    (grad,) = torch.autograd.grad(loss.sum(), made)
+    assert grad.data_ptr() == made.data_ptr()
 
 
 class Alias(torch.autograd.Function):
@@ -140,19 +166,19 @@ def test_a_leaf_keeps_its_values_and_gets_a_gradient_in_other_memory(alias, dtyp
 @pytest.mark.parametrize("parts", [1, 3])
 def test_chunks_of_logits_have_the_gradients_of_the_whole(parts, device):
     leaf, target = drawn(torch.float32, device)
-    whole = parallel_cross_entropy(leaf * 1.0, target, keep_logits=True).sum()
+    whole = parallel_cross_entropy(leaf * 1.0, target).sum()
     (expected,) = torch.autograd.grad(whole, leaf)
     chunks = zip((leaf * 1.0).chunk(parts), target.chunk(parts), strict=True)
-    sum(parallel_cross_entropy(*chunk).sum() for chunk in chunks).backward()
+    sum(parallel_cross_entropy(*chunk, overwrite_input=parts > 1).sum() for chunk in chunks).backward()
     assert torch.equal(leaf.grad, expected)
 
 
-@pytest.mark.parametrize("kept_by", ["keep_logits", "retain_graph", "create_graph"])
+@pytest.mark.parametrize("kept_by", ["default", "retain_graph", "create_graph"])
 def test_logits_for_later_use_are_kept(kept_by, device):
     logits, target = drawn(torch.float32, device)
     before = logits.detach().clone()
-    loss = parallel_cross_entropy(logits, target, keep_logits=kept_by == "keep_logits").sum()
-    kept = None if kept_by == "keep_logits" else True
+    loss = parallel_cross_entropy(logits, target).sum()
+    kept = None if kept_by == "default" else True
     (first,) = torch.autograd.grad(loss, logits, retain_graph=kept, create_graph=kept_by == "create_graph")
     assert torch.equal(logits, before)
     if kept:
@@ -164,7 +190,7 @@ def test_another_operation_that_saved_the_logits_raises_in_its_backward(device):
     leaf, target = drawn(torch.float32, device)
     logits = leaf * 1.0
     penalty = logits.square().sum()
-    loss = parallel_cross_entropy(logits, target).sum()
+    loss = parallel_cross_entropy(logits, target, overwrite_input=True).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (loss + penalty).backward()
 
@@ -213,6 +239,7 @@ def test_a_pass_that_is_captured_by_a_compiler_is_the_eager_one(device):
         ({"target": torch.zeros(3, 5)}, TypeError, r"target is torch.float32; give ids"),
         ({"inp": torch.zeros(15, 37)}, ValueError, r"give logits \[batch, sequence, vocabulary\]"),
         ({"label_smoothing": -0.5}, ValueError, r"label_smoothing=-0.5 is not a share"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing=1.5 is not a share"),
         ({"ignore_idx": 1.5}, TypeError, "ignore_idx"),
         ({"reduce_loss": torch.ones(2)}, TypeError, "reduce_loss"),
         ({"dist_process_group": 3}, TypeError, "dist_process_group"),
@@ -442,7 +469,7 @@ def test_a_step_holds_one_tensor_of_logits():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     logits.requires_grad_()
-    parallel_cross_entropy(logits.clone(), target, 0.0, True).backward()
+    parallel_cross_entropy(logits.clone(), target, 0.0, True, overwrite_input=True).backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 1.01 * logits.nbytes
 
@@ -507,7 +534,7 @@ def test_a_captured_step_is_replayed_with_other_logits():
 
     def step():
         static.grad = None
-        loss = parallel_cross_entropy(static * 1.0, target, 0.1, True, None, IGNORED, True)
+        loss = parallel_cross_entropy(static * 1.0, target, 0.1, True, None, IGNORED)
         loss.backward()
         return loss
 

@@ -78,6 +78,7 @@ ATTENTION = {
     "attn_mask_type": (*NAME, None),
     "window_size": WINDOW,
     "bottom_right_diagonal": FLAG,
+    "softcap": (-1.0, NAN, float("inf"), "big", [1.0], True),
     "layer_number": (2.5, "16", [16], NAN),
     "softmax_type": (*NAME, None),
 }

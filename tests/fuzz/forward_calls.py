@@ -122,6 +122,7 @@ CALL = {
     "max_seqlen_q": (2.5, "8"),
     "max_seqlen_kv": (2.5, "8"),
     "pad_between_seqs": FLAG,
+    "softcap": (-1.0, NAN, float("inf"), "big", [1.0], True),
 }
 
 

@@ -32,7 +32,7 @@ def _losses() -> list[Call]:
         Call("parallel_cross_entropy",
              lambda: Made(te.parallel_cross_entropy, {"inp": logits, "target": target}),
              {**shared, "inp": (*values, tensor(6, 11)), "dist_process_group": GROUP, "is_cg_capturable": FLAG,
-              "keep_logits": FLAG}),
+              "overwrite_input": FLAG}),
         Call("fused_linear_cross_entropy",
              lambda: Made(te.fused_linear_cross_entropy,
                           {"hidden": tensor(2, 3, 8), "weight": tensor(11, 8), "target": target}),

@@ -6,6 +6,7 @@ Prints {case: difference} as JSON.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from tests.jax.compiled import array, start_on_host_devices
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, MXFP8, NVFP4
 from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels
-from transformer_engine.jax.primitives.gemm import decoded, reference
+from transformer_engine.jax.primitives.gemm import block_scales, decoded, reference
 from transformer_engine.jax.primitives.kernels import Kernel, call
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import ShardingRule, extent, named
-from transformer_engine.jax.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine.jax.primitives.quantize import QuantizeSpec, quantize, unpack_e2m1
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes, call_on_axes
 from transformer_engine.jax.primitives.softmax import reference as literal_softmax
 from transformer_engine.jax.primitives.softmax import triton as softmax
@@ -236,6 +237,26 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+class PackedProduct(decoded.DecodedProduct):
+    """A product of which devices exchange two E2M1 codes in a byte, as kernels read them."""
+
+    packs = True
+
+    def product(self, a: Operand, b: Operand) -> jax.Array:
+        a, b = (
+            dataclasses.replace(x, codes=unpack_e2m1(x.codes)) if x.format == NVFP4 else x for x in (a, b)
+        )
+        return super().product(a, b)
+
+
+def packed_product(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> jax.Array:
+    return block_scales.multiplied(PackedProduct, a, b, dtype)
+
+
+DECODED = functools.partial(decoded.run, widens=False)
+WIDENED = functools.partial(decoded.run, widens=True)
+
+
 def products_of_codes(mesh: Mesh) -> dict[str, float]:
     """Products of codes that devices decode, against the literal ones, relative to the largest element."""
     found = {}
@@ -259,9 +280,12 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
             )
             for operand, cut in zip(operands, (a_cut, b_cut), strict=True)
         ]
-        with jax.set_mesh(mesh):
-            got = jax.jit(lambda a, b: decoded.run(a, b, jnp.dtype(jnp.float32), True))(*cut_up)
-        found[f"product: {name}"] = largest([(got, want)]) / float(jnp.abs(want).max())
+        for title, run in (("decoded", DECODED), ("widened", WIDENED), ("packed", packed_product)):
+            if title == "widened" and not all(form.fits_bfloat16 for form in forms):
+                continue
+            with jax.set_mesh(mesh):
+                got = jax.jit(lambda a, b, run=run: run(a, b, jnp.dtype(jnp.float32), True))(*cut_up)
+            found[f"product, {title}: {name}"] = largest([(got, want)]) / float(jnp.abs(want).max())
     return found
 
 

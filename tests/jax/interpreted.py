@@ -14,7 +14,7 @@ import torch
 from jax import lax
 from triton.runtime import interpreter as triton_interpreter
 
-from tests.kernels import interpreter
+from tests.kernels import dot_scaled, interpreter
 from transformer_engine.jax.primitives import kernels, launching, platforms
 
 _NAMES = {
@@ -94,6 +94,7 @@ def _numbers(handle):
 def pytest_configure() -> None:
     jax.config.update("jax_disable_jit", True)
     interpreter.repair()
+    dot_scaled.install()
     triton_interpreter.InterpreterBuilder.create_dot = _dot
     np.seterr(all="ignore")  # kernels divide by the maximum of nothing
     launching._call = _record

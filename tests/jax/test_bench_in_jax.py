@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("torch", reason="te bench measures the roofs by torch")
-pytest.importorskip("typer", reason="the command-line tool is another extra")
 
 import jax
 import jax_goals
@@ -23,9 +22,9 @@ from rich.console import Console
 
 from transformer_engine.cli.bench import jax_workload
 from transformer_engine.cli.bench.cases import RECIPES, Case, cases
-from transformer_engine.cli.bench.command import _providers
 from transformer_engine.cli.bench.compare import pairs, print_comparison, read
 from transformer_engine.cli.bench.measure import Effort
+from transformer_engine.cli.bench.measurement import _providers
 from transformer_engine.cli.bench.providers import ENGINE
 from transformer_engine.cli.bench.providers.in_jax import JAX, XLA
 from transformer_engine.cli.bench.report import as_dict

@@ -9,7 +9,7 @@ import pytest
 
 from tests.jax.bits import assert_same_bytes, matrix, torch_step
 from tests.jax.compiled import array, ones, zeros
-from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -23,7 +23,14 @@ from transformer_engine.jax.primitives.kernels import call
 from transformer_engine.jax.primitives.norm_codes import norm_codes
 from transformer_engine.jax.primitives.quantize import Cast, quantize
 from transformer_engine.jax.primitives.scale_update import ScaleState, advance_states
-from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
+from transformer_engine.jax.quantize import (
+    GroupedQuantizer,
+    NVFP4Quantizer,
+    QuantizeMeta,
+    QuantizeMetaSet,
+    QuantizerFactory,
+    ScalingMode,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 SPECS = {
@@ -273,3 +280,36 @@ def test_states_of_groups_advance_as_those_of_every_group(algorithm):
         for (history, scale), (wanted, scale_wanted) in zip(made, want, strict=True):
             np.testing.assert_array_equal(history, wanted, backend)
             np.testing.assert_array_equal(scale[:, None], scale_wanted, backend)
+
+
+RAGGED = {
+    "plain": (ScalingMode.NVFP4_1D_SCALING, {}),
+    "transformed": (ScalingMode.NVFP4_1D_SCALING, {"use_rht": True}),
+    "stochastic": (ScalingMode.NVFP4_1D_SCALING, {"use_rht": True, "random": True}),
+    "squares": (ScalingMode.NVFP4_2D_SCALING, {}),
+    "4over6": (ScalingMode.NVFP4_1D_256_SCALING, {"four_over_six": "MSE"}),
+    "squares of 4over6": (ScalingMode.NVFP4_2D_256_SCALING, {"four_over_six": "MAE"}),
+    "rows": (ScalingMode.NVFP4_ROWS_SCALING, {}),
+}
+
+
+@pytest.mark.parametrize("sizes", [(40, 0, 33, 16), (1, 5, 0, 90)])
+@pytest.mark.parametrize("name", RAGGED)
+def test_rows_in_groups_have_the_nvfp4_codes_of_the_reference(name, sizes):
+    mode, options = RAGGED[name]
+    options = dict(options)
+    if options.pop("random", False):
+        options["stochastic_rounding_rng_state"] = jax.random.key_data(jax.random.key(3))
+    quantizer = GroupedQuantizer(NVFP4Quantizer(jnp.float4_e2m1fn, mode, **options), 4)
+    spread = np.repeat(np.exp2(np.arange(4.0)), [*sizes[:3], 98 - sum(sizes[:3])])[:, None]
+    x = jnp.asarray(matrix("normal", (98, 80), "bfloat16").astype(np.float32) * spread, jnp.bfloat16)
+    made, chosen = [], []
+    for backend in ("triton", "reference"):
+        with (
+            use_backend(jax_quantize=backend),
+            observing(lambda operation, request: chosen.append((operation, request))),
+        ):
+            encode = jax.jit(lambda x: quantizer.encode(x, jnp.asarray(sizes), True, True)[0])
+            made.append(jax.tree.leaves(encode(x)))
+    assert any(operation == "jax_quantize" and request.maxima_per_tile for operation, request in chosen)
+    assert_equal(zip(*made, strict=True), f"{name} {sizes}")

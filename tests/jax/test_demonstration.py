@@ -13,13 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("typer", reason="the command-line tool is another extra")
-
-from typer.testing import CliRunner
-
 from tests.support import forked
+from tests.support.command import te
 from tests.support.programs import ROOT, search_path
-from transformer_engine import cli
 from transformer_engine.cli.demo import flax_checkpoint, flax_run, trainer
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
@@ -125,10 +121,6 @@ def test_both_frameworks_train_on_the_same_batches_with_models_of_the_same_size(
         assert getattr(ours.config, setting) == getattr(theirs.config, setting)
 
 
-def te(*arguments: str):
-    return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
-
-
 OPTIONS = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 
 
@@ -190,7 +182,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(
     command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
     other = te(*command, "--resume", "--hidden", "64")
     assert other.exit_code == 2
-    assert "hidden=64 contradicts the checkpoint's hidden=32" in other.output
+    assert "--hidden 64 contradicts the checkpoint, which has 32" in other.output
     (folder / "checkpoint" / "about.json").write_text("{}")
     damaged = te(*command, "--resume")
     assert damaged.exit_code == 2

@@ -11,7 +11,10 @@ from tests.support import forked
 from tests.support.programs import interpreting
 
 ROOT = Path(__file__).parents[2]
-FILES = tuple(f"tests/jax/test_{name}_on_gpu.py" for name in ("kernels", "codes", "products", "attention"))
+FILES = tuple(
+    f"tests/jax/test_{name}_on_gpu.py"
+    for name in ("kernels", "codes", "products", "scaled_products", "attention")
+)
 # One kernel of each kind: a write in place, codes, a norm, an activation.
 FEW = (
     "writes_in_place or swiglu-bfloat16 or rmsnorm-bfloat16 or "

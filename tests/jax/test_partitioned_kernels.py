@@ -354,7 +354,7 @@ def test_block_codes_without_a_kernel_are_decoded_or_have_a_reason(change, sente
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence
     taken = next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
-    assert taken == ("decoded" if sentence is None else "reference")
+    assert taken == ("widen" if sentence is None else "reference")
 
 
 @needs_bridge

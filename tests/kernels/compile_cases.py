@@ -60,6 +60,7 @@ def launches(
     for name, options in {
         "squares": nvfp4.Options(square=True, four_over_six="MSE", largest_scale=256.0),
         "rows": nvfp4.Options(per_row=True, four_over_six="fast MSE"),
+        "tiles": nvfp4.Options(by_tile=True, four_over_six="MAE"),
     }.items():
         yield f"nvfp4_4over6_{name}", nvfp4.blocks(SHAPE, True, True, options), fourbit
     yield "row_maxima", cast.row_maxima(SHAPE), {"x": VALUES, "amax": SCALAR}

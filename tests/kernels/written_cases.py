@@ -38,6 +38,7 @@ from transformer_engine.common.kernels import (
     grouped_cast,
     grouped_gemm,
     grouped_layout,
+    grouped_scaled,
     kv_cache,
     multi_tensor,
     mxfp8,
@@ -45,6 +46,7 @@ from transformer_engine.common.kernels import (
     nvfp4,
     packed_sequences,
     permutation,
+    promoted_product,
     rope,
     rope_packed,
     router,
@@ -53,9 +55,11 @@ from transformer_engine.common.kernels import (
     scaled_product,
     softmax,
     statistics,
+    swizzled_scales,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
+from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
@@ -90,6 +94,8 @@ def casts() -> Iterator[Case]:
     yield "nvfp4 rows", nvfp4.blocks(SHAPE, True, False, fourbit), (HALF, FLOAT, FLOAT, None, None)
     per_row = nvfp4.Options(per_row=True, four_over_six="MAE")
     yield "nvfp4 4over6", nvfp4.blocks(SHAPE, True, True, per_row), (HALF, FLOAT, FLOAT, None, None)
+    by_tile = nvfp4.Options(hadamard=True, by_tile=True)
+    yield "nvfp4 by tile", nvfp4.blocks(SHAPE, True, True, by_tile), (HALF, FLOAT, FLOAT, None, None)
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
     yield "transformed maximum", nvfp4.transformed_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
@@ -258,6 +264,17 @@ def grouped() -> Iterator[Case]:
         grouped_block_cast.square_blocks(*blocks, True, False),
         (HALF, ADDRESS, None),
     )
+    for rowwise, columnwise in ((True, True), (True, False)):
+        launch = mxfp8.matrices(SHAPE, 4, E4M3, rowwise, columnwise, square=True)
+        yield f"mxfp8 matrices columnwise={columnwise}", launch, (HALF, ADDRESS)
+    launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, ("e4m3", "e4m3"))
+    yield "grouped mxfp8 product", launch, (CODES, CODES, INDEX, BYTES, BYTES, HALF)
+    for by_address in (False, True):
+        table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
+        kind = {"accumulates": by_address, "by_address": by_address}
+        launch = grouped_scaled.product_of_columns(*SHAPE, 512, 4, ("e4m3", "e4m3"), **kind)
+        inputs = (CODES, CODES, BYTES, BYTES, INDEX, table, *given)
+        yield f"grouped mxfp8 gradient by_address={by_address}", launch, inputs
     yield "layout", grouped_layout.layout_of(SHAPE[0], 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(SHAPE[1], 4), (HALF, INDEX)
     for by_address in (False, True):
@@ -288,12 +305,16 @@ def grouped() -> Iterator[Case]:
 
 def scaled_products() -> Iterator[Case]:
     for back in (False, True):
-        yield f"swizzled scales back={back}", scaled_product.swizzle(300, 18, (18, 1), back), (BYTES,)
-    side = scaled_product.Side
+        yield f"swizzled scales back={back}", swizzled_scales.swizzle(300, 18, (18, 1), back), (BYTES,)
+    for unit in (1, 128):
+        launch = swizzled_scales.swizzle_exponents(300, 18, (5, 1), unit)
+        yield f"swizzled exponents unit={unit}", launch, (FLOAT,)
+    side = Side
     for rows in (16, 300):  # the result's transpose, and the result
         for accumulates in (False, True):
-            end = (None, FLOAT) if accumulates else (HALF,)
-            options = {"accumulates": accumulates, "dtype": None if accumulates else "bfloat16"}
+            end = (None, None, FLOAT, None) if accumulates else (HALF, HALF)
+            after = ProductEpilogue(True) if accumulates else ProductEpilogue(False, "gelu_gradient")
+            options = {"epilogue": after, "dtype": None if accumulates else "bfloat16"}
             name = f"rows={rows} accumulates={accumulates}"
             sides = (side(rows, 512, "e4m3"), side(320, 512, "e4m3"))
             launch = scaled_product.product(*sides, 512, 320, length=32, **options)
@@ -302,8 +323,13 @@ def scaled_products() -> Iterator[Case]:
             launch = scaled_product.product(*sides, 512, 320, length=16, packing=2, factor=0.5, **options)
             yield f"nvfp4 product {name}", launch, (BYTES, BYTES, BYTES, BYTES, FLOAT, FLOAT, *end)
             sides = (side(rows, 512, "e4m3", 0, 1, (4, 1)), side(320, 512, "e4m3", 0, 128, (4, 1)))
-            launch = scaled_product.block_product(*sides, 512, 320, **options)
+            launch = promoted_product.block_product(*sides, 512, 320, **options)
             yield f"product of blocks {name}", launch, (CODES, CODES, FLOAT, FLOAT, *end)
+            launch = scaled_product.exponent_product(*sides, 512, 320, **options)
+            yield f"product by exponents {name}", launch, (CODES, CODES, FLOAT, FLOAT, None, None, *end)
+            options = {"epilogue": ProductEpilogue(False, "gelu", True), "dtype": "bfloat16"}
+            launch = promoted_product.block_product(*sides, 512, 320, **options)
+            yield f"product of blocks with gelu {name}", launch, (CODES, CODES, FLOAT, FLOAT, HALF, None)
 
 
 def experts() -> Iterator[Case]:

@@ -12,7 +12,7 @@ from tests.support.layers import QUANTIZED, RECIPES, same
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
-from transformer_engine.pytorch.optimizers import FusedAdam
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from transformer_engine.pytorch.quantization import autocast, quantized_model_init
 from transformer_engine.pytorch.tensor import GroupedTensor, HybridQuantizer, MXFP8Quantizer, QuantizedTensor
 from transformer_engine.pytorch.tensor.module_parameters import load_plain_state_dict, plain_state_dict
@@ -68,7 +68,11 @@ def test_the_parameters_are_one_stack_each_with_the_values_of_separate_ones(devi
     assert [name for name, _ in single.named_parameters()] == ["weight", "bias"]
     assert single.weight.shape == (GROUPS, OUT, IN) and single.bias.shape == (GROUPS, OUT)
     assert same([single.weight, single.bias], stacked(separate, torch.Tensor.detach))
-    assert type(single.weight) is torch.nn.Parameter and not hasattr(single, "weight0")
+    assert isinstance(single.weight, torch.nn.Parameter) and not hasattr(single, "weight0")
+    for group in (single.weight, single.bias):
+        assert isinstance(group, GroupedTensor) and group.quantizer is None and group.rowwise_data.dim() == 1
+        members = group.split_into_quantized_tensors()
+        assert [type(member) for member in members] == [torch.Tensor] * GROUPS
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -234,3 +238,78 @@ def test_formats_without_plain_codes_and_scales_are_rejected(device):
         ),
     ):
         GroupedLinear(GROUPS, IN, OUT, device=device, **SINGLE)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: FusedAdam(parameters, lr=0.1),
+        lambda parameters: FusedAdam(parameters, lr=0.1, master_weights=True),
+        lambda parameters: FusedSGD(parameters, lr=0.1, momentum=0.9),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_trains_plain_groups_as_separate_parameters(optimizer, dtype, device):
+    layers = pair_of(device, params_dtype=dtype)
+    optimizers = [optimizer(list(layer.parameters())) for layer in layers]
+    addresses = [p.rowwise_data.data_ptr() for p in layers[0].parameters()]
+    for _ in range(3):
+        for layer, step in zip(layers, optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e6)
+            layer(sample(device, dtype), SPLITS).sin().sum().backward()
+            step.step()
+            step.zero_grad()
+    single, separate = layers
+    assert same(
+        [single.weight.dequantize(), single.bias.dequantize()], stacked(separate, torch.Tensor.detach)
+    )
+    assert [p.rowwise_data.data_ptr() for p in single.parameters()] == addresses
+
+
+def test_a_plain_stack_of_an_older_checkpoint_loads(device):
+    single, _ = pair_of(device)
+    weight, bias = torch.randn(GROUPS, OUT, IN), torch.randn(GROUPS, OUT)
+    single.load_state_dict({"weight": weight, "bias": bias, "_extra_state": torch.empty(0)}, strict=False)
+    assert torch.equal(single.weight.dequantize().cpu(), weight) and isinstance(single.weight, GroupedTensor)
+    assert torch.equal(single.bias.dequantize().cpu(), bias)
+
+
+def test_conversions_keep_groups_of_plain_matrices(device):
+    single, separate = pair_of(device)
+    for layer in (single, separate):
+        layer.to(torch.bfloat16)
+    assert isinstance(single.weight, GroupedTensor) and single.weight.rowwise_data.dtype == torch.bfloat16
+    ours, theirs = (outcome(layer, sample(device, torch.bfloat16), None) for layer in (single, separate))
+    assert same(ours, theirs)
+    with torch.device("meta"):
+        layer = GroupedLinear(GROUPS, IN, OUT, device="meta", **SINGLE)
+    layer.reset_parameters()
+    assert isinstance(layer.weight, GroupedTensor) and not layer.weight.is_meta
+
+
+def test_views_of_plain_groups_share_their_memory(device):
+    single, _ = pair_of(device)
+    weight = single.weight.detach()
+    flat, member, part = weight.view(-1), weight[1], weight.split(2)[1]
+    assert flat.data_ptr() == weight.rowwise_data.data_ptr() and type(member) is torch.Tensor
+    flat.zero_()
+    part.add_(1.0)
+    assert not member.any() and bool((weight.dequantize()[2:] == 1.0).all())
+
+
+def test_memory_of_a_caller_takes_the_place_of_a_plain_group(device):
+    single, separate = pair_of(device)
+    buffer = torch.empty(single.weight.numel(), device=device)
+    buffer.copy_(single.weight.detach().view(-1))
+    single.weight.data = buffer.view(
+        single.weight.shape
+    )  # as where all parameters become views of one buffer
+    assert single.weight.rowwise_data.data_ptr() == buffer.data_ptr() and isinstance(
+        single.weight, GroupedTensor
+    )
+    assert same(outcome(single, sample(device), None), outcome(separate, sample(device), None))
+    buffer.zero_()
+    assert not single.weight.dequantize().any()

@@ -289,11 +289,41 @@ def test_splits_that_do_not_cover_the_rows_are_rejected(splits, device):
         layer(sample([128], device), splits)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_other_recipes_run_one_by_one(name, device):
+def test_nvfp4_runs_one_by_one(device):
     splits = [128, 0, 256]
     layer, x = layer_of(splits, device), sample(splits, device)
-    assert "grouped_gemm" not in operations(layer, x, splits, RECIPES[name])
+    assert "grouped_gemm" not in operations(layer, x, splits, RECIPES["nvfp4"])
+
+
+MXFP8_SPLITS = {"few": [128, 256, 0, 128], "many": [32, 0, 64, 224, 128, 32, 96, 0, 160]}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("splits", MXFP8_SPLITS.values(), ids=MXFP8_SPLITS)
+@pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=["", "stacked"])
+def test_mxfp8_groups_of_whole_blocks_equal_those_one_by_one(splits, bias, options, device, monkeypatch):
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    together = layer_of(splits, device, bias=bias, **options)
+    alone = copy.deepcopy(together)
+    x = sample(splits, device)
+    assert "grouped_gemm" in operations(together, x, splits, RECIPES["mxfp8"])
+    assert "grouped_gemm" in operations(together, x, torch.tensor(splits, device=device), RECIPES["mxfp8"])
+    for first_microbatch in (None, True, False):
+        passed = {} if first_microbatch is None else {"is_first_microbatch": first_microbatch}
+        ours = outcome(together, x, splits, RECIPES["mxfp8"], **passed)
+        theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES["mxfp8"], **passed)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_close(mine, other)
+
+
+@pytest.mark.parametrize("splits", [[128, 16, 112], [40, 0, 88]])
+def test_mxfp8_groups_that_divide_a_block_run_one_by_one(splits, device):
+    layer, x = layer_of(splits, device), sample(splits, device)
+    with autocast(recipe=RECIPES["mxfp8"]), pytest.warns(UserWarning, match="high precision"):
+        explained = explain(layer, x, splits)
+    assert "grouped_gemm" not in {decision.operation for decision in explained.decisions}
+    (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
+    assert "rows are not multiples of the format's blocks" in str(way.verdicts[0].reason)
 
 
 def test_a_float32_layer_runs_one_by_one_with_the_bits_of_linear(device):

@@ -12,6 +12,7 @@ from transformer_engine.pytorch.newton_schulz import (
     get_coefficient_iterator,
     get_coefficients,
     newton_schulz,
+    newton_schulz_tp,
 )
 
 
@@ -156,3 +157,71 @@ def test_a_wrong_call_leaves_the_matrix(x, arguments, message):
 def test_unknown_set_lists_the_known_ones():
     with pytest.raises(ValueError, match="simple, quintic, polar_express, cans, aol"):
         get_coefficients(2, "cubic")
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+@pytest.mark.parametrize(
+    ("partition_dim", "tp_mode"),
+    [(None, "duplicated"), (0, "duplicated"), (1, "duplicated"), (0, "distributed"), (1, "distributed")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partition_dim, tp_mode, dtype):
+    ranks = 2
+    matrix = conditioned(*shape).to(dtype)
+    expected = newton_schulz(matrix.clone())
+    fits = partition_dim is None or tp_mode == "duplicated" or shape[partition_dim] == max(shape)
+
+    def own(rank: int) -> torch.Tensor:
+        return (
+            matrix if partition_dim is None else matrix.chunk(ranks, partition_dim)[rank].contiguous()
+        ).clone()
+
+    def step(_: int) -> torch.Tensor | str:
+        ctx = CusolverMpCtx(torch.distributed.group.WORLD)
+        assert ctx.nranks == ranks
+        x = own(ctx.rank)
+        try:
+            assert newton_schulz_tp(x, ctx, partition_dim=partition_dim, tp_mode=tp_mode) is None
+        except ValueError as error:
+            return str(error)
+        return x
+
+    for rank, found in enumerate(run_on_threads(step, ranks)):
+        if not fits:
+            assert "shard the longer dimension" in str(found)
+            continue
+        wanted = expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_tensor_parallel_arguments_are_checked():
+    ctx, x = CusolverMpCtx(), conditioned(4, 8)
+    assert (ctx.nranks, ctx.rank) == (1, 0)
+    with pytest.raises(ValueError, match="partition_dim=2; give 0, 1 or None"):
+        newton_schulz_tp(x, ctx, partition_dim=2)
+    with pytest.raises(ValueError, match="tp_mode='sharded'"):
+        newton_schulz_tp(x, ctx, partition_dim=1, tp_mode="sharded")
+    with pytest.raises(ValueError, match="coefficients has 3 numbers"):
+        newton_schulz_tp(x, ctx, 5, [1.0, 2.0, 3.0])
+    before = x.clone()
+    newton_schulz_tp(x, ctx, tp_mode="sharded")  # checked only with a partition
+    assert torch.equal(x, newton_schulz(before))
+    ctx.destroy()
+    ctx.destroy()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        newton_schulz_tp(x, ctx)
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        _ = ctx.group
+
+
+def test_both_module_paths_have_the_names():
+    import importlib
+
+    old, new = (
+        importlib.import_module(f"transformer_engine.pytorch.{path}newton_schulz")
+        for path in ("", "optimizers.")
+    )
+    for name in new.__all__:
+        assert getattr(old, name) is getattr(new, name)
+    assert te.newton_schulz_tp is new.newton_schulz_tp

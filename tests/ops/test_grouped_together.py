@@ -21,6 +21,7 @@ from transformer_engine.pytorch import autocast, checkpoint, explain, ops
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
 from transformer_engine.pytorch.ops.basic.grouped_contribution import GroupedKind
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.tensor import GroupedTensor
 
 IN, OUT = 128, 64
 AT_ONCE = ("none", "delayed", "current", "block")
@@ -65,6 +66,18 @@ def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list
     grads = [p.main_grad.clone() if fused and p.dim() > 1 else p.grad for p in parameters]
     states = [s for mode in ("forward", "backward") for s in layer.delayed_states(mode)]
     return [y.detach(), x.grad, *grads, *[part.clone() for s in states for part in (s.scale, s.amax_history)]]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_mxfp8_groups_of_whole_blocks_equal_a_loop(name, monkeypatch):
+    layer = layer_of(**OPTIONS[name])
+    alone = copy.deepcopy(layer)
+    for parameter, twin in zip(layer.parameters(), alone.parameters(), strict=True):
+        twin.main_grad = parameter.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    ours = outcome(layer, sample(192), [128, 0, 64], RECIPES["mxfp8"])
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+    theirs = outcome(alone, sample(192), [128, 0, 64], RECIPES["mxfp8"])
+    assert_close(ours, theirs)
 
 
 def assert_close(ours: list[Any], theirs: list[Any]) -> None:
@@ -222,3 +235,19 @@ def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
         ours = outcome(layer, x, splits, RECIPES[name])
     assert not ours[0][128:].any() and not ours[1][128:].any()
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("to_single", [False, True])
+def test_single_and_separate_parameters_load_each_other(to_single, device):
+    single = {"single_grouped_weight": True, "single_grouped_bias": True}
+    saved, loaded = (
+        ops.GroupedLinear(3, 16, 32, device=device, **options)
+        for options in (({}, single) if to_single else (single, {}))
+    )
+    torch.nn.init.normal_(saved.bias if not to_single else saved.bias1)
+    loaded.load_state_dict(saved.state_dict())
+    x, splits = torch.randn(8, 16, device=device), torch.tensor([2, 0, 6])
+    assert torch.equal(saved(x, splits), loaded(x, splits))
+    one = loaded if to_single else saved
+    for group in (one.weight, one.bias):
+        assert isinstance(group, GroupedTensor) and isinstance(group, torch.nn.Parameter)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from tests.kernels import interpreter
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
 from transformer_engine.common.kernels import grouped_gemm as kernels
 from transformer_engine.common.kernels import grouped_layout, launch
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
@@ -74,6 +74,9 @@ def quantizations() -> dict[str, bool]:
             results |= quantized(f"matrices {name} {way}", spec, matrices, None)
         block = QuantizeSpec(BLOCK_1D, E4M3, rowwise, columnwise, power_of_two=True)
         results |= quantized(f"rows block {way}", block, x, groups)
+        for name, square in (("mxfp8", False), ("mxfp8 square", True)):
+            spec = QuantizeSpec(MXFP8, E4M3, rowwise, columnwise, two_dimensional=square)
+            results |= quantized(f"matrices {name} {way}", spec, matrices, None)
         square = QuantizeSpec(BLOCK_2D, E4M3, rowwise, columnwise, epsilon=0.25)
         results |= quantized(f"matrices block {way}", square, matrices, None)
     return results

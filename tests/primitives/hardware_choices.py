@@ -3,18 +3,21 @@
     PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
 
 A recipe has the three dense products of a linear layer and the two of a layer of groups. The libraries count as
-installed, and in a second column as absent: then torch and Triton remain.
+installed, and in a second column as absent: then torch and Triton remain. "layers" has the backends of all operations
+of whole layers, by `hardware_layers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 from unittest import mock
 
 import torch
 
 from tests.primitives.cublaslt_on_cpu import CublasLt
+from tests.primitives.hardware_layers import choices_on
 from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import Table
 from transformer_engine.common.hardware import ROWS, Capability, Hardware
@@ -24,11 +27,13 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.grouped_gemm import library as grouped_library
 from transformer_engine.pytorch.primitives.grouped_gemm import triton as grouped_triton
+from transformer_engine.pytorch.primitives.grouped_gemm import triton_scaled as grouped_scaled
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedGemmRequest
 from transformer_engine.pytorch.primitives.operand import Operand
 
 E4M3, E5M2, PACKED = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
 FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4 = formats.TENSOR_FORMATS
+POWERS_1D, POWERS_2D = formats.BLOCK_1D_POWERS, formats.BLOCK_2D_POWERS
 Side = tuple[formats.TensorFormat | None, torch.dtype]
 # Recipe: what its products need, and (left, right) of the output, the input gradient and the weight gradient.
 PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
@@ -45,9 +50,15 @@ PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
         "fp8 products",
         (((BLOCK_1D, E4M3), (BLOCK_2D, E4M3)),) * 2 + (((BLOCK_1D, E4M3), (BLOCK_1D, E4M3)),),
     ),
+    "block of powers": (
+        "fp8 products",
+        (((POWERS_1D, E4M3), (POWERS_2D, E4M3)),) * 2 + (((POWERS_1D, E4M3), (POWERS_1D, E4M3)),),
+    ),
     "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
     "nvfp4": ("nvfp4 products", (((NVFP4, PACKED), (NVFP4, PACKED)),) * 3),
 }
+# Keys of "layers": whether nvmath-python, cudnn-frontend and flash-attn-4 count as installed.
+LIBRARIES = {"with libraries": True, "with torch and Triton": False}
 PASSES = ("output", "grad_input", "grad_weight")
 
 
@@ -87,13 +98,14 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         mock.patch.object(cublaslt_library, "bindings", CublasLt),
         mock.patch.object(grouped_library, "current_hardware", lambda: hardware),
         mock.patch.object(grouped_triton, "current_hardware", lambda: hardware),
+        mock.patch.object(grouped_scaled, "current_hardware", lambda: hardware),
     ):
         found: dict[str, dict[str, str]] = {}
         for recipe, (_, products) in PRODUCTS.items():
             of_recipe = found[recipe] = {}
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, name == "grad_weight", hardware)
-                if recipe in ("none", "float8", "block"):
+                if recipe in ("none", "float8", "block", "mxfp8"):
                     along = "rows" if name == "grad_weight" else "columns"
                     of_recipe[f"grouped {name}"] = grouped(a, b, along)
         return found
@@ -111,5 +123,14 @@ def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
     }
 
 
+def whole_table() -> dict[str, dict[str, Any]]:
+    """The table of products, with the layers of a process per row and set of libraries."""
+    return {
+        architecture: products
+        | {"layers": {name: choices_on(architecture, libraries) for name, libraries in LIBRARIES.items()}}
+        for architecture, products in table().items()
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(table(), indent=2))
+    print(json.dumps(whole_table(), indent=2))

@@ -32,7 +32,14 @@ PAIRS = [
     ("nvfp4", "nvfp4"),
     ("float8", None),
 ]
-FP8_TENSOR_CORES = ("cublaslt", "scaled_mm", "scaled_mm_block", "scaled_mm_swizzled", "triton")
+FP8_TENSOR_CORES = (
+    "cublaslt",
+    "cublaslt_before_bias",
+    "scaled_mm",
+    "scaled_mm_block",
+    "scaled_mm_swizzled",
+    "triton",
+)
 SIZES = [(16, 32, 64), (128, 256, 128), (17, 48, 80), (1, 16, 256), (130, 144, 384)]
 
 

@@ -255,7 +255,7 @@ def test_a_backend_forced_for_a_part_is_used_for_it(choice, device):
 def test_the_operators_of_a_graph_equal_eager_mode(device):
     a, b = operand(M, K, device), operand(N, K, device)
     x, bias = torch.randn(M, N, device=device).to(BF16), torch.randn(N, device=device).to(BF16)
-    tensors = (a.codes, None, None, b.codes, None, None)
+    tensors = (a.codes, None, None, None, b.codes, None, None, None)
     for keeps in (True, False):
         made = fused._product_gelu_now(*tensors, bias, BF16, True, keeps)
         fake = fused._product_gelu.results(*tensors, bias, BF16, True, keeps)

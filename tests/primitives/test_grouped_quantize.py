@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     ScaleSlots,
@@ -144,8 +144,10 @@ def test_sums_of_rows_are_float32_sums_of_each_group(device):
 
 def test_formats_without_a_grouped_form_are_rejected(device):
     x = values(64, device)
-    with pytest.raises(ValueError, match="not to mxfp8"):
-        quantize_rows(x, groups_of((64,), 64, x.device), QuantizeSpec(MXFP8, E4M3))
+    with pytest.raises(ValueError, match="not to nvfp4"):
+        quantize_rows(x, groups_of((64,), 64, x.device), QuantizeSpec(NVFP4, E2M1))
+    with pytest.raises(ValueError, match=r"rows are \[24, 40\]; mxfp8 columns need known multiples of 32"):
+        quantize_rows(x, groups_of((24, 40), 64, x.device), QuantizeSpec(MXFP8, E4M3, columnwise=True))
     with pytest.raises(ValueError, match="not to block1d"):
         quantize_matrices(Matrices.of([x]), QuantizeSpec(BLOCK_1D, E4M3))
 

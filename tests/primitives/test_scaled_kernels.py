@@ -25,15 +25,23 @@ def interpreted() -> dict[str, float]:
 
 def test_swizzling_kernels_equal_the_formula_in_both_directions(interpreted):
     found = {name: wrong for name, wrong in interpreted.items() if name.startswith("order")}
-    assert len(found) == 8 and set(found.values()) == {0.0}
+    assert len(found) == 10 and set(found.values()) == {0.0}
 
 
-@pytest.mark.parametrize(("kind", "cases"), [("mxfp8", 5), ("nvfp4", 5), ("block", 5)])
+@pytest.mark.parametrize(
+    ("kind", "cases"), [("mxfp8", 5), ("nvfp4", 5), ("block", 5), ("exponents", 5), ("decoded", 3)]
+)
 def test_interpreted_products_agree_with_float64(kind, cases, interpreted):
     found = {name: error for name, error in interpreted.items() if name.startswith(kind)}
-    assert len(found) == 3 * cases
-    assert {name: error for name, error in found.items() if "behind" in name and error} == {}
+    assert len(found) == (3 if kind == "decoded" else 4) * cases
+    assert {name: error for name, error in found.items() if name.endswith(("behind", "kept")) and error} == {}
     assert {name: error for name, error in found.items() if error > 2e-6} == {}
+
+
+def test_interpreted_products_of_groups_agree_with_a_loop(interpreted):
+    found = {name: error for name, error in interpreted.items() if name.startswith("grouped")}
+    assert set(found) == {"grouped y", "grouped dx", "grouped dw", "grouped dw added"}
+    assert max(found.values()) < 1e-5
 
 
 @pytest.fixture(scope="module", params=["cover", pytest.param("--all", marks=pytest.mark.slow)])

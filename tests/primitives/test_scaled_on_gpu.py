@@ -12,9 +12,10 @@ import torch
 
 from transformer_engine.common import formats, optional
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import compact, swizzled
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +30,14 @@ SPECS = {
         QuantizeSpec(formats.BLOCK_1D, formats.E4M3),
     ),
     "square blocks": (QuantizeSpec(formats.BLOCK_2D, formats.E4M3),) * 2,
+    "decoded": (
+        QuantizeSpec(formats.BLOCK_1D, formats.E5M2),
+        QuantizeSpec(formats.BLOCK_2D, formats.E4M3),
+    ),
+    "exponents": (
+        QuantizeSpec(formats.BLOCK_1D, formats.E5M2, power_of_two=True),
+        QuantizeSpec(formats.BLOCK_2D, formats.E4M3, power_of_two=True),
+    ),
 }
 
 
@@ -37,13 +46,14 @@ def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     values *= torch.exp2(torch.randint(-6, 6, (rows, 1), device="cuda").float())
     q = quantize(values.bfloat16(), spec)
     assert q.codes is not None
-    return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
+    return Operand(q.codes, q.scale, spec.operand_format, q.amax, torch.bfloat16)
 
 
 def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, accumulates: bool) -> None:
     """Compare one product with float64, up to the precision of Hopper's FP8 sums and of the result's dtype."""
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True))
     run = triton.run_blocks if "blocks" in name else triton.run_scaled
+    run = {"exponents": triton.run_exponents, "decoded": triton.run_decoded}.get(name, run)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
     whole = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
     out, before = (whole[:, :n], 3.0) if accumulates else (None, 0.0)
@@ -76,3 +86,12 @@ def test_scales_are_swizzled_as_on_a_cpu(rows, columns):
     result = swizzled(scale.cuda())
     assert torch.equal(result.cpu(), swizzled(scale))
     assert torch.equal(compact(result)[:rows, :columns].cpu(), scale)
+
+
+@pytest.mark.parametrize("rows, depth", [(128, 128), (300, 160), (1, 32)])
+def test_exponents_are_swizzled_as_on_a_cpu(rows, depth):
+    for spec in SPECS["exponents"]:
+        x = operand(spec, rows, depth)
+        assert x.scale is not None
+        on_cpu = x._replace(codes=x.codes.cpu(), scale=x.scale.cpu())
+        assert torch.equal(swizzled_scale(x).cpu(), swizzled_scale(on_cpu))

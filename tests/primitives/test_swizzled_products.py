@@ -13,18 +13,20 @@ from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import PlanFailure
 from transformer_engine.common.hardware import Hardware, hardware_named, nvidia
 from transformer_engine.common.kernels import launch
-from transformer_engine.pytorch.primitives.gemm import Epilogue, cublaslt, torch_mm, triton
+from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt, torch_mm, triton
 from transformer_engine.pytorch.primitives.gemm.cublaslt_problem import POINTERS, make_descriptor
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
-from transformer_engine.pytorch.primitives.gemm.swizzle import compact, second_level, swizzled
+from transformer_engine.pytorch.primitives.gemm.swizzle import second_level, swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
 NVFP4 = QuantizeSpec(formats.NVFP4, formats.E2M1)
 BLOCK_1D = QuantizeSpec(formats.BLOCK_1D, formats.E4M3)
 BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
+POWERS_1D, POWERS_2D = (dataclasses.replace(spec, power_of_two=True) for spec in (BLOCK_1D, BLOCK_2D))
 B200 = nvidia(10, 0)
 
 
@@ -32,7 +34,7 @@ def quantized(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     values = torch.randn(rows, depth) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
     q = quantize(values.bfloat16(), spec)
     assert q.codes is not None
-    return Operand(q.codes, q.scale, spec.format, q.amax, torch.bfloat16)
+    return Operand(q.codes, q.scale, spec.operand_format, q.amax, torch.bfloat16)
 
 
 def values_of(x: Operand) -> torch.Tensor:
@@ -81,6 +83,8 @@ PAIRS = {
     "mxfp8": lambda: (quantized(MXFP8, 48, 96), quantized(MXFP8, 160, 96)),
     "e5m2 x e4m3": lambda: (quantized(GRADIENT, 7, 160), quantized(MXFP8, 32, 160)),
     "nvfp4": lambda: (quantized(NVFP4, 144, 96), quantized(NVFP4, 48, 96)),
+    "powers": lambda: (quantized(POWERS_1D, 40, 288), quantized(POWERS_2D, 160, 288)),
+    "rows of powers": lambda: (quantized(POWERS_1D, 130, 96), quantized(POWERS_1D, 32, 96)),
 }
 
 
@@ -156,7 +160,7 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
     for side, operand in (("a", a), ("b", b)):
         scales, level = seen[f"scale_{side}"], second_level(operand)
         assert operand.scale is not None
-        assert torch.equal(scales[0].view(torch.uint8), swizzled(operand.scale))
+        assert torch.equal(scales[0].view(torch.uint8), swizzled_scale(operand))
         if pair == "nvfp4":
             assert seen[side].dtype == torch.float4_e2m1fn_x2 and scales[0].dtype == torch.float8_e4m3fn
             assert level is not None and torch.equal(scales[1], level)
@@ -179,10 +183,11 @@ def with_triton(monkeypatch):
     [
         (BLOCK_1D, BLOCK_2D, ("8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")),
         (BLOCK_2D, BLOCK_2D, ("8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")),
+        (POWERS_1D, POWERS_2D, ("8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")),
         (MXFP8, MXFP8, ("10.0", "10.3", "11.0", "12.0", "12.1")),
         (NVFP4, NVFP4, ("10.0", "10.3", "11.0", "12.0", "12.1")),
     ],
-    ids=["blocks", "square blocks", "mxfp8", "nvfp4"],
+    ids=["blocks", "square blocks", "powers", "mxfp8", "nvfp4"],
 )
 def test_kernels_multiply_where_the_tensor_cores_read_the_format(with_triton, spec_a, spec_b, having):
     a, b = quantized(spec_a, 48, 256), quantized(spec_b, 32, 256)
@@ -200,3 +205,54 @@ def test_kernels_need_a_triton_whose_scaled_dot_is_native(with_triton, monkeypat
         "nvmath-python"
     )
     assert triton.unsupported_reason(dataclasses.replace(request, hardware=nvidia(12, 0))) is None
+
+
+def test_exponents_of_block_scales_are_repeated_for_rows_and_32_elements():
+    scale = torch.exp2(torch.randint(-20, 20, (3, 2)).float())
+    scale[0, 0], scale[2, 1] = 2.0**-127, 2.0**127
+    codes = torch.zeros(300, 160).to(torch.float8_e4m3fn)
+    square = Operand(codes, scale, formats.BLOCK_2D_POWERS)
+    exponents = (scale.log2() + 127).to(torch.uint8).repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)
+    assert torch.equal(swizzled_scale(square), swizzled(exponents[:, :5]))
+    rows = Operand(codes[:3], scale, formats.BLOCK_1D_POWERS)
+    assert torch.equal(swizzled_scale(rows), swizzled(exponents[[0, 128, 256], :5]))
+
+
+@pytest.mark.parametrize("architecture", ["8.9", "9.0", "10.0", "12.0", "12.1"])
+def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(with_triton, architecture):
+    hardware = hardware_named("nvidia", architecture)
+    powers, general = quantized(POWERS_1D, 48, 256), quantized(BLOCK_1D, 48, 256)
+    for a, b in ((powers, powers), (powers, general), (general, powers)):
+        request = request_of(a, b, Epilogue(torch.bfloat16), hardware)
+        exact = a is b and hardware.has("mxfp8 products")
+        assert request.power_of_two == (a is b)
+        assert triton.unsupported_reason(request) is None
+        assert triton.runner(request) is (triton.run_exponents if exact else triton.run_blocks)
+        found = cublaslt._by_exponents(request)
+        assert found == exact
+        expected = "blocks whose scales are powers of two" if a is not b else "has no mxfp8 products"
+        reason = torch_mm._unsupported_swizzled_scales(request)
+        assert reason is None if exact else expected in str(reason)
+
+
+def test_blocks_are_promoted_where_triton_lacks_the_instruction(with_triton, monkeypatch):
+    monkeypatch.setattr(optional, "release", lambda name: (3, 7))
+    a = quantized(POWERS_1D, 48, 256)
+    for hardware, run in ((nvidia(12, 0), triton.run_exponents), (nvidia(12, 1), triton.run_blocks)):
+        request = request_of(a, a, Epilogue(torch.bfloat16), hardware)
+        assert triton.unsupported_reason(request) is None
+        assert triton.runner(request) is run
+
+
+@pytest.mark.parametrize("architecture", ["8.0", "8.6"])
+def test_blocks_are_decoded_to_bfloat16_without_fp8_products(with_triton, architecture):
+    hardware = hardware_named("nvidia", architecture)
+    general, powers = quantized(BLOCK_1D, 48, 256), quantized(POWERS_1D, 48, 256)
+    for a, chosen in ((general, "decode"), (powers, "widen")):
+        for b in (a, quantized(BLOCK_2D if a is general else POWERS_2D, 128, 256)):
+            assert TABLE.chosen(request_of(a, b, Epilogue(torch.bfloat16), hardware)) == chosen
+    mixed = request_of(general, powers, Epilogue(torch.float32), hardware)
+    assert TABLE.chosen(mixed) == "decode"
+    tensors = quantized(QuantizeSpec(formats.FLOAT8, formats.E4M3), 48, 256)
+    for a in (tensors, quantized(MXFP8, 48, 256), quantized(NVFP4, 48, 256)):
+        assert TABLE.chosen(request_of(a, a, Epilogue(torch.bfloat16), hardware)) == "widen"

@@ -57,6 +57,110 @@ def test_wider_targets_receive_every_bit(name, dtype, way, device):
     assert torch.equal(target, exact.to(dtype))
 
 
+VIEWS = {
+    "columns": lambda t: t[:, 3:40],
+    "transpose": lambda t: t.t(),
+    "flat": lambda t: t.view(-1),
+    "flat chunk": lambda t: t.view(-1).chunk(5)[2],
+    "row of a transpose": lambda t: t.t()[7],
+    "element": lambda t: t[5, 6],
+    "block": lambda t: t[5:9, 3:40],
+    "odd rows": lambda t: t[1::2],
+    "diagonal": lambda t: t.diagonal(),
+    "split columns": lambda t: t.split(24, dim=1)[1],
+}
+READS = {
+    **{name: WAYS[name] for name in ("copy_", "data", "foreach_copy", "state dict")},
+    "to": lambda target, view: view.to(target.dtype),
+    "to like": lambda target, view: view.to(target),
+    "type": lambda target, view: view.type(target.dtype),
+    "method": lambda target, view: METHODS[target.dtype](view),
+}
+READS_WITH_DIMENSIONS = {name: WAYS[name] for name in ("slice", "add_", "foreach_add", "out")} | {
+    "stack": lambda target, view: torch.stack([target, view])[1],
+    "rows": lambda target, view: [target.copy_(view) if i else target[0].copy_(view[0]) for i in range(2)],
+}
+METHODS = {
+    torch.float32: torch.Tensor.float,
+    torch.float64: torch.Tensor.double,
+    torch.float16: torch.Tensor.half,
+}
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", ["current", "nvfp4", "block_1d", "hybrid"])
+def test_views_without_codes_reach_wider_targets_unrounded(name, view, dtype, device):
+    source = CASES[name](device)(values(device, *SHAPE) * 0.37)
+    exact = VIEWS[view](source.dequantize(dtype=torch.float32))
+    for way, read in (READS | (READS_WITH_DIMENSIONS if exact.dim() else {})).items():
+        target = torch.zeros(exact.shape, dtype=dtype, device=device)
+        result = read(target, VIEWS[view](source))
+        written = result if isinstance(result, torch.Tensor) else target
+        assert torch.equal(written.to(dtype), exact.to(dtype)), way
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4", "mxfp8"])
+def test_views_of_parameters_are_read_unrounded_with_gradients(name, device):
+    parameter = torch.nn.Parameter(CASES[name](device)(values(device, *SHAPE) * 0.37))
+    exact = parameter.detach().dequantize(dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+    for view in (lambda t: t.t(), lambda t: t[:, 3:40]):
+        part, wide = view(parameter), view(exact)
+        assert torch.equal(part.float(), wide)
+        result = part + torch.zeros_like(wide)
+        assert torch.equal(result, wide)
+        result.sum().backward()
+        expected = torch.zeros_like(exact)
+        view(expected).fill_(1.0)
+        assert parameter.grad is not None and torch.equal(parameter.grad.float(), expected)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4", "mxfp8"])
+def test_writes_to_views_of_views_raise_before_they_change_anything(name, device):
+    source = CASES[name](device)(values(device, *SHAPE))
+    for view in (source[5:9, 3:40], source.t()[3:9], source[5, 6], source[:, 3:40][1]):
+        before = view.clone()
+        for write in (lambda t: t.fill_(0), lambda t: t.add_(1), lambda t: torch.add(t, 1, out=t)):
+            with pytest.raises(NotImplementedError, match=r"writes to .* which it would not reach"):
+                write(view)
+        assert torch.equal(view, before)
+
+
+def test_gradients_of_products_with_views_are_unrounded(device):
+    source = CASES["current"](device)(values(device, *SHAPE) * 0.37)
+    exact = source.dequantize(dtype=torch.float32).t()
+    wide = torch.ones(exact.shape, device=device, requires_grad=True)
+    (wide * source.t()).sum().backward()
+    assert wide.grad is not None and torch.equal(wide.grad, exact)
+
+
+def test_views_without_codes_keep_the_values_of_their_time(device):
+    """A view that is a copy does not follow later writes, in any dtype."""
+    source = CASES["current"](device)(values(device, *SHAPE) * 0.37)
+    before = source.dequantize(dtype=torch.float32).t()
+    view = source.t()
+    source.copy_(torch.ones(SHAPE, device=device))
+    assert torch.equal(view.float(), before)
+    assert torch.equal(view, before.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+def test_reductions_read_values_in_their_dtype(name, device):
+    source = CASES[name](device)(values(device, *SHAPE) * 0.37)
+    exact = source.dequantize(dtype=torch.float32)
+    assert torch.equal(source.sum(0, dtype=torch.float32), exact.sum(0))
+    assert torch.equal(source[:, 3:40].sum(0, dtype=torch.float32), exact[:, 3:40].sum(0))
+
+
+def test_codes_quantize_unrounded_views(device):
+    source = CASES["current"](device)(values(device, *SHAPE) * 0.37)
+    copied, expected = (CASES["mxfp8"](device)(values(device, 64, 128)) for _ in range(2))
+    copied.copy_(source.t())
+    expected.copy_(source.dequantize(dtype=torch.float32).t())
+    assert torch.equal(copied.dequantize(), expected.dequantize())
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_functions_promote_before_they_round(name, device):
     source = CASES[name](device)(values(device, *SHAPE) * 0.37)

@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .._version import __version__
 from ..common import env, optional
-
-if TYPE_CHECKING:
-    import typer
-    from typer.core import TyperCommand
-
-REQUIRED = ("typer", "rich", "matplotlib")
-FRAMEWORKS = ("torch", "jax")
+from .invocation import program
+from .options import Parser
 
 
 class Command(NamedTuple):
@@ -29,6 +26,7 @@ class Command(NamedTuple):
     without_torch: bool = False
 
 
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 COMMANDS = {
     "train": Command(
         ".train",
@@ -62,89 +60,62 @@ COMMANDS = {
         without_torch=True,
     ),
     "bench": Command(
-        ".bench.command",
+        ".bench.options",
         "Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures.",
     ),
 }
 
 
-def application() -> typer.Typer:
-    """Return the command-line application with its commands."""
-    import typer
-    from typer.core import TyperGroup
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the `te` command.
 
-    class LazyGroup(TyperGroup):
-        """Imports a command's module when the command is invoked; the list of commands needs summaries only."""
-
-        def resolve_command(self, ctx, args):  # pyright: ignore[reportMissingParameterType]
-            if args and args[0] in COMMANDS:
-                self.commands[args[0]] = _load(args[0])
-            return super().resolve_command(ctx, args)
-
-    app = typer.Typer(
-        help="Train and run Transformers in FP8 and FP4.",
-        cls=LazyGroup,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit the names
-        pretty_exceptions_enable=False,
-    )
-
-    @app.callback()
-    def options(
-        version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
-    ) -> None:
-        if version:
-            print(__version__)
-            raise typer.Exit
-
-    for name, command in COMMANDS.items():
-        app.command(name, help=command.summary)(_placeholder)
-    return app
-
-
-def _placeholder() -> None:
-    """Do nothing, in place of a command whose module is not imported yet; the list of commands shows its summary."""
-
-
-def _load(name: str) -> TyperCommand:
-    """Return the command with its options, from its module."""
-    import typer
-
-    command = COMMANDS[name]
-    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    if command.without_torch or find_spec("torch") is not None:
-        single.command(name)(getattr(import_module(command.module, __package__), name))
-    else:
-        options = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-        def raise_missing() -> None:
-            """Needs torch, which is not installed."""
-            sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
-
-        single.command(name, context_settings=options)(raise_missing)
-    return typer.main.get_command(single)  # pyright: ignore[reportReturnType]
-
-
-def main() -> None:
-    """Run the `te` console script."""
-    if sys.argv[1:] == ["--version"]:
-        print(__version__)  # also where the libraries of the command are not installed
+    Args:
+        arguments: Arguments of the command; by default those of the process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # OpenMP reads it when torch is loaded. Its threads spin while they wait by default, and occupy the cores that other
+    # programs or the other threads of this one need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    name = given[0] if given else ""
+    if name not in COMMANDS:
+        options = _overview().parse_args(given or ["--help"])
+        if options.completion is not None:
+            print(_completion(options.completion))
         return
-    missing = [name for name in REQUIRED if find_spec(name) is None]
-    if all(find_spec(name) is None for name in FRAMEWORKS):
-        missing.insert(0, "torch")
-    if missing and sys.argv[1:2] == ["doctor"]:
-        from .doctor.checks import main as diagnose
-
-        sys.exit(diagnose(sys.argv[2:]))
-    if missing:
-        # An installation with JAX alone needs no torch.
-        alone = find_spec("torch") is None and find_spec("jax") is not None
-        remedy = optional.install_command("cli-jax" if alone else "cli")
-        sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")
+    command = COMMANDS[name]
+    parser = Parser(f"{program()} {name}", command.summary)
+    if find_spec("torch") is None and not command.without_torch:
+        sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
+    module = import_module(command.module, __package__)
+    module.add_arguments(parser)
+    options = parser.parse_args(given[1:])
     try:
-        if sys.argv[1:2] != ["doctor"]:  # which reports it with the other findings
+        if name != "doctor":  # which reports it with the other findings
             env.check_all()
     except ValueError as error:
         sys.exit(f"error: {error}")
-    application()()
+    module.run(options)
+
+
+def _overview(complete: bool = False) -> Parser:
+    """The parser of `te --help`, which lists the commands; with `complete`, each has its options."""
+    parser = Parser("te" if complete else program(), "Train and run Transformers in FP8 and FP4.")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--completion", choices=SHELLS, help="print a script that completes commands and options"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="te")
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(name, help=command.summary, description=command.summary)
+        if complete:
+            import_module(command.module, __package__).add_arguments(added)
+    return parser
+
+
+def _completion(shell: str) -> str:
+    """The script with which a shell completes `te`, its commands and their options."""
+    try:
+        import shtab
+    except ImportError:
+        sys.exit(f"te --completion needs shtab; install with {optional.install_command('cli')}")
+    return shtab.complete(_overview(complete=True), shell)

@@ -2,65 +2,66 @@
 
 from __future__ import annotations
 
-import enum
+import argparse
+import math
 import re
 from pathlib import Path
-from typing import Annotated
 
-import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..common import optional
-from ..pytorch import conversion
 from .failure import Failure, reporting, writing
+from .options import add_choice
 
-# The dtypes as typer lists them.
-DtypeName = enum.Enum("DtypeName", {name: name for name in ("float32", "bfloat16", "float16")}, type=str)
+DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 1_000_000_000
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # settings, weights, tokenizers
 
 
-def convert(
-    source: Annotated[
-        str, typer.Argument(help="Folder of a checkpoint, or its id on the Hugging Face hub (owner/name)")
-    ],
-    folder: Annotated[Path, typer.Argument(help="Folder to create; it must not exist")],
-    dtype: Annotated[
-        DtypeName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="Dtype of all tensors (default: unchanged)"),
-    ] = None,
-    shard_size: Annotated[float, typer.Option(help="Maximum gigabytes per file of weights")] = 5.0,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a checkpoint on the hub")
-    ] = None,
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "source", help="folder of a checkpoint, or its id on the Hugging Face hub (owner/name)"
+    )
+    parser.add_argument("folder", type=Path, help="folder to create; it must not exist")
+    add_choice(parser, "--dtype", DTYPES, "dtype of all tensors (default: unchanged)")
+    parser.add_argument(
+        "--shard-size", type=float, default=5.0, help="maximum gigabytes per file of weights (default: 5)"
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a checkpoint on the hub")
+
+
+def run(args: argparse.Namespace) -> None:
     """Convert a Hugging Face checkpoint to TransformerLayer stacks, or back."""
     console = Console(highlight=False)
-    with reporting(console), writing(folder, "free some space there, or choose another folder"):
-        if not 0 < shard_size < float("inf"):
+    with reporting(console), writing(args.folder, "free some space there, or choose another folder"):
+        if not 0 < args.shard_size < float("inf"):
             raise ValueError(
-                f"--shard-size {shard_size:g} is not a positive number; give gigabytes, for example 5"
+                f"--shard-size {args.shard_size:g} is not a positive number; give gigabytes, for example 5"
             )
+        import torch
+
+        from ..pytorch import conversion
+
         try:
             checkpoint = conversion.convert(
-                local_folder(source, revision),
-                folder,
-                None if dtype is None else getattr(torch, dtype.value),
-                max(1, int(shard_size * GIGABYTE)),
+                local_folder(args.source, args.revision),
+                args.folder,
+                None if args.dtype is None else getattr(torch, args.dtype),
+                max(1, int(args.shard_size * GIGABYTE)),
             )
         except ImportError as error:
             raise Failure(str(error)) from error
     matches, family = checkpoint.correspondence.matches, checkpoint.correspondence.family.model_type
     theirs = sum(len(match.theirs) for match in matches)
     numbers = (len(matches), theirs) if checkpoint.ours else (theirs, len(matches))
-    parameters = sum(torch.Size(match.shape).numel() for match in matches)
+    parameters = sum(math.prod(match.shape) for match in matches)
     kind = f"{family} of Hugging Face" if checkpoint.ours else "TransformerLayer stack"
     console.print(
         f"{family}: {parameters:,} parameters, {numbers[0]} tensors made {numbers[1]}\n"
-        f"wrote {escape(str(folder))}, a {kind}",
+        f"wrote {escape(str(args.folder))}, a {kind}",
         soft_wrap=True,
     )
 

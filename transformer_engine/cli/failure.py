@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -24,7 +23,7 @@ def reporting(console: Console) -> Iterator[None]:
         yield
     except (ValueError, Failure) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(FAILED if isinstance(error, Failure) else BAD_OPTION) from None
+        raise SystemExit(FAILED if isinstance(error, Failure) else BAD_OPTION) from None
 
 
 @contextmanager

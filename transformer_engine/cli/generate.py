@@ -2,73 +2,92 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .demo import checkpoint
 from .demo.config import HIGH_PRECISION, RunConfig, saved_config
-from .demo.data import printable
-from .demo.model import ByteGPT
-from .demo.sample import generate as draw
 from .failure import fitting, reporting
-from .train import DeviceName
+from .options import add_device, add_flag, torch_device
+from .progress import printable
+
+if TYPE_CHECKING:
+    from .demo.model import ByteGPT
 
 # Bytes drawn before the clock starts: the prompt's step and the first single-byte step compile and warm up.
 WARM_UP = 2
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue")] = "def ",
-    count: Annotated[
-        int | None, typer.Option(help="Bytes to generate (default: up to the sequence length of the model)")
-    ] = None,
-    name: Annotated[str, typer.Option(help="Name of the run that te train saved")] = "delayed",
-    out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
-    high_precision: Annotated[
-        bool, typer.Option("--high-precision", help="Use the high-precision model of the run")
-    ] = False,
-    temperature: Annotated[
-        float,
-        typer.Option(help="0: always the most likely byte; 1: sample from the probabilities of the model"),
-    ] = 0.7,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling")] = 0,
-    cache: Annotated[
-        bool,
-        typer.Option("--cache/--no-cache", help="Cache keys and values, or recompute them for every byte"),
-    ] = True,
-    page_size: Annotated[int, typer.Option(help="Bytes per page of the cache; 0: a contiguous cache")] = 16,
-    device: Annotated[
-        DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
-    ] = DeviceName.auto,
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("prompt", nargs="?", default="def ", help="text to continue (default: %(default)r)")
+    parser.add_argument(
+        "--count", type=int, help="bytes to generate (default: up to the sequence length of the model)"
+    )
+    parser.add_argument(
+        "--name", default="delayed", help="name of the run that te train saved (default: delayed)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    add_flag(parser, "--high-precision", "use the high-precision model of the run")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="0: always the most likely byte; 1: sample from the probabilities of the model (default: 0.7)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cache keys and values, or recompute them for every byte",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        default=16,
+        help="bytes per page of the cache; 0: a contiguous cache (default: 16)",
+    )
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
     """Generate text with a model that te train has trained, and report the tokens (bytes) per second."""
     console = Console(highlight=False)
     with reporting(console), fitting("use --device cpu, or free the GPU"):
-        if page_size < 0:
-            raise ValueError(f"page_size={page_size} is below 0; give a positive number, or 0 for no pages")
-        model, config = load(out / name / "checkpoint", device.value, high_precision)
-        start = prompt.encode(errors="surrogateescape")
+        if args.page_size < 0:
+            raise ValueError(
+                f"--page-size {args.page_size} is below 0; give a positive number, or 0 for no pages"
+            )
+        model, config = load(args.out / args.name / "checkpoint", args.device, args.high_precision)
+        start = args.prompt.encode(errors="surrogateescape")
         shown = _Shown(console, start)
+        from .demo.sample import generate as draw
+
         drawn = draw(
             model,
             config,
             start,
-            max(1, config.sequence - len(start)) if count is None else count,
-            temperature=temperature,
-            seed=seed,
-            cached=cache,
-            page_size=page_size or None,
+            max(1, config.sequence - len(start)) if args.count is None else args.count,
+            temperature=args.temperature,
+            seed=args.seed,
+            cached=args.cache,
+            page_size=args.page_size or None,
             observe=shown,
         )
-    kind = "no cache" if not cache else f"KV cache in pages of {page_size}" if page_size else "KV cache"
+    kind = (
+        "no cache"
+        if not args.cache
+        else f"KV cache in pages of {args.page_size}"
+        if args.page_size
+        else "KV cache"
+    )
     console.print(f"\n{len(drawn)} bytes on {config.device}, {kind}{shown.speed()}", soft_wrap=True)
 
 
@@ -105,10 +124,12 @@ def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunCon
         raise ValueError(
             f"there is no checkpoint at {path}; write one with te train, or fix --name and --out"
         )
+    from .demo import checkpoint
+    from .demo.model import ByteGPT
+
+    device_type = torch_device(device).type
     state: dict[str, Any] = checkpoint.load(path)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = replace(saved_config({**state["config"], "device": "cpu"}, str(path)), device=device)
+    config = replace(saved_config({**state["config"], "device": "cpu"}, str(path)), device=device_type)
     run = HIGH_PRECISION if high_precision else config.runs[0]
     model = ByteGPT(config)
     saved = state["runs"].get(run)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -13,108 +13,125 @@ from ..common.planning import FORMATS, GPUS, MODELS, TrainingPlan, search
 from ..common.planning import plan as predicted
 from ..common.planning.hardware import GIB, gpu_named, links_of
 from .failure import reporting
+from .options import add_flag, at_least
 
-_OF_MODEL = " (default: that of --model)"
+# Options without a value of their own: the model's or the planner's value stands where they are left out.
+OPTIONAL = (
+    *("dp", "fsdp", "tp", "cp", "pp", "ep", "micro_batch", "global_batch", "recompute"),
+    *(
+        "hidden",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "vocabulary",
+        "experts",
+        "experts_per_token",
+    ),
+)
 
 
-def plan(
-    devices: Annotated[int, typer.Option(help="Number of GPUs")],
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes"
-        ),
-    ] = "custom",
-    gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",
-    recipe: Annotated[
-        str, typer.Option(help=f"Recipe of the matrix products: {', '.join(FORMATS)}; none is bf16")
-    ] = "bf16",
-    dp: Annotated[
-        int | None, typer.Option(help="Replicas (default: devices / (fsdp * tp * cp * pp))")
-    ] = None,
-    fsdp: Annotated[
-        int | None, typer.Option(help="Ranks that shard parameters, together with those of cp")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks, with sequence parallelism")] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages")] = None,
-    ep: Annotated[int | None, typer.Option(help="Ranks that shard experts; divides dp * fsdp * cp")] = None,
-    sequence: Annotated[int, typer.Option("--seq", help="Tokens per sequence")] = 8192,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all devices")] = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(help="none, or full: repeat the forward pass of each layer in the backward pass"),
-    ] = None,
-    scheme: Annotated[str, typer.Option(help="Exchange of keys and values: p2p, all_gather, a2a")] = "p2p",
-    attention: Annotated[str, typer.Option(help="Backend of attention: cudnn, flash4")] = "cudnn",
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="CUDA graphs: the host never delays the GPU")
-    ] = False,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size" + _OF_MODEL)] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of layers" + _OF_MODEL)] = None,
-    heads: Annotated[int | None, typer.Option(help="Number of query heads" + _OF_MODEL)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Number of key and value heads" + _OF_MODEL)] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Size of a head" + _OF_MODEL)] = None,
-    ffn: Annotated[
-        int | None, typer.Option(help="Hidden size of the MLP or of one expert" + _OF_MODEL)
-    ] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary" + _OF_MODEL)] = None,
-    experts: Annotated[int | None, typer.Option(help="Number of experts per layer" + _OF_MODEL)] = None,
-    experts_per_token: Annotated[
-        int | None, typer.Option(help="Experts that process each token" + _OF_MODEL)
-    ] = None,
-    devices_per_host: Annotated[int, typer.Option(help="GPUs per host, connected by NVLink")] = 8,
-    network: Annotated[float, typer.Option(help="Bandwidth of each GPU to other hosts in GB/s")] = 45.0,
-    find: Annotated[
-        bool, typer.Option("--search", help="Find the fastest mesh that fits; given axes are fixed")
-    ] = False,
-    count: Annotated[int, typer.Option(help="Number of plans of a search", min=1)] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON for programs")] = False,
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("--devices", type=int, required=True, help="number of GPUs")
+    parser.add_argument(
+        "--model",
+        default="custom",
+        help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes (default: custom)",
+    )
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)} (default: h100)")
+    parser.add_argument(
+        "--recipe",
+        default="bf16",
+        help=f"recipe of the matrix products: {', '.join(FORMATS)}; none is bf16 (default: bf16)",
+    )
+    parser.add_argument("--seq", type=int, default=8192, help="tokens per sequence (default: 8192)")
+    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch")
+    parser.add_argument("--global-batch", type=int, help="sequences per step, over all devices")
+    parser.add_argument(
+        "--recompute", help="none, or full: repeat the forward pass of each layer in the backward pass"
+    )
+    parser.add_argument(
+        "--attention", default="cudnn", help="backend of attention: cudnn, flash4 (default: cudnn)"
+    )
+    add_flag(parser, "--graphs", "CUDA graphs: the host never delays the GPU")
+    add_flag(parser, "--json", "print the figures as JSON for programs")
+    _add_mesh(parser.add_argument_group("mesh"))
+    _add_sizes(parser.add_argument_group("sizes of the model (default: as --model has them)"))
+
+
+def _add_mesh(group: argparse._ArgumentGroup) -> None:
+    for option, text in (
+        ("--dp", "replicas (default: devices / (fsdp * tp * cp * pp))"),
+        ("--fsdp", "ranks that shard parameters, together with the cp ranks"),
+        ("--tp", "tensor-parallel ranks, with sequence parallelism"),
+        ("--cp", "context-parallel ranks"),
+        ("--pp", "pipeline stages"),
+        ("--ep", "ranks that shard experts; divides dp * fsdp * cp"),
+    ):
+        group.add_argument(option, type=int, help=text)
+    group.add_argument(
+        "--scheme", default="p2p", help="exchange of keys and values: p2p, all_gather, a2a (default: p2p)"
+    )
+    group.add_argument(
+        "--devices-per-host", type=int, default=8, help="GPUs per host, connected by NVLink (default: 8)"
+    )
+    group.add_argument(
+        "--network",
+        type=float,
+        default=45.0,
+        help="bandwidth of each GPU to other hosts in GB/s (default: 45)",
+    )
+    add_flag(group, "--search", "find the fastest mesh that fits; axes with a value are fixed")
+    group.add_argument(
+        "--count", type=at_least(1), default=5, help="number of plans of a search (default: 5)"
+    )
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
+    for option, text in (
+        ("--hidden", "hidden size"),
+        ("--layers", "number of layers"),
+        ("--heads", "number of query heads"),
+        ("--kv-heads", "number of key and value heads"),
+        ("--head-dim", "size of a head"),
+        ("--ffn", "hidden size of the MLP or of one expert"),
+        ("--vocabulary", "size of the vocabulary"),
+        ("--experts", "number of experts per layer"),
+        ("--experts-per-token", "experts that process each token"),
+    ):
+        group.add_argument(option, type=int, help=text)
+
+
+def run(args: argparse.Namespace) -> None:
     """Predict time and memory of a training step on many devices, or find the fastest mesh that fits."""
-    optional: dict[str, Any] = {
-        "dp": dp,
-        "fsdp": fsdp,
-        "tp": tp,
-        "cp": cp,
-        "pp": pp,
-        "ep": ep,
-        "micro_batch": micro_batch,
-        "global_batch": global_batch,
-        "recompute": recompute,
-        "hidden": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "ffn": ffn,
-        "vocabulary": vocabulary,
-        "experts": experts,
-        "experts_per_token": experts_per_token,
-    }
-    options = {name: value for name, value in optional.items() if value is not None}
+    settings = vars(args)
+    options: dict[str, Any] = {name: settings[name] for name in OPTIONAL if settings[name] is not None}
     console = Console(highlight=False)
     with reporting(console):
         options |= {
-            "gpu": gpu,
-            "recipe": recipe,
-            "sequence": sequence,
-            "scheme": scheme,
-            "attention": attention,
-            "graphs": graphs,
-            "links": links_of(gpu_named(gpu), devices_per_host=devices_per_host, network=1e6 * network),
+            "gpu": args.gpu,
+            "recipe": args.recipe,
+            "sequence": args.seq,
+            "scheme": args.scheme,
+            "attention": args.attention,
+            "graphs": args.graphs,
+            "links": links_of(
+                gpu_named(args.gpu), devices_per_host=args.devices_per_host, network=1e6 * args.network
+            ),
         }
-        found = (
-            search(model, devices, count=count, **options) if find else [predicted(model, devices, **options)]
-        )
-    if as_json:
-        data = [each.as_dict() for each in found]
-        typer.echo(json.dumps(data if find else data[0], indent=2))
+        if args.search:
+            plans = search(args.model, args.devices, count=args.count, **options)
+        else:
+            plans = [predicted(args.model, args.devices, **options)]
+    if args.json:
+        data = [each.as_dict() for each in plans]
+        print(json.dumps(data if args.search else data[0], indent=2))
         return
-    if find:
-        console.print(_ranking(found))
-    console.print(str(found[0]), soft_wrap=True)
+    if args.search:
+        console.print(_ranking(plans))
+    console.print(str(plans[0]), soft_wrap=True)
 
 
 def _ranking(found: list[TrainingPlan]) -> Table:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,8 +17,10 @@ from ..common import optional
 from .demo.config import HIGH_PRECISION
 from .demo.records import Progress as Record
 from .demo.records import summarize
-from .demo.trainer import Trainer
 from .failure import Failure
+
+if TYPE_CHECKING:
+    from .demo.trainer import Trainer
 
 
 def describe(console: Console, trainer: Trainer) -> None:
@@ -158,3 +161,9 @@ def results_table(trainer: Trainer) -> Table:
             f"{result.seconds:.1f} s",
         )
     return table
+
+
+def printable(text: bytes) -> str:
+    """Decode bytes to text; bytes that are not UTF-8 and control characters become the replacement character."""
+    characters = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
+import argparse
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,198 +25,163 @@ from .demo.config import (
     resolve,
     restore,
 )
-from .demo.data import load_corpus, printable
-from .demo.plot import plot_losses
-from .demo.trainer import Trainer, runs_of
 from .failure import Failure, fitting, reporting, reporting_failures, writing
-from .progress import check_tensorboard, describe, results_table, train_with_progress
+from .invocation import program
+from .options import add_choice, add_device, add_flag, at_least
+from .progress import check_tensorboard, describe, printable, results_table, train_with_progress
+
+if TYPE_CHECKING:
+    from .demo.trainer import Trainer
 
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
 ELSEWHERE = "choose another folder with --out, or make this one writable"
 
-# The recipes and optimizers in typer's form.
-RecipeName = enum.Enum("RecipeName", {name: name for name in RECIPES}, type=str)
-OptimizerName = enum.Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)
-FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, type=str)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add_choice(parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: delayed)")
+    add_choice(
+        parser,
+        "--framework",
+        FRAMEWORKS,
+        "torch, or jax for the same model in Flax (default: torch if it is installed)",
+    )
+    add_device(parser)
+    _add_model(parser.add_argument_group("model"))
+    _add_training(parser.add_argument_group("training"))
+    _add_execution(parser.add_argument_group("execution"))
+    _add_run(parser.add_argument_group("run"))
+    _add_devices(parser.add_argument_group("several devices"))
 
 
-# The panels of `te train --help`.
-_MODEL, _TRAINING, _EXECUTION, _RUN, _DEVICES = "Model", "Training", "Execution", "Run", "Several devices"
+def _add_sized(group: argparse._ArgumentGroup, option: str, size: str, text: str) -> None:
+    """Add an option whose default depends on the device."""
+    group.add_argument(
+        option,
+        type=type(CPU_SIZES[size]),
+        help=f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)",
+    )
 
 
-def _option(text: str, panel: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel)
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    _add_sized(group, "--layers", "layers", "Transformer layers")
+    _add_sized(group, "--hidden", "hidden", "width, a multiple of 32 (128 suits block scaling)")
+    _add_sized(group, "--heads", "heads", "attention heads")
+    group.add_argument(
+        "--experts", type=int, help="experts per layer, two of which compute each byte (default: 0, none)"
+    )
 
 
-def _sized(text: str, size: str, panel: str = _TRAINING) -> Any:
-    """Return an option whose help text has the default sizes."""
-    return _option(f"{text} (default: {CPU_SIZES[size]} on a CPU, {CUDA_SIZES[size]} on CUDA)", panel)
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    _add_sized(group, "--steps", "steps", "optimizer steps")
+    _add_sized(group, "--batch", "batch", "sequences per step")
+    _add_sized(group, "--seq", "sequence", "bytes per sequence, a multiple of 32")
+    _add_sized(group, "--lr", "learning_rate", "peak learning rate")
+    group.add_argument("--seed", type=int, help="seed of weights and batches, -2^40 to 2^40 (default: 0)")
+    group.add_argument("--data", help="text file or folder (default: this Python's standard library)")
+    add_choice(
+        group,
+        "--optimizer",
+        OPTIMIZERS,
+        "adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)",
+    )
 
 
-class DeviceName(str, enum.Enum):
-    """Where to train."""
+def _add_execution(group: argparse._ArgumentGroup) -> None:
+    add_flag(group, "--graphs", "capture the model as CUDA graphs")
+    group.add_argument(
+        "--offload-layers",
+        type=int,
+        default=0,
+        help="layers whose activations are offloaded to host memory until the backward pass (default: 0)",
+    )
+    add_flag(group, "--observe", "report underflow, saturation and error of every tensor, every tenth step")
 
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--name", help="name of the run and of its folder (default: the name of the recipe)")
+    group.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    add_flag(group, "--resume", "continue from the checkpoint of the run; --steps extends a finished run")
+    add_flag(group, "--overwrite", "start again and replace the checkpoint of the run")
+    group.add_argument(
+        "--log-every",
+        type=int,
+        help="steps per line of progress if the output is not a terminal (default: steps / 20)",
+    )
+    add_flag(group, "--tensorboard", "write losses for TensorBoard to OUT/NAME/tensorboard")
 
 
-def train(
-    recipe: Annotated[
-        RecipeName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="Recipe that quantizes the matrix products (default: delayed)"),
-    ] = None,
-    framework: Annotated[
-        FrameworkName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="torch, or jax for the same model in Flax (default: torch if it is installed)"),
-    ] = None,
-    device: Annotated[
-        DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
-    ] = DeviceName.auto,
-    steps: Annotated[int | None, _sized("Optimizer steps", "steps")] = None,
-    batch: Annotated[int | None, _sized("Sequences per step", "batch")] = None,
-    seq: Annotated[int | None, _sized("Bytes per sequence, a multiple of 32", "sequence")] = None,
-    layers: Annotated[int | None, _sized("Transformer layers", "layers", _MODEL)] = None,
-    hidden: Annotated[
-        int | None, _sized("Width, a multiple of 32 (128 suits block scaling)", "hidden", _MODEL)
-    ] = None,
-    heads: Annotated[int | None, _sized("Attention heads", "heads", _MODEL)] = None,
-    experts: Annotated[
-        int | None, _option("Experts per layer, two of which compute each byte (0: none)", _MODEL)
-    ] = None,
-    lr: Annotated[float | None, _sized("Peak learning rate", "learning_rate")] = None,
-    seed: Annotated[
-        int | None, _option("Seed of weights and batches, -2^40 to 2^40 (default: 0)", _TRAINING)
-    ] = None,
-    data: Annotated[
-        str | None, _option("Text file or folder (default: this Python's standard library)", _TRAINING)
-    ] = None,
-    optimizer: Annotated[
-        OptimizerName | None,  # pyright: ignore[reportInvalidTypeForm]
-        _option("adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)", _TRAINING),
-    ] = None,
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="Capture the model as CUDA graphs", rich_help_panel=_EXECUTION)
-    ] = False,
-    offload_layers: Annotated[
-        int,
-        _option("Layers whose activations are offloaded to host memory until the backward pass", _EXECUTION),
-    ] = 0,
-    observe: Annotated[
-        bool,
-        typer.Option(
-            "--observe",
-            help="Report underflow, saturation and error of every tensor, every tenth step",
-            rich_help_panel=_EXECUTION,
-        ),
-    ] = False,
-    name: Annotated[
-        str | None, _option("Name of the run and of its folder (default: the name of the recipe)", _RUN)
-    ] = None,
-    out: Annotated[Path, _option("Folder of the runs", _RUN)] = Path("runs"),
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue from the checkpoint of the run; --steps extends a finished run",
-            rich_help_panel=_RUN,
-        ),
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", help="Start again and replace the checkpoint of the run", rich_help_panel=_RUN
-        ),
-    ] = False,
-    log_every: Annotated[
-        int | None,
-        _option("Steps per line of progress if the output is not a terminal (default: steps / 20)", _RUN),
-    ] = None,
-    tensorboard: Annotated[
-        bool,
-        typer.Option(
-            "--tensorboard", help="Write losses for TensorBoard to OUT/NAME/tensorboard", rich_help_panel=_RUN
-        ),
-    ] = False,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of GPUs, or of CPU processes, to train on", min=1, rich_help_panel=_DEVICES
-        ),
-    ] = None,
-    distributed: Annotated[
-        bool,
-        typer.Option(
-            "--distributed", help="Train on the processes that torchrun has started", rich_help_panel=_DEVICES
-        ),
-    ] = False,
-    tp: Annotated[
-        int, typer.Option(help="Ranks that shard the weights of each layer", min=1, rich_help_panel=_DEVICES)
-    ] = 1,
-    cp: Annotated[
-        int, typer.Option(help="Ranks that shard each sequence", min=1, rich_help_panel=_DEVICES)
-    ] = 1,
-    fsdp: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that shard parameters and optimizer states", min=1, rich_help_panel=_DEVICES
-        ),
-    ] = 1,
-) -> None:
+def _add_devices(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--devices", type=at_least(1), help="number of GPUs, or of CPU processes, to train on")
+    add_flag(group, "--distributed", "train on the processes that torchrun has started")
+    for option, text in (
+        ("--tp", "ranks that shard the weights of each layer"),
+        ("--cp", "ranks that shard each sequence"),
+        ("--fsdp", "ranks that shard parameters and optimizer states"),
+    ):
+        group.add_argument(option, type=at_least(1), default=1, help=f"{text} (default: 1)")
+
+
+def run(args: argparse.Namespace) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)
     given: dict[str, Any] = {
-        "recipe": recipe.value if recipe is not None else None,
-        "steps": steps,
-        "batch": batch,
-        "sequence": seq,
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "experts": experts,
-        "learning_rate": lr,
-        "seed": seed,
-        "data": data,
-        "optimizer": optimizer.value if optimizer is not None else None,
-        "framework": framework.value if framework is not None else None,
+        "recipe": args.recipe,
+        "steps": args.steps,
+        "batch": args.batch,
+        "sequence": args.seq,
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "heads": args.heads,
+        "experts": args.experts,
+        "learning_rate": args.lr,
+        "seed": args.seed,
+        "data": args.data,
+        "optimizer": args.optimizer,
+        "framework": args.framework,
     }
-    execution = Execution(graphs=graphs, offload_layers=offload_layers, observe=observe)
+    execution = Execution(graphs=args.graphs, offload_layers=args.offload_layers, observe=args.observe)
     beside = "-jax" if (given["framework"] or default_framework()) == "jax" else ""
-    folder = out / (name or (given["recipe"] or "delayed") + beside)
+    folder = args.out / (args.name or (given["recipe"] or "delayed") + beside)
     with reporting(console), fitting(SMALLER):
-        if name and (name in (".", "..") or "/" in name or "\\" in name):
+        if args.name and (args.name in (".", "..") or "/" in args.name or "\\" in args.name):
             raise ValueError(
-                f"--name {name!r} is a path; pass a name without separators, and the parent folder as --out"
+                f"--name {args.name!r} is a path; pass a name without separators, and the parent folder as --out"
             )
-        if log_every is not None and log_every < 1:
-            raise ValueError(f"--log-every {log_every} is below 1; give a positive number of steps")
-        if tensorboard:
+        if args.log_every is not None and args.log_every < 1:
+            raise ValueError(f"--log-every {args.log_every} is below 1; give a positive number of steps")
+        if args.tensorboard:
             check_tensorboard()
         # torchrun starts the same command again after the failure of a rank.
-        if distributed and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            resume, overwrite = (folder / "checkpoints").exists(), False
-        _check_replacing(folder, resume, overwrite)
-        if devices is not None or distributed:
+        if args.distributed and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            args.resume, args.overwrite = (folder / "checkpoints").exists(), False
+        _check_replacing(folder, args.resume, args.overwrite)
+        if args.devices is not None or args.distributed:
             # Several devices need torch, which `te train --framework jax` does without.
+            _demand("torch")
             from .train_devices import TrainRequest, train_on_devices
 
-            switches = (resume, overwrite, log_every, tensorboard)
-            request = TrainRequest(device.value, given, execution, folder, *switches, tp, cp, fsdp)
-            train_on_devices(request, devices, distributed)
+            switches = (args.resume, args.overwrite, args.log_every, args.tensorboard)
+            request = TrainRequest(
+                args.device, given, execution, folder, *switches, args.tp, args.cp, args.fsdp
+            )
+            train_on_devices(request, args.devices, args.distributed)
             return
-        if max(tp, cp, fsdp) > 1:
+        if max(args.tp, args.cp, args.fsdp) > 1:
             raise ValueError("--tp, --cp and --fsdp need several devices; add --devices or --distributed")
-        trainer = _prepare(folder, device.value, given, execution, resume)
+        trainer = _prepare(folder, args.device, given, execution, args.resume)
     describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
-        finished = train_with_progress(console, trainer, lambda: bool(stopping), log_every, tensorboard)
+        finished = train_with_progress(
+            console, trainer, lambda: bool(stopping), args.log_every, args.tensorboard
+        )
     if not finished:
         console.print(
             f"stopped after step {trainer.step} of {trainer.config.steps}; the checkpoint is saved.\n"
-            f"Continue with: te train --resume --name {escape(folder.name)} --out {escape(str(out))}",
+            f"Continue with: {program()} train --resume --name {escape(folder.name)} --out {escape(str(args.out))}",
             soft_wrap=True,
         )
-        raise typer.Exit(130)
+        raise SystemExit(130)
     with reporting_failures(console):
         _conclude(console, trainer)
 
@@ -237,6 +201,9 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
     """Return a trainer at its first step, or at the step of the folder's checkpoint."""
+    from .demo.data import load_corpus
+    from .demo.trainer import Trainer, runs_of
+
     if not resume:
         _demand(given["framework"] or default_framework())  # before its devices are queried
         config = resolve(device, given)
@@ -297,7 +264,9 @@ def _conclude(console: Console, trainer: Trainer) -> None:
         raise Failure(
             f"{trainer.metrics_path} holds no step of this run, nothing can be drawn; train anew without --resume"
         )
-    with writing(folder / "loss.png", "free some space there; te train --resume draws it again"):
+    from .demo.plot import plot_losses
+
+    with writing(folder / "loss.png", f"free some space there; {program()} train --resume draws it again"):
         plot_losses(folder / "loss.png", config, trainer.history)
     console.print(results_table(trainer))
     _show_observed(console, trainer)

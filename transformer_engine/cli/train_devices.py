@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -25,6 +24,7 @@ from .demo.plot import plot_losses
 from .demo.trainer import Trainer
 from .devices import joined, launch, under_torchrun
 from .failure import reporting_failures, writing
+from .invocation import program
 from .progress import describe, results_table, train_with_progress
 
 RESTARTS = 3  # after the failure of a rank, from the last checkpoint
@@ -108,10 +108,10 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
         )
         if not finished:
             console.print(f"stopped after step {trainer.step}; continue with the same command and --resume")
-            raise typer.Exit(130)
+            raise SystemExit(130)
         if dist.get_rank() == 0:
             path = trainer.folder / "loss.png"
-            with writing(path, "free some space there; te train --resume draws it again"):
+            with writing(path, f"free some space there; {program()} train --resume draws it again"):
                 plot_losses(path, trainer.config, trainer.history)
             console.print(results_table(trainer))
             console.print(

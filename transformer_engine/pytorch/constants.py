@@ -47,6 +47,27 @@ class DType(enum.IntEnum):
         return (DType, (int(self),))
 
 
+class CPLoadBalancingStrategy(enum.Enum):
+    """Tokens of the ranks that share packed sequences.
+
+    DUAL_CHUNK_SWAP: rank r of n holds the chunks r and 2 n - 1 - r of the 2 n chunks of every sequence, which gives
+    every rank the same share of a causal mask. NO_LOAD_BALANCE: each rank holds one contiguous piece of the packed
+    buffer.
+    """
+
+    DUAL_CHUNK_SWAP = "dual_chunk_swap"
+    NO_LOAD_BALANCE = "no_load_balance"
+
+    @classmethod
+    def check(cls, strategy: object) -> None:
+        """Raise AssertionError, as the original does, unless `strategy` is a member."""
+        if not isinstance(strategy, cls):
+            raise AssertionError(
+                f"load_balancing_strategy={strategy!r} is not a CPLoadBalancingStrategy; give one of "
+                f"{', '.join(str(member) for member in cls)}"
+            )
+
+
 DType.__module__ = "transformer_engine_torch"  # callers and pickles know it by this path
 
 TE_DType = {

@@ -36,16 +36,16 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     *,
-    keep_logits: bool = False,
+    overwrite_input: bool = False,
     _input: Tensor | None = None,
+    keep_logits: bool | None = None,
 ) -> Tensor:
     """Compute loss float32 [B, S] = -ln(softmax(inp [B, S, V])[target [B, S]]), differentiable in inp.
 
-    By default the backward pass writes the gradient into the memory of the logits, which saves a tensor of their
-    size. The logits are then overwritten. If another operation saved them for its own backward pass, autograd raises
-    RuntimeError ("modified by an inplace operation"). keep_logits=True allocates memory for the gradient instead. The
-    gradient is also allocated if the logits are a leaf (a parameter), a view of one, part of a larger tensor, or the
-    graph is retained (retain_graph=True, create_graph=True), and under torch.compile.
+    With overwrite_input=True the backward pass writes the gradient into the memory of the logits, which saves a tensor
+    of their size. It can run once. If another operation saved the logits for its own backward pass, autograd raises
+    RuntimeError ("modified by an inplace operation"). The gradient is allocated all the same if the logits are a chunk
+    of a larger tensor, and under torch.compile.
 
     Args:
         inp: Logits [B, S, V], or [B, S, V / ranks] with a process group.
@@ -54,12 +54,13 @@ def parallel_cross_entropy(
         reduce_loss: Return the mean over the rows that are not ignored (0 if all are).
         dist_process_group: Its ranks hold equal shares of the vocabulary, in order. All ranks return the same loss.
         ignore_idx: Rows with this target have loss 0 and gradient 0.
-        is_cg_capturable: No effect: the host never waits for the device, so both values can be captured.
-        keep_logits: Allocate memory for the gradient instead of overwriting the logits.
+        is_cg_capturable: Deprecated, without effect: the host never waits for the device.
+        overwrite_input: Write the gradient into the memory of the logits, which must be contiguous.
+        keep_logits: Deprecated: keep_logits=False is overwrite_input=True.
 
     Raises:
         ValueError: A target is outside of the vocabulary. On a GPU this check follows `TE_CHECK`; without it the
-            loss is infinite.
+            loss is infinite. Also for logits that overwrite_input=True finds not contiguous.
     """
     if _input is not None:
         warnings.warn("the keyword _input is deprecated; give the logits as inp", FutureWarning, stacklevel=2)
@@ -69,11 +70,28 @@ def parallel_cross_entropy(
         inp = inp.float()  # the loss is computed in float32, as the original's
     _check_logits(inp)
     reduce_loss = to_bool("reduce_loss", reduce_loss)
-    to_bool("is_cg_capturable", is_cg_capturable)
-    keep_logits = to_bool("keep_logits", keep_logits)
+    overwrite_input = to_bool("overwrite_input", overwrite_input)
+    if to_bool("is_cg_capturable", is_cg_capturable):
+        warnings.warn(
+            "is_cg_capturable is deprecated: the loss can always be captured; leave it out",
+            FutureWarning,
+            stacklevel=2,
+        )
+    if keep_logits is not None:
+        warnings.warn(
+            "keep_logits is deprecated: the logits are kept by default; give overwrite_input=True to overwrite them",
+            FutureWarning,
+            stacklevel=2,
+        )
+        overwrite_input = not to_bool("keep_logits", keep_logits)
     group_or_none("dist_process_group", dist_process_group)
     if inp.dim() != 3:
         raise ValueError(f"inp is {list(inp.shape)}; give logits [batch, sequence, vocabulary]")
+    if overwrite_input and not inp.is_contiguous():
+        raise ValueError(
+            f"inp has strides {inp.stride()}, and overwrite_input=True needs contiguous logits; call contiguous() or "
+            "leave overwrite_input False"
+        )
     size = 1 if dist_process_group is None else world_size(dist_process_group)
     first = 0 if size == 1 else rank(dist_process_group) * inp.shape[-1]
     target = _by_row(target, inp.shape[:-1])
@@ -83,7 +101,7 @@ def parallel_cross_entropy(
     if rows.numel() == 0:
         return _of_nothing(inp, reduce_loss)
     group = None if size == 1 else dist_process_group
-    how = CrossEntropy(labels, group, reduce_loss, keep_logits)
+    how = CrossEntropy(labels, group, reduce_loss, overwrite_input)
     loss = cross_entropy(rows, _ids(target), how)
     return loss if reduce_loss else loss.view(inp.shape[:-1])
 
@@ -157,13 +175,8 @@ def _labels(
 ) -> Labels:
     """Return the labels of logits of a shape; raise an error unless the targets fit them."""
     smoothing, ignored = to_float("label_smoothing", smoothing), to_int("ignore_idx", ignored)
-    if not 0.0 <= smoothing < math.inf:
+    if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"label_smoothing={smoothing} is not a share of the probability; give 0 .. 1")
-    if smoothing > 1.0:
-        warn_once(
-            "label_smoothing above 1",
-            f"label_smoothing={smoothing} is above 1: the wanted probability of the target is negative; give 0 .. 1",
-        )
     if total == 0:
         raise ValueError(f"the logits are {list(shape)}, of a vocabulary of 0 ids; give at least one id")
     tensor("target", target)

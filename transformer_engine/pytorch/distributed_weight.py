@@ -83,11 +83,11 @@ def is_distributed_weight(weight: Any) -> bool:
     return True
 
 
-def materialize_weight_for_forward(weights: Sequence[Tensor]) -> list[Tensor]:
+def materialize_weight_for_forward(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return the whole weights of a group for a forward pass; plain weights are returned unchanged.
 
     Args:
-        weights: Weights of one group, such as those of a `GroupedLinear`.
+        weights: One weight, or the weights of one group, such as those of a `GroupedLinear`.
 
     Raises:
         ValueError: The group returns another number of weights.
@@ -95,12 +95,13 @@ def materialize_weight_for_forward(weights: Sequence[Tensor]) -> list[Tensor]:
     return _materialized(weights, "materialize_group_for_forward")
 
 
-def materialize_weight_for_backward(weights: Sequence[Tensor]) -> list[Tensor]:
+def materialize_weight_for_backward(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return the whole weights of a group for a backward pass; see `materialize_weight_for_forward`."""
     return _materialized(weights, "materialize_group_for_backward")
 
 
-def _materialized(weights: Sequence[Tensor], method: str) -> list[Tensor]:
+def _materialized(weights: Tensor | Sequence[Tensor], method: str) -> list[Tensor]:
+    weights = [weights] if isinstance(weights, Tensor) else weights
     if not weights or not is_distributed_weight(weights[0]):
         return list(weights)
     made = getattr(weights[0], method)()
@@ -113,16 +114,20 @@ def _materialized(weights: Sequence[Tensor], method: str) -> list[Tensor]:
     return whole
 
 
-def finalize_weight_grads(weights: Sequence[Tensor], wgrads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def finalize_weight_grads(
+    weights: Tensor | Sequence[Tensor], wgrads: Tensor | Sequence[Tensor | None] | None
+) -> list[Tensor | None]:
     """Return what autograd receives for the gradients of whole weights; those of plain weights are unchanged.
 
     Args:
-        weights: Weights of one group.
+        weights: One weight, or the weights of one group.
         wgrads: Gradient of each whole weight. A single gradient is passed to the group without a list.
 
     Raises:
         ValueError: The numbers of weights and gradients differ, or the group returns another number of gradients.
     """
+    weights = [weights] if isinstance(weights, Tensor) else weights
+    wgrads = [wgrads] if wgrads is None or isinstance(wgrads, Tensor) else wgrads
     if len(weights) != len(wgrads):
         raise ValueError(f"{len(weights)} weights and {len(wgrads)} gradients; give one for each weight")
     leader: Any = weights[0] if weights else None

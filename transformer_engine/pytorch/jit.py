@@ -53,22 +53,22 @@ def torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:3] if part.isdigit())
 
 
-def lazy_compile(function: F) -> F:
-    """Return a function that compiles `function` with `torch.compile` in its first call.
+def lazy_compile(func: F) -> F:
+    """Return a function that compiles `func` with `torch.compile` in its first call.
 
-    While a compiler traces the caller, `function` itself is traced.
+    While a compiler traces the caller, `func` itself is traced.
 
     Args:
-        function: Function of tensors.
+        func: Function of tensors.
     """
     compiled: list[Callable[..., Any]] = []
 
-    @functools.wraps(function)
+    @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            return func(*args, **kwargs)
         if not compiled:
-            compiled.append(torch.compile(function))
+            compiled.append(torch.compile(func))
         return compiled[0](*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
@@ -131,7 +131,7 @@ def bias_gelu_fused(inp: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh").to(inp.dtype)
 
 
-def dgelu_fused_(grad_output: Tensor, inp: Tensor, bias: Tensor | None) -> Tensor:
+def dgelu_fused_(grad_output: Tensor, inp: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the gradient of `inp` of `bias_gelu_fused`.
 
     Args:

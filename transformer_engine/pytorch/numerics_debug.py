@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..common.checks import one_of, switch
 from ..common.formats import E4M3, E5M2
-from .runtime.checks import tensor
+from .runtime.checks import tensor as check_tensor
 from .tensor.float8_tensor import Float8Tensor
 
 __all__ = ["all_close", "compare_tensors", "debug", "fp8_tensor_statistics", "print_rank_0"]
@@ -32,13 +32,13 @@ def debug(enabled: bool = True) -> None:
     _enabled = enabled
 
 
-def fp8_tensor_statistics(t: Any, fp8_format: str = "E4M3") -> tuple[int, int]:
+def fp8_tensor_statistics(tensor: Any, fp8_format: str = "E4M3") -> tuple[int, int]:
     """Count the zeros and the largest magnitudes among FP8 codes.
 
     Many zeros show underflow, and many values at the maximum show saturation.
 
     Args:
-        t: `Float8Tensor`, or its codes as uint8 or float8 of any shape.
+        tensor: `Float8Tensor`, or its codes as uint8 or float8 of any shape.
         fp8_format: "E4M3" or "E5M2", the format of uint8 codes.
 
     Returns:
@@ -49,13 +49,13 @@ def fp8_tensor_statistics(t: Any, fp8_format: str = "E4M3") -> tuple[int, int]:
         TypeError: The tensor holds other values than codes.
     """
     one_of("fp8_format", fp8_format, tuple(_ELEMENTS))
-    tensor("t", t)
-    codes: Tensor | None = t._data if isinstance(t, Float8Tensor) else t
+    check_tensor("tensor", tensor)
+    codes: Tensor | None = tensor._data if isinstance(tensor, Float8Tensor) else tensor
     if codes is None:
-        raise ValueError("t has no row-wise codes; quantize it with rowwise=True")
+        raise ValueError("tensor has no row-wise codes; quantize it with rowwise=True")
     dtype, maximum = _ELEMENTS[fp8_format]
     if codes.element_size() != 1:
-        raise TypeError(f"t is {codes.dtype}; give FP8 codes as uint8 or float8, or a Float8Tensor")
+        raise TypeError(f"tensor is {codes.dtype}; give FP8 codes as uint8 or float8, or a Float8Tensor")
     values = (codes if codes.is_floating_point() else codes.view(dtype)).float()
     zeros, largest = int((values == 0.0).sum()), int((values.abs() == maximum).sum())
     if _enabled:

@@ -14,8 +14,10 @@ from .attention.dot_product_attention.settings import AttentionArguments, pack_a
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
+from .constants import CPLoadBalancingStrategy
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
+from .module.argument_orders import accepts_older_orders
 from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
@@ -65,6 +67,7 @@ _OF_ATTENTIONS = (
     "qk_norm_type",
     "qkv_weight_interleaved",
     "rotary_pos_interleaved",
+    "softcap",
     "softmax_type",
 )
 _OF_MLP = ("activation", "activation_params", "ffn_hidden_size")
@@ -109,12 +112,16 @@ class TransformerLayer(CheckedLoading):
     hidden_dropout: float
     self_attn_mask_type: str
     enc_dec_attn_mask_type: str
+    softcap: float
     apply_residual_connection_post_layernorm: bool
     output_layernorm: bool
     parallel_attention_mlp: bool
     sequence_parallel: bool
     tp_group: Any
 
+    @accepts_older_orders(
+        v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "enc_dec_bottom_right_diagonal")
+    )
     @accepts(**RULES, **LAYER_RULES)
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int,
@@ -123,7 +130,8 @@ class TransformerLayer(CheckedLoading):
         output_layer_init_method: Callable | None = None, layer_number: int | None = None,
         kv_channels: int | None = None, self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        enc_dec_attn_mask_type: str = "no_mask", enc_dec_bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0, enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
         enc_dec_window_size: tuple[int, int] | None = None, tp_group: Any = None, tp_size: int = 1,
         params_dtype: torch.dtype | None = None, get_rng_state_tracker: Callable | None = None,
         fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
@@ -222,13 +230,17 @@ class TransformerLayer(CheckedLoading):
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    ) -> None:  # fmt: skip
         """Set the ranks that share the sequence, see `DotProductAttention`."""
         for child in (self.self_attention, self.inter_attention):
             if child is not None:
-                child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+                child.set_context_parallel_group(
+                    cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
+                )
 
+    @accepts_older_orders(v2_11=("bottom_right_diagonal", "enc_dec_bottom_right_diagonal"))
     def forward(
         self,
         hidden_states: Tensor,
@@ -256,11 +268,15 @@ class TransformerLayer(CheckedLoading):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> Tensor:
         """Return y, shaped like hidden_states, in their dtype or torch.autocast's.
 
-        The masks, windows, positions and biases without the prefix enc_dec apply to the self-attention. cu_seqlens_q
-        and max_seqlen_q apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross attention.
+        The masks, windows, policies, positions and biases without the prefix enc_dec apply to the self-attention.
+        cu_seqlens_q, max_seqlen_q and softcap apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross
+        attention.
 
         Args:
             hidden_states: Input x.
@@ -278,12 +294,13 @@ class TransformerLayer(CheckedLoading):
         of_self = pack_arguments(
             attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
-            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
+            thd_attention_policies, thd_attention_policy_dispatch,
         )
         of_cross = pack_arguments(
             enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             None, None, None, max_seqlen_q, max_seqlen_kv, enc_dec_attn_mask_type,
-            enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs,
+            enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs, softcap,
         )
         # fmt: on
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
@@ -339,14 +356,17 @@ class TransformerLayer(CheckedLoading):
             assert normed[0] is not None
             residual = normed[0]
         p = self.hidden_dropout if self.training else 0.0
-        drops_path = self.training and self.drop_path.drop_prob > 0.0
+        # Without a rate the module does nothing, unless somebody has replaced it or waits for its call.
+        drop_path: Any = self.drop_path
+        bare = is_bare(drop_path, DropPath, DropPath.forward)
+        drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
         if not drops_path and x.dtype == residual.dtype:
             return bias_dropout_add(x, bias, residual, p)
         if bias is not None:
             x = x + bias
         if p > 0.0:
             x = dropout(x, p)
-        return residual + (self.drop_path(x) if drops_path else x)
+        return residual + (drop_path(x) if drops_path else x)
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)

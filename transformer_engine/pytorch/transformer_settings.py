@@ -18,6 +18,7 @@ WORKED_BY = {
     "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
     "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
     "self_attn_mask_type": ("self_attention.attn_mask_type",),
+    "softcap": ("self_attention.softcap", "inter_attention.softcap"),
     "sequence_parallel": (
         "self_attention.sequence_parallel",
         "inter_attention.sequence_parallel",
@@ -39,6 +40,7 @@ class TransformerLayerConfig(Config):
     hidden_dropout: float = 0.1
     self_attn_mask_type: str = "causal"
     enc_dec_attn_mask_type: str = "no_mask"
+    softcap: float = 0.0
     output_layernorm: bool = False
     parallel_attention_mlp: bool = False
     apply_residual_connection_post_layernorm: bool = False

@@ -111,7 +111,7 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
 
 def as_dict(rows: Sequence[RanksRow], ranks: int) -> dict[str, Any]:
     """Return the content of the JSON file: machine, ranks, torch, command, meaning and results."""
-    # Not `cli.info.machine`: it starts JAX, which makes another GPU the current device of the process.
+    # Not `cli.machine`: it starts JAX, which makes another GPU the current device of the process.
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return {
         "machine": device,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..info import machine
+from ..machine import machine
 from .roofs import Roofs
 from .run import Row
 

@@ -16,8 +16,8 @@ from ...common.numbers import with_article
 
 # Libraries that a run in each framework needs, and the extra that installs them.
 NEEDED = {
-    "torch": (("torch",), "cli"),
-    "jax": (("jax", "flax", "optax", "orbax"), "cli-jax"),
+    "torch": (("torch", "matplotlib"), "cli"),
+    "jax": (("jax", "flax", "optax", "orbax", "matplotlib"), "cli-jax"),
 }
 FRAMEWORKS = tuple(NEEDED)
 CLIP = 1.0  # maximum norm of gradients
@@ -67,7 +67,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 HIGH_PRECISION = "high_precision"
-RECIPES = (*installed_recipes(), "none")
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "none")
 OPTIMIZERS = ("adamw", "fused_adam")
 # Types of the fields of RunConfig, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {
@@ -100,10 +100,15 @@ CUDA_SIZES: dict[str, Any] = {
 }
 
 
+def option_of(field: str) -> str:
+    """The option of `te train` that sets a field of RunConfig."""
+    return {"sequence": "--seq", "learning_rate": "--lr"}.get(field, f"--{field}")
+
+
 def check_seed(seed: int) -> None:
     """Raise ValueError for a seed whose batches would overlap those of another."""
     if not -SEEDS < seed < SEEDS:
-        raise ValueError(f"seed={seed} is too large; give a number between -{SEEDS} and {SEEDS}")
+        raise ValueError(f"--seed {seed} is too large; give a number between -{SEEDS} and {SEEDS}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
-            raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
+            raise ValueError(f"--recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
         for field in fields(self):
             value, kind = getattr(self, field.name), KINDS[str(field.type)]
             if not isinstance(value, kind) or isinstance(value, bool):  # for example from a checkpoint
@@ -137,36 +142,34 @@ class RunConfig:
         for name, choices in (("optimizer", OPTIMIZERS), ("framework", FRAMEWORKS)):
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"{name} {value!r} does not exist; choose one of {', '.join(choices)}")
+                raise ValueError(f"--{name} {value!r} does not exist; choose one of {', '.join(choices)}")
         for name in ("steps", "batch", "layers", "heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
+                raise ValueError(f"--{name} {getattr(self, name)} is below 1; give a positive number")
         check_seed(self.seed)
         for name in ("hidden", "sequence"):
             size = getattr(self, name)
             if size < 32 or size % 32:
                 raise ValueError(
-                    f"{name}={size} is not a positive multiple of 32; try {max(32, round(size / 32) * 32)}"
+                    f"{option_of(name)} {size} is not a positive multiple of 32; try {max(32, round(size / 32) * 32)}"
                 )
         if self.hidden % self.heads or (self.hidden // self.heads) % 16:
             raise ValueError(
-                f"hidden={self.hidden} and heads={self.heads} give a head width of "
-                f"{self.hidden / self.heads:g}, not a multiple of 16; try heads={max(1, self.hidden // 32)}"
+                f"--hidden {self.hidden} and --heads {self.heads} give a head width of "
+                f"{self.hidden / self.heads:g}, not a multiple of 16; try --heads {max(1, self.hidden // 32)}"
             )
         if self.experts < 0 or self.experts == 1:
             raise ValueError(
-                f"experts={self.experts} must be 2 or more, two compute each byte; or 0 for none"
+                f"--experts {self.experts} must be 2 or more, two compute each byte; or 0 for none"
             )
         if not 0 < self.learning_rate < 1:
-            raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
+            raise ValueError(f"--lr {self.learning_rate} is not between 0 and 1; 0.001 is a usual value")
         only_torch = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
         for option, is_set in only_torch.items():
             if self.framework == "jax" and is_set:
                 raise ValueError(f"{option} needs the PyTorch model; remove it, or use --framework torch")
         if self.device == "cuda" and not has_gpu(self.framework):
-            raise ValueError(
-                f"device 'cuda' was asked for but {self.framework} finds no CUDA device; use --device cpu"
-            )
+            raise ValueError(f"--device cuda: {self.framework} finds no CUDA device; use --device cpu")
 
     @property
     def feed_forward(self) -> int:
@@ -218,7 +221,7 @@ class Execution:
             )
         if not 0 <= self.offload_layers < config.layers:
             raise ValueError(
-                f"offload_layers={self.offload_layers} is outside 0 to {config.layers - 1}: the last of "
+                f"--offload-layers {self.offload_layers} is outside 0 to {config.layers - 1}: the last of "
                 f"{config.layers} layers stays on the GPU; offload fewer, or train more with --layers"
             )
         if self.graphs and (self.observe or self.offload_layers):
@@ -232,7 +235,7 @@ class Execution:
 def resolve(device: str, given: dict[str, Any]) -> RunConfig:
     """Return a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device {device!r} does not exist; choose auto, cpu or cuda")
+        raise ValueError(f"--device {device!r} does not exist; choose one of auto, cpu, cuda")
     chosen = {name: value for name, value in given.items() if value is not None}
     framework = chosen.setdefault("framework", default_framework())
     if device == "auto":
@@ -260,8 +263,8 @@ def restore(
         if value is not None and value != getattr(config, name):
             extended = "; a larger number extends a run that has finished" if name == "steps" else ""
             raise ValueError(
-                f"{name}={value} contradicts the checkpoint's {name}={getattr(config, name)}; "
-                f"leave the option out to continue, or start another run with --name{extended}"
+                f"{option_of(name)} {value} contradicts the checkpoint, which has {getattr(config, name)}; leave "
+                f"the option out to continue, or start another run with --name{extended}"
             )
     return config
 

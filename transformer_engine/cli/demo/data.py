@@ -137,9 +137,3 @@ def _read(files: list[Path], root: Path) -> list[bytes]:
             f"{root} holds no UTF-8 text; give a text file or a folder of text files with --data"
         )
     return pieces
-
-
-def printable(text: bytes) -> str:
-    """Decode bytes to text; bytes that are not UTF-8 and control characters become the replacement character."""
-    characters = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)

@@ -219,9 +219,8 @@ def _flash(e: Installation) -> Results:
 def _command(e: Installation) -> Results:
     """Check which commands run: `te train` with either framework, the others with torch."""
     has_torch, has_jax = (e.version_of(name) is not None for name in ("torch", "jax"))
-    missing = [name for name in ("typer", "rich", "matplotlib") if e.version_of(name) is None]
-    if missing:
-        words = f"{', '.join(missing)} not installed; only te doctor is available"
+    if e.version_of("matplotlib") is None:
+        words = "matplotlib not installed, which te train and te bench --plot-dir need"
         # With JAX alone, the remedy does not install torch, which takes gigabytes.
         yield "note", words, optional.install_command("cli-jax" if has_jax and not has_torch else "cli")
         return
@@ -324,15 +323,3 @@ def run_self_test(as_json: bool) -> int:
     test = self_test(progress=lambda path: print(f"testing {path}", file=sys.stderr, flush=True))
     print(json.dumps(test.as_dict(), indent=2) if as_json else test.report())
     return 1 if test.failed else 0
-
-
-def main(arguments: list[str]) -> int:
-    """Run `te doctor` without the libraries of the command line: only the options --json and --self-test."""
-    unknown = [argument for argument in arguments if argument not in ("--json", "--self-test")]
-    if unknown:
-        words = f"te doctor has no option {unknown[0]}; its options are --json and --self-test"
-        print(f"error: {words}", file=sys.stderr)
-        return 2
-    if "--self-test" in arguments:
-        return run_self_test("--json" in arguments)
-    return run("--json" in arguments)

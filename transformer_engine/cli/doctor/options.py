@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import argparse
 
-import typer
-
-from .checks import run, run_self_test
+from ..options import add_flag
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs")] = False,
-    self_test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Compare every backend of this machine with the reference: bits, errors and times, in two minutes",
-        ),
-    ] = False,
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add_flag(parser, "--json", "print JSON for programs")
+    add_flag(
+        parser,
+        "--self-test",
+        "compare every backend of this machine with the reference: bits, errors and times, in two minutes",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
     """Check this installation: versions, GPU, libraries and clients; exit code 1 if there is a problem."""
-    raise typer.Exit(run_self_test(as_json) if self_test else run(as_json))
+    from . import checks
+
+    raise SystemExit(checks.run_self_test(args.json) if args.self_test else checks.run(args.json))

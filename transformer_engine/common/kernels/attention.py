@@ -1,4 +1,4 @@
-"""out [i, d] = sum_j p v[j], p = exp(s - lse), s = scale * q k^T + bias where visible, tile by tile.
+"""out [i, d] = sum_j p v[j], p = exp(s - lse), s = softcap(scale * q k^T) + bias where visible, tile by tile.
 
 One program computes ROWS queries of one head and loops over the keys, KEYS per iteration. Logits are in units of
 log 2, so that exp2 computes the probabilities. Key j is visible to query i if -left <= j - i - shift <= right, j is
@@ -123,20 +123,40 @@ def store_rows(
 
 
 @triton.jit
-def logits(
-    product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
-    masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Return log2(e) * (scale * product + bias), -inf where not visible; row and column broadcast to product's shape.
+def capped(value, cap, EXACT: tl.constexpr):
+    """Compute cap * tanh(value / cap) and its derivative; EXACT: small values have the relative error of float32."""
+    ratio = value * (1.0 / cap)
+    size = tl.abs(ratio)
+    decay = tl.exp2(size * (-2.0 * LOG2_E))  # tanh(x) = (1 - u) / (1 + u), u = exp(-2 x), cannot overflow
+    inverse = 1.0 / (1.0 + decay)
+    result = (1.0 - decay) * inverse
+    if EXACT:  # 1 - u cancels; the series' first omitted term is 5e-8 x at x = 0.3
+        square = ratio * ratio
+        series = 2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))
+        result = tl.where(size < 0.3, size + size * square * (-1.0 / 3.0 + square * series), result)
+    return tl.where(ratio < 0.0, -result, result) * cap, 4.0 * decay * inverse * inverse
 
-    `masked_kv` is the sequence's padding mask; `masked` and `bias` are the matrices of this head.
+
+@triton.jit
+def logits(
+    product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap,
+    masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return log2(e) * (softcap(scale * product) + bias), -inf where not visible, and the softcap's derivative.
+
+    `row` and `column` broadcast to product's shape. `masked_kv` is the sequence's padding mask; `masked` and `bias` are
+    the matrices of this head. CAP: see `AttentionProblem.capping`.
     """
-    value = product * scale
+    value, derivative = product * scale, 1.0
     inside = (row < limit_q) & (column < limit_kv)
+    if CAP == 1:
+        value, derivative = capped(value, cap, EXACT)
     if bias is not None:
         pointers = bias + tl.cast(row, tl.int64) * bias_row + tl.cast(column, tl.int64) * bias_column
         value += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * bias_scale
+    if CAP == 2:
+        value, derivative = capped(value, cap, EXACT)
     if slope is not None:
         value -= slope * tl.abs(column - row - shift).to(tl.float32)
     if EDGE:
@@ -152,7 +172,7 @@ def logits(
     if masked is not None:
         pointers = masked + tl.cast(row, tl.int64) * masked_row + tl.cast(column, tl.int64) * masked_column
         value = tl.where(tl.load(pointers, mask=inside, other=1) != 0, -float("inf"), value)
-    return value
+    return value, derivative
 
 
 @triton.jit
@@ -194,11 +214,11 @@ def visible_keys(
 def take_keys(
     first, q_main, q_rest, main, rest, top, total, key, value, pages, row, stream, rng, dropout, shift, limit_q,
     limit_kv,
-    left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+    left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
     masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
-    V_REST: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr,
+    V_MAIN: tl.constexpr, V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to the running output (two parts), largest logit and denominator."""
@@ -210,9 +230,9 @@ def take_keys(
         )
         product = tl.dot(q_rest, tl.trans(tile), product, input_precision=PRECISION)
     column = first + tl.arange(0, KEYS)[None, :]
-    score = logits(
-        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
-        masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, EDGE,
+    score, _ = logits(
+        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, masked_kv, masked,
+        masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, CAP, EDGE, PRECISION == "ieee",
     )  # fmt: skip
     # These maxima drop NaN, and the total becomes NaN. An infinite score makes the total infinite.
     best = tl.maximum(top, tl.max(score, 1))
@@ -237,11 +257,11 @@ def take_keys(
 def attend(
     q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng, pages,
     out, lse, tops,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
     slopes_batch, pages_batch, lse_batch, lse_token, lse_head, out_batch, out_token, out_head,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PAGE: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, PAGE: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -301,25 +321,25 @@ def attend(
             main, rest, top, total = take_keys(
                 first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], stream, rng,
                 dropout, shift,
-                limit_q, limit_kv, left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+                limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
                 masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-                LEFT, RIGHT, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
             )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
         main, rest, top, total = take_keys(
             first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], stream, rng, dropout,
             shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
             masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, False, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            LEFT, RIGHT, CAP, False, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
         )  # fmt: skip
     for first in tl.range(full_high, high, KEYS, num_stages=STAGES):
         main, rest, top, total = take_keys(
             first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], stream, rng, dropout,
             shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
             masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
         )  # fmt: skip
 
     real = row < limit_q
@@ -366,7 +386,8 @@ def forward(
     """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)
-    constants = (*problem.band, problem.page_size, *problem.sizes, problem.precision, rows, keys, stages)
+    kind = (*problem.band, problem.capping, problem.page_size)
+    constants = (*kind, *problem.sizes, problem.precision, rows, keys, stages)
     programs, sequences = problem.query_tiles(rows)
     tops = (problem.batch, problem.heads, max(1, ceil_div(problem.seqlen_q, rows)))
     outputs = (

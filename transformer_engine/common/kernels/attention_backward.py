@@ -1,8 +1,8 @@
-"""dq = scale ds k, dk = scale ds^T q, dv = p^T do; ds = p (dp - D), dp = do v^T, D = sum(do o).
+"""dq = scale ds k, dk = scale ds^T q, dv = p^T do; ds = p (dp - D) c', dp = do v^T, D = sum(do o).
 
 Probabilities are recomputed from the logits and lse. Programs that own keys sum dk and dv, programs that own queries
 sum dq. No atomics are used, so that two runs give the same bits. For rows that see no key and for padding, lse is inf
-here, which makes their probabilities 0.
+here, which makes their probabilities 0. c' is the derivative of the softcap, 1 without it.
 
 Arguments, extents and tiles are those of the forward pass. The kernels that own keys work on transposed tiles
 [keys, rows], so that the probabilities are passed to the next product in registers.
@@ -33,9 +33,9 @@ def statistics(lse, delta, lse_token, masked_q, row, limit):
 def _take_rows(
     first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, lse, delta,
     lse_token, column, stream, rng,
-    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token, grad_token,
+    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, q_token, grad_token,
     masked_q, masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -47,9 +47,9 @@ def _take_rows(
         q_rest = load_rows(query, first, q_token, limit_q, ROWS, QK_MAIN, QK_REST, QK, True)
         product = tl.dot(k_rest, tl.trans(q_rest), product, input_precision=PRECISION)
     row = first + tl.arange(0, ROWS)
-    score = logits(
-        product, row[None, :], column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
-        masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, EDGE,
+    score, derivative = logits(
+        product, row[None, :], column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, masked_kv, masked,
+        masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, CAP, EDGE, PRECISION == "ieee",
     )  # fmt: skip
     level, inner = statistics(lse, delta, lse_token, masked_q, row, limit_q)
     probability = tl.exp2(score - level[None, :])
@@ -67,7 +67,10 @@ def _take_rows(
     dv_main = tl.dot(weight, g_main, dv_main, input_precision=PRECISION)
     if V_REST:
         dv_rest = tl.dot(weight, g_rest, dv_rest, input_precision=PRECISION)
-    grad_s = (probability * (grad_p - inner[None, :])).to(query.dtype.element_ty)
+    grad_s = probability * (grad_p - inner[None, :])
+    if CAP:
+        grad_s *= derivative
+    grad_s = grad_s.to(query.dtype.element_ty)
     dk_main = tl.dot(grad_s, q_main, dk_main, input_precision=PRECISION)
     if QK_REST:
         dk_rest = tl.dot(grad_s, q_rest, dk_rest, input_precision=PRECISION)
@@ -79,12 +82,12 @@ def grad_keys(
     q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
     lse, delta,
     dk, dv,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
     slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head,
     members, parts, dk_part, dk_batch, dk_token, dk_head, dv_part, dv_batch, dv_token, dv_head,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -152,29 +155,29 @@ def grad_keys(
             dk_main, dk_rest, dv_main, dv_rest = _take_rows(
                 first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, levels,
                 inner, lse_token,
-                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token,
+                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, q_token,
                 grad_token,
                 masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                LEFT, RIGHT, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                LEFT, RIGHT, CAP, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
             )  # fmt: skip
         for first in tl.range(full_low, full_high, ROWS, num_stages=STAGES):
             dk_main, dk_rest, dv_main, dv_rest = _take_rows(
                 first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, levels,
                 inner, lse_token,
-                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token,
+                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, q_token,
                 grad_token,
                 masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                LEFT, RIGHT, False, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                LEFT, RIGHT, CAP, False, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
             )  # fmt: skip
         if LEFT:
             for first in tl.range(full_high, high, ROWS, num_stages=STAGES):
                 dk_main, dk_rest, dv_main, dv_rest = _take_rows(
                     first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient,
                     levels, inner, lse_token,
-                    column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token,
-                    grad_token,
+                    column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap,
+                    q_token, grad_token,
                     masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                    LEFT, RIGHT, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                    LEFT, RIGHT, CAP, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
                 )  # fmt: skip
     grad_k = (
         at(dk, sequence, start_kv, kv_head, dk_batch, dk_token, dk_head) + tl.cast(part, tl.int64) * dk_part
@@ -194,14 +197,14 @@ def grad_keys(
 @triton.jit
 def grad_logits(
     first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row, stream, rng,
-    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
     masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return ds float32 [rows, KEYS] and the two parts of the keys."""
+    """Return p (dp - D) float32 [rows, KEYS], the derivative of the softcap, and the two parts of the keys."""
     k_main = load_rows(key, first, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE)
     k_rest = k_main
     product = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
@@ -209,9 +212,9 @@ def grad_logits(
         k_rest = load_rows(key, first, k_token, limit_kv, KEYS, QK_MAIN, QK_REST, QK, EDGE)
         product = tl.dot(q_rest, tl.trans(k_rest), product, input_precision=PRECISION)
     column = first + tl.arange(0, KEYS)[None, :]
-    score = logits(
-        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
-        masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, EDGE,
+    score, derivative = logits(
+        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, masked_kv, masked,
+        masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, CAP, EDGE, PRECISION == "ieee",
     )  # fmt: skip
     probability = tl.exp2(score - level[:, None])
     tile = load_rows(value, first, v_token, limit_kv, KEYS, 0, V_MAIN, V, EDGE)
@@ -221,7 +224,7 @@ def grad_logits(
         grad_p = tl.dot(g_rest, tl.trans(tile), grad_p, input_precision=PRECISION)
     if rng is not None:
         grad_p = tl.where(survives(rng, row, column, stream, dropout), grad_p / (1.0 - dropout), 0.0)
-    return probability * (grad_p - inner[:, None]), k_main, k_rest
+    return probability * (grad_p - inner[:, None]), derivative, k_main, k_rest
 
 
 @triton.jit
@@ -229,12 +232,12 @@ def grad_queries(
     q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
     lse, delta,
     dq,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
     slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head, dq_batch,
     dq_token, dq_head,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -296,32 +299,38 @@ def grad_queries(
         full_low, full_high, high = low, low, low
     if LEFT:
         for first in tl.range(low, full_low, KEYS, num_stages=STAGES):
-            grad_s, k_main, k_rest = grad_logits(
+            grad_s, derivative, k_main, k_rest = grad_logits(
                 first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
-                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
                 masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-                LEFT, RIGHT, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                LEFT, RIGHT, CAP, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
             )  # fmt: skip
+            if CAP:
+                grad_s *= derivative
             dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
             if QK_REST:
                 dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
     for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
-        grad_s, k_main, k_rest = grad_logits(
+        grad_s, derivative, k_main, k_rest = grad_logits(
             first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
-            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
             masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, False, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            LEFT, RIGHT, CAP, False, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
         )  # fmt: skip
+        if CAP:
+            grad_s *= derivative
         dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
         if QK_REST:
             dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
     for first in tl.range(full_high, high, KEYS, num_stages=STAGES):
-        grad_s, k_main, k_rest = grad_logits(
+        grad_s, derivative, k_main, k_rest = grad_logits(
             first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
-            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
             masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
-            LEFT, RIGHT, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            LEFT, RIGHT, CAP, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
         )  # fmt: skip
+        if CAP:
+            grad_s *= derivative
         dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
         if QK_REST:
             dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
@@ -348,7 +357,7 @@ def keys(
     scalars = (*problem.scalars, *problem.out, members, parts, *dk, *dv)
     programs, sequences = problem.key_tiles(block_keys)
     tile = (block_rows, block_keys, stages, sequences)
-    constants = (*problem.band, *problem.sizes, problem.precision, *tile)
+    constants = (*problem.band, problem.capping, *problem.sizes, problem.precision, *tile)
     grid = (programs, problem.groups * parts, 1 if sequences else problem.batch)
     gradient = Output(None, problem.dtype if parts == 1 else "float32", begins=0.0 if packed else None)
     return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps)
@@ -363,7 +372,7 @@ def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = 
     scalars = (*problem.scalars, *problem.out, *dq)
     programs, sequences = problem.query_tiles(block_rows)
     tile = (block_rows, block_keys, stages, sequences)
-    constants = (*problem.band, *problem.sizes, problem.precision, *tile)
+    constants = (*problem.band, problem.capping, *problem.sizes, problem.precision, *tile)
     grid = (programs, problem.heads, 1 if sequences else problem.batch)
     outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
     return Launch(grad_queries, grid, outputs, scalars, constants, warps)

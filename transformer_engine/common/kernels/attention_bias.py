@@ -1,4 +1,4 @@
-"""dbias = sum of ds = p (do v^T - D) over the sequences, heads, rows and columns that share an element of the bias.
+"""dbias = sum of p (do v^T - D) over the sequences, heads, rows and columns that share an element of the bias.
 
 A program owns a tile of the bias and loops over the sequences and heads that read it, without atomics. Its arguments
 are those of the backward pass's other kernels.
@@ -21,12 +21,12 @@ def grad_added(
     q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
     lse, delta,
     dbias,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
     slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head,
     sequences, members, out_heads, out_rows, out_columns,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SUM_ROWS: tl.constexpr,
@@ -78,13 +78,15 @@ def grad_added(
                 q_rest = load_rows(query, first_row, q_token, limit_q, ROWS, QK_MAIN, QK_REST, QK, True)
             if V_REST:
                 g_rest = load_rows(gradient, first_row, grad_token, limit_q, ROWS, V_MAIN, V_REST, V, True)
-            grad_s, _, _ = grad_logits(
+            grad_s, derivative, _, _ = grad_logits(
                 first_key, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None],
                 sequence * heads + head, rng,
-                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, cap, k_token, v_token,
                 hidden_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
-                LEFT, RIGHT, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                LEFT, RIGHT, CAP, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
             )  # fmt: skip
+            if CAP == 2:  # the softcap follows the bias
+                grad_s *= derivative
             total += grad_s
     total *= bias_scale * LN_2
     row, column = row[:, None], column[None, :]
@@ -114,6 +116,14 @@ def added(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[Launch, tu
     sequences = 1 if batch > 1 else problem.batch
     members = 1 if heads > 1 else problem.heads
     scalars = (*problem.scalars, *problem.out, sequences, members, *result[1:])
-    constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, *sums)
+    constants = (
+        *problem.band,
+        problem.capping,
+        *problem.sizes,
+        problem.precision,
+        block_rows,
+        block_keys,
+        *sums,
+    )
     outputs = (Output(result, None if result == tuple(shape) else "float32"),)
     return Launch(grad_added, (across, down, batch * heads), outputs, scalars, constants, warps), result

@@ -21,11 +21,11 @@ from .launch import Launch, Output
 def attend_stretch(
     q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages,
     partial, level,
-    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, cap, dropout,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
     slopes_batch, pages_batch, lse_batch, lse_token, lse_head, blocks,
-    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PAGE: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, PAGE: tl.constexpr,
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -91,23 +91,23 @@ def attend_stretch(
             main, rest, top, total = take_keys(
                 first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], 0, None, dropout,
                 shift,
-                limit_q, limit_kv, left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+                limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
                 None, None, 0, 0, None, 0, 0, slope,
-                LEFT, RIGHT, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
             )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
         main, rest, top, total = take_keys(
             first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], 0, None, dropout, shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
             None, None, 0, 0, None, 0, 0, slope,
-            LEFT, RIGHT, False, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            LEFT, RIGHT, CAP, False, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
         )  # fmt: skip
     for first in tl.range(full_high, end, KEYS, num_stages=1):
         main, rest, top, total = take_keys(
             first, q_main, q_rest, main, rest, top, total, key, value, pages, row[:, None], 0, None, dropout, shift,
-            limit_q, limit_kv, left, right, scale, bias_scale, k_batch, k_token, v_batch, v_token,
+            limit_q, limit_kv, left, right, scale, bias_scale, cap, k_batch, k_token, v_batch, v_token,
             None, None, 0, 0, None, 0, 0, slope,
-            LEFT, RIGHT, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            LEFT, RIGHT, CAP, True, PAGE, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
         )  # fmt: skip
     inverse = (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     rows = seqlen_q * group
@@ -186,6 +186,7 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
     scalars = (*problem.scalars, blocks)
     constants = (
         *problem.band,
+        problem.capping,
         problem.page_size,
         *problem.sizes,
         problem.precision,

@@ -20,6 +20,8 @@ class AttentionProblem:
         outer: Strides of the slopes' batch and of the page table's batch.
         varied: There is a bias, slopes, a mask tensor or dropout, so that a tile needs more registers.
         tokens: Maximum total number of queries and of keys in packed sequences; None: unknown.
+        softcap: Limit c of c * tanh(scale * q k^T / c); 0: no limit.
+        caps_bias: The bias is added before the softcap.
     """
 
     dtype: str
@@ -46,6 +48,8 @@ class AttentionProblem:
     varied: bool
     shared_memory: int
     tokens: tuple[int, int] | None = None
+    softcap: float = 0.0
+    caps_bias: bool = False
 
     @property
     def scalars(self) -> tuple[int | float, ...]:
@@ -54,7 +58,7 @@ class AttentionProblem:
         left, right = self.window
         return (
             self.seqlen_q, self.seqlen_kv, self.heads, self.heads // self.groups, left, right,
-            self.scales[0] * logarithm, self.scales[1] * logarithm, self.dropout,
+            self.scales[0] * logarithm, self.scales[1] * logarithm, self.softcap * logarithm, self.dropout,
             *self.q, *self.k, *self.v, *self.masked, *self.bias, *self.outer, *self.lse,
         )  # fmt: skip
 
@@ -63,6 +67,11 @@ class AttentionProblem:
         """(whether the diagonal ends bottom right, whether the window is limited to the left, and to the right)."""
         left, right = self.window
         return self.bottom_right, left >= 0, right >= 0
+
+    @property
+    def capping(self) -> int:
+        """0 without a softcap, 1 if the bias is added after it, 2 if the bias is added before it."""
+        return 0 if self.softcap == 0.0 else 1 + self.caps_bias
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div
+from ..formats import ceil_div, round_up
 from ..quantize_spec import QuantizeSpec
 from . import tile
 from .cast import absolute_maximum, row_maxima
@@ -32,6 +32,7 @@ from .fp4_blocks import (
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
 from .rounding import as_float, magnitude_bits, to_scale_codes, to_values
+from .swizzled_scales import TILE_COLUMNS, TILE_ROWS, store_in_tiles
 
 _TILE = 64
 
@@ -71,6 +72,13 @@ def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
 
 
 @triton.jit
+def _tile_maxima(amax, first_m, M, TILE: tl.constexpr):
+    """Return the maxima [TILE / 16] of tiles of 16 rows from row first_m on."""
+    tiles = tl.arange(0, TILE // GROUP)
+    return tl.load(amax + first_m // GROUP + tiles, mask=first_m + tiles * GROUP < M, other=0.0)
+
+
+@triton.jit
 def _store_direction(
     x,
     bits,
@@ -87,6 +95,7 @@ def _store_direction(
     COLUMNS: tl.constexpr,
     RANGE: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Store codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
@@ -94,7 +103,7 @@ def _store_direction(
     Args:
         bits: Maxima of the blocks [ROWS, COLUMNS / 16].
         four: The blocks that map their maximum to 4; None: all map it to 6.
-        amax: Result of `_maxima`.
+        amax: Result of `_maxima`, or maxima [1, COLUMNS / 16] of blocks of columns.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
     encode_scale = encode_scale_of(amax, RANGE)
@@ -125,16 +134,19 @@ def _store_direction(
     )
     width = tl.cdiv(C, GROUP)
     group = tl.arange(0, GROUPS)
-    inside = inside_r[:, None] & (first_c // GROUP + group < width)[None, :]
-    corner = scale + (first_r * width + first_c // GROUP)
-    tile.store(corner + (r[:, None] * width + group[None, :]), block_scale, inside, EVEN)
+    if TILED:
+        store_in_tiles(scale, R, width, first_r, first_c // GROUP, r, group, block_scale)
+    else:
+        inside = inside_r[:, None] & (first_c // GROUP + group < width)[None, :]
+        corner = scale + (first_r * width + first_c // GROUP)
+        tile.store(corner + (r[:, None] * width + group[None, :]), block_scale, inside, EVEN)
 
 
 @triton.jit
-def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
+def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False):
     """Return (values [TILE, TILE], first row, first column) of this program's tile of x [M, K]."""
     program = tl.program_id(0)
-    tiles_k = tl.cdiv(K, TILE)
+    tiles_k = tl.cdiv(K, 128) * (128 // TILE) if TILED else tl.cdiv(K, TILE)
     m = tl.arange(0, TILE)
     k = tl.arange(0, TILE)
     first_m = (program // tiles_k * TILE).to(tl.int64)
@@ -168,10 +180,12 @@ def block_kernel(
     HADAMARD: tl.constexpr,
     RANDOM_SIGN: tl.constexpr,
     PER_ROW: tl.constexpr,
+    BY_TILE: tl.constexpr,
     RANGE: tl.constexpr,
     ERROR: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize both directions of a TILE x TILE tile.
@@ -179,11 +193,12 @@ def block_kernel(
     Args:
         SQUARE: 16 x 16 elements share a scale; the columnwise direction uses the rowwise random numbers.
         PER_ROW: The rowwise direction has one maximum per row, amax [M]; the columnwise direction has one, amax_t [1].
+        BY_TILE: As PER_ROW, and the columnwise direction has one maximum per 16 rows of x, amax_t [ceil(M / 16)].
         RANGE: 6 times the largest block scale.
         ERROR: Error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6.
     """
     GROUPS: tl.constexpr = TILE // GROUP
-    values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
+    values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN, TILED)
     bits = tl.max(magnitude_bits(values).reshape(TILE, GROUPS, GROUP), 2)
     four, square_four = None, None
     if SQUARE:
@@ -191,22 +206,33 @@ def block_kernel(
         bits = _on_every_row(square, TILE)
         if ERROR > 0:
             # Both directions use the rowwise choice, because the order of a sum matters.
-            maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
-            square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE, CONVERSION)
+            if BY_TILE and codes is None:
+                maximum = _tile_maxima(amax_t, first_m, M, TILE)[:, None].broadcast_to(GROUPS, GROUP)
+                maximum = maximum.reshape(TILE, 1)
+            else:
+                maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, BY_TILE)
+            square_four = takes_four(
+                values, bits, maximum, RANGE, ERROR, BY_TILE, True, TILE, TILE, CONVERSION
+            )
     if codes is not None:
-        maximum = _maxima(amax, first_m, M, TILE, PER_ROW)
+        maximum = _maxima(amax, first_m, M, TILE, PER_ROW or BY_TILE)
         if ERROR > 0:
             if SQUARE:
                 four = _on_every_row(square_four, TILE)
             else:
-                four = takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE, CONVERSION)
+                four = takes_four(
+                    values, bits, maximum, RANGE, ERROR, PER_ROW or BY_TILE, False, TILE, TILE, CONVERSION
+                )
         _store_direction(
             values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN,
-            CONVERSION,
+            TILED, CONVERSION,
         )  # fmt: skip
     if codes_t is not None:
         turned = tl.trans(values)
-        maximum_t = _maxima(amax_t, first_k, K, TILE, False)
+        if BY_TILE:
+            maximum_t = _tile_maxima(amax_t, first_m, M, TILE)[None, :]
+        else:
+            maximum_t = _maxima(amax_t, first_k, K, TILE, False)
         if HADAMARD:
             turned = _transform(turned, RANDOM_SIGN, TILE, TILE)
         if SQUARE:
@@ -219,11 +245,11 @@ def block_kernel(
                 four_t = _on_every_row(tl.trans(square_four), TILE)
             else:
                 four_t = takes_four(
-                    turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE, CONVERSION
+                    turned, bits_t, maximum_t, RANGE, ERROR, BY_TILE, False, TILE, TILE, CONVERSION
                 )
         _store_direction(
             turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
-            RANGE, EVEN, CONVERSION,
+            RANGE, EVEN, TILED, CONVERSION,
         )  # fmt: skip
 
 
@@ -260,6 +286,8 @@ class Options:
         per_row: The rowwise direction has one second-level scale per row.
         largest_scale: Largest scale of a block: 448 or 256.
         four_over_six: Error by which a block's maximum maps to 4 or to 6; empty: always to 6.
+        tiled: Scales are in swizzled order, padded to tiles of 128 x 4.
+        by_tile: The rowwise direction has one second-level scale per row, the columnwise direction one per 16 rows.
     """
 
     square: bool = False
@@ -268,9 +296,11 @@ class Options:
     per_row: bool = False
     largest_scale: float = 448.0
     four_over_six: str = ""
+    tiled: bool = False
+    by_tile: bool = False
 
     @classmethod
-    def of(cls, spec: QuantizeSpec) -> Options:
+    def of(cls, spec: QuantizeSpec, by_tile: bool = False) -> Options:
         """Return the options of a spec in one of the formats of NVFP4."""
         assert spec.format.levels is not None
         return cls(
@@ -280,30 +310,43 @@ class Options:
             spec.format.row_scaled,
             spec.format.levels[1].maximum,
             spec.four_over_six,
+            spec.tiled,
+            by_tile,
         )
 
     @property
     def constants(self) -> tuple[bool | int | float, ...]:
         error = ERRORS[self.four_over_six]
-        return self.square, self.hadamard, self.random_sign, self.per_row, 6.0 * self.largest_scale, error
+        flags = (self.square, self.hadamard, self.random_sign, self.per_row, self.by_tile)
+        return (*flags, 6.0 * self.largest_scale, error)
 
 
 @functools.lru_cache(maxsize=4096)
 def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Options) -> Launch:
     """Return the launch (x, amax, amax_t, random, random_t) -> codes, scale, codes_t, scale_t.
 
-    x is [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1], random [M, K] and random_t [K, M]
-    float32 or None. codes are [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
+    x is [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1] (by tile [ceil(M/16)]), random [M, K] and
+    random_t [K, M] float32 or None. codes are [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t
+    [K, ceil(M/16)].
+    """
     rows, depth = shape
+    # Further programs write the padding of whole tiles.
+    covered = (round_up(rows, 128), round_up(depth, 128)) if options.tiled else shape
+
+    def extents(rows: int, columns: int) -> tuple[int, int]:
+        padded = round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)
+        return padded if options.tiled else (rows, columns)
+
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,
-        Output((rows, ceil_div(depth, BLOCK)), "float8_e4m3fn") if rowwise else None,
+        Output(extents(rows, ceil_div(depth, BLOCK)), "float8_e4m3fn") if rowwise else None,
         Output((depth, rows // 2), "uint8") if columnwise else None,
-        Output((depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
+        Output(extents(depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
     )
-    constants = (*options.constants, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0, NATIVE)
+    even = covered == shape and rows % _TILE == 0 and depth % _TILE == 0
+    constants = (*options.constants, _TILE, even, options.tiled, NATIVE)
     return Launch(
-        block_kernel, _grid(shape), outputs, shape, constants, warps=4, fuses=not options.four_over_six
+        block_kernel, _grid(covered), outputs, shape, constants, warps=4, fuses=not options.four_over_six
     )
 
 

@@ -1,106 +1,22 @@
-"""out [M, N] = a [M, K] @ b [N, K].T of codes with block scales, and the order of scales that matrix instructions read.
+"""out [M, N] = a [M, K] @ b [N, K].T of codes with block scales.
 
-`product` multiplies MXFP8 and NVFP4 codes by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute
-capability 10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled: [R, C] bytes in tiles of
-128 x 4, and byte (r, c) of a tile at (r % 32) * 16 + r // 32 * 4 + c (cuBLAS documentation, "1D block scaling factors
-layout").
-
-`block_product` multiplies FP8 codes with float32 scales for 1x128 or 128x128 elements, of any value. It promotes the
-sum of every 128 products to float32, on every GPU with FP8 tensor cores.
+MXFP8 and NVFP4 codes are multiplied by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute
+capability 10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled (`swizzled_scales.py`), or they
+are the exponents of float32 scales of 1x128 or 128x128 blocks.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div, round_up
+from ..formats import ceil_div
 from . import tile
-from .launch import Launch, Output
-
-TILE_ROWS, TILE_COLUMNS = 128, 4  # scales of a tile in swizzled order
-
-
-def swizzled_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of the swizzled scales [rows, columns]."""
-    return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
-
-
-@triton.jit
-def swizzle_kernel(scale, out, R, C, ROW_STRIDE, COLUMN_STRIDE, TILES: tl.constexpr, BACK: tl.constexpr):
-    """Copy scales [R, C] to swizzled order, with zeros behind both extents; BACK copies swizzled scales to [R, C]."""
-    place = tl.arange(0, TILES * 512)
-    byte = place % 512
-    row = tl.program_id(0) * 128 + byte % 16 // 4 * 32 + byte // 16
-    column = (tl.program_id(1) * TILES + place // 512) * 4 + byte % 4
-    tiles_c = tl.cdiv(C, 4)
-    first = (tl.program_id(0).to(tl.int64) * tiles_c + tl.program_id(1) * TILES) * 512
-    inside = (row < R) & (column < C)
-    compact = row.to(tl.int64) * ROW_STRIDE + column.to(tl.int64) * COLUMN_STRIDE
-    exists = tl.program_id(1) * TILES + place // 512 < tiles_c
-    if BACK:
-        tl.store(out + compact, tl.load(scale + first + place, mask=exists, other=0), mask=inside)
-    else:
-        tl.store(out + first + place, tl.load(scale + compact, mask=inside, other=0), mask=exists)
-
-
-@triton.jit
-def scales_of_tile(
-    scale, first_row, first_column, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
-):
-    """Load scales [ROWS, COLUMNS] from swizzled memory; fewer than 128 rows are a part of one tile."""
-    if ROWS >= 128:
-        r = tl.arange(0, ROWS // 128)[:, None, None]
-        c = tl.arange(0, COLUMNS // 4)[None, :, None]
-        e = tl.arange(0, 512)[None, None, :]
-        tile_c = first_column // 4 + c
-        places = scale + ((first_row // 128 + r).to(tl.int64) * TILES_C + tile_c) * 512 + e
-        if EVEN:
-            found = tl.load(places)
-        else:
-            found = tl.load(places, mask=tile_c < TILES_C, other=0.0)
-        parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
-        scales = parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
-    else:
-        r = first_row + tl.arange(0, ROWS)[:, None]
-        c = first_column + tl.arange(0, COLUMNS)[None, :]
-        tiles = (r // 128).to(tl.int64) * TILES_C + c // 4
-        places = scale + tiles * 512 + (r % 32 * 16 + r % 128 // 32 * 4 + c % 4)
-        if EVEN:
-            scales = tl.load(places)
-        else:
-            scales = tl.load(places, mask=c // 4 < TILES_C, other=0.0)
-    return scales
-
-
-@triton.jit
-def finish(
-    total,
-    bias,
-    out,
-    m,
-    n,
-    M,
-    N,
-    ROW_STRIDE,
-    COLUMN_STRIDE,
-    ALONG_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n."""
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    if bias is not None:
-        if ALONG_ROWS:
-            total += tl.load(bias + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
-        else:
-            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    places = out + (m.to(tl.int64)[:, None] * ROW_STRIDE + n.to(tl.int64)[None, :] * COLUMN_STRIDE)
-    if ACCUMULATE:
-        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(places, total.to(out.dtype.element_ty), mask=inside)
+from .launch import Launch
+from .product_parts import NO_EPILOGUE, ProductEpilogue, Side, finish, is_swapped, tile_of
+from .swizzled_scales import exponents_of_tile, scales_of_tile
 
 
 @triton.jit
@@ -112,12 +28,18 @@ def product_kernel(
     level_a,
     level_b,
     bias,
+    x,
     out,
+    kept,
     M,
     N,
     K,
     LEADING_A,
     LEADING_B,
+    ROW_A,
+    COLUMN_A,
+    ROW_B,
+    COLUMN_B,
     ROW_STRIDE,
     COLUMN_STRIDE,
     RANGE,
@@ -125,10 +47,13 @@ def product_kernel(
     FORMAT_B: tl.constexpr,
     LENGTH: tl.constexpr,
     PACKING: tl.constexpr,
+    UNIT_A: tl.constexpr,
+    UNIT_B: tl.constexpr,
     ROWS_A: tl.constexpr,
     ROWS_B: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -139,6 +64,7 @@ def product_kernel(
     """Compute out [M, N] of codes a [M, K / PACKING] and b [N, K / PACKING] with a scale for LENGTH elements.
 
     Args:
+        scale_a: Swizzled bytes, or float32 powers of two for UNIT_A > 0 rows and 128 columns, as in `block_kernel`.
         level_a: Maximum of a tensor [1], or of its rows [M] if ROWS_A, whose multiple by RANGE scales the sum; or None.
         RANGE: Factor of the product of both maxima.
         EVEN: K is a multiple of BLOCK_K.
@@ -164,8 +90,16 @@ def product_kernel(
             inside = (k < (K - block * BLOCK_K) // PACKING)[None, :]
             a_codes = tl.load(a_tile, mask=inside, other=0.0)
             b_codes = tl.load(b_tile, mask=inside, other=0.0)
-        a_scales = scales_of_tile(scale_a, tile_m * BLOCK_M, block * columns, tiles_c, BLOCK_M, columns, EVEN)
-        b_scales = scales_of_tile(scale_b, tile_n * BLOCK_N, block * columns, tiles_c, BLOCK_N, columns, EVEN)
+        if UNIT_A > 0:
+            a_scales = exponents_of_tile(scale_a, m, M, block, ROW_A, COLUMN_A, UNIT_A, BLOCK_M, columns)
+            b_scales = exponents_of_tile(scale_b, n, N, block, ROW_B, COLUMN_B, UNIT_B, BLOCK_N, columns)
+        else:
+            a_scales = scales_of_tile(
+                scale_a, tile_m * BLOCK_M, block * columns, tiles_c, BLOCK_M, columns, EVEN
+            )
+            b_scales = scales_of_tile(
+                scale_b, tile_n * BLOCK_N, block * columns, tiles_c, BLOCK_N, columns, EVEN
+            )
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
         a_tile += BLOCK_K // PACKING
         b_tile += BLOCK_K // PACKING
@@ -179,122 +113,17 @@ def product_kernel(
             total *= tl.load(level_b + n, mask=n < N, other=0.0)[None, :]
         else:
             total *= tl.load(level_b)
-    finish(total, bias, out, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE)
-
-
-@triton.jit
-def block_kernel(
-    a,
-    b,
-    scale_a,
-    scale_b,
-    bias,
-    out,
-    M,
-    N,
-    K,
-    LEADING_A,
-    LEADING_B,
-    ROW_A,
-    COLUMN_A,
-    ROW_B,
-    COLUMN_B,
-    ROW_STRIDE,
-    COLUMN_STRIDE,
-    UNIT_A: tl.constexpr,
-    UNIT_B: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Compute out [M, N] of FP8 codes with a float32 scale for UNIT_A (1 or 128) rows of a and BLOCK_K = 128 columns.
-
-    Args:
-        scale_a: Element (row // UNIT_A, column // 128) at row // UNIT_A * ROW_A + column // 128 * COLUMN_A.
-    """
-    tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the end are clamped rather than masked: their results are not stored.
-    read_m, read_n = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
-    a_tile = a + (read_m.to(tl.int64)[:, None] * LEADING_A + k[None, :])
-    b_tile = b + (read_n.to(tl.int64)[:, None] * LEADING_B + k[None, :])
-    # A tile's rows share one scale of 128 rows, because a tile has at most 128 rows and they are aligned.
-    if UNIT_A == 1:
-        scale_a += read_m.to(tl.int64) * ROW_A
-    else:
-        scale_a += (tile_m * BLOCK_M // UNIT_A).to(tl.int64) * ROW_A
-    if UNIT_B == 1:
-        scale_b += read_n.to(tl.int64) * ROW_B
-    else:
-        scale_b += (tile_n * BLOCK_N // UNIT_B).to(tl.int64) * ROW_B
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for block in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
-        if EVEN:
-            a_codes = tl.load(a_tile)
-            b_codes = tl.load(b_tile)
-        else:
-            inside = (k < K - block * BLOCK_K)[None, :]
-            a_codes = tl.load(a_tile, mask=inside, other=0.0)
-            b_codes = tl.load(b_tile, mask=inside, other=0.0)
-        product = tl.dot(a_codes, b_codes.T)
-        by_a = tl.load(scale_a + block * COLUMN_A)
-        by_b = tl.load(scale_b + block * COLUMN_B)
-        if UNIT_A == 1 and UNIT_B == 1:
-            total += product * by_a[:, None] * by_b[None, :]
-        elif UNIT_A == 1:
-            total += product * (by_a * by_b)[:, None]
-        elif UNIT_B == 1:
-            total += product * (by_a * by_b)[None, :]
-        else:
-            total += product * (by_a * by_b)
-        a_tile += BLOCK_K
-        b_tile += BLOCK_K
-    finish(total, bias, out, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE)
-
-
-class Side(NamedTuple):
-    """One operand of a product, without its tensors.
-
-    Attributes:
-        rows: Number of rows.
-        leading: Bytes from one row of codes to the next.
-        element: Name of the element: "e4m3", "e5m2" or "e2m1".
-        levels: Number of second-level scales: 0, 1 or `rows`.
-        unit: Rows that share a float32 scale of 128 columns; 0 for swizzled scales of one byte.
-        strides: Elements between float32 scales of consecutive blocks, along the rows and along the columns.
-    """
-
-    rows: int
-    leading: int
-    element: str
-    levels: int = 0
-    unit: int = 0
-    strides: tuple[int, int] = (0, 0)
-
-
-@functools.lru_cache(maxsize=4096)
-def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = False) -> Launch:
-    """Return the launch (scales uint8 [rows, columns] of these strides) -> swizzled bytes; back: the reverse."""
-    tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
-    grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
-    size = (rows * columns,) if back else (swizzled_bytes(rows, columns),)
-    scalars = (rows, columns, *strides)
-    return Launch(swizzle_kernel, grid, (Output(size, "uint8"),), scalars, (tiles, back), warps=4)
+    finish(
+        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, length: int, packing: int = 1, factor: float = 1.0, accumulates: bool = False,
+    *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their swizzled scales, their maxima | None, bias | None) -> out [M, N].
+    """Return the launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
     The left operand is b and the right one a if `is_swapped`: a tile needs 128 rows of its left operand.
 
@@ -302,61 +131,43 @@ def product(
         out: Elements from one row of the result to the next.
         length: Elements of a scale.
         packing: Codes per byte.
-        factor: Factor of the product of the maxima.
-        accumulates: Add to the values of the result, which is the last input.
+        factor: Factor of the product of the maxima. Sides with a `unit` have float32 scales instead of swizzled ones.
+        epilogue: The operations after the product. The result that it is added to is an input after x.
     """
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile(right.rows)
+    rows, columns, stages, warps = tile_of(right.rows)
     step = 128 * packing
     constants = (
-        left.element, right.element, length, packing, left.levels > 1, right.levels > 1, swapped, accumulates,
+        left.element, right.element, length, packing, left.unit, right.unit,
+        left.levels > 1, right.levels > 1, swapped, epilogue.accumulates, epilogue.activation,
         rows, columns, step, 8, stages, depth % step == 0,
     )  # fmt: skip
     return Launch(
         product_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        () if accumulates else (Output((a.rows, b.rows), dtype),),
-        (left.rows, right.rows, depth, left.leading, right.leading, *strides, factor),
+        epilogue.outputs((a.rows, b.rows), dtype),
+        (
+            left.rows,
+            right.rows,
+            depth,
+            left.leading,
+            right.leading,
+            *left.strides,
+            *right.strides,
+            *strides,
+            factor,
+        ),
         constants,
         warps,
-        in_place=(7,) if accumulates else (),
+        in_place=(8,) if epilogue.accumulates else (),
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def block_product(
+def exponent_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, accumulates: bool = False,
+    *, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their float32 scales, bias | None) -> out [M, N]; see `product`."""
-    swapped = is_swapped(a.rows, b.rows)
-    left, right = (b, a) if swapped else (a, b)
-    strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile(right.rows)
-    constants = (left.unit, right.unit, swapped, accumulates, rows, columns, 128, 8, stages, depth % 128 == 0)
-    return Launch(
-        block_kernel,
-        (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        () if accumulates else (Output((a.rows, b.rows), dtype),),
-        (left.rows, right.rows, depth, left.leading, right.leading, *left.strides, *right.strides, *strides),
-        constants,
-        warps,
-        in_place=(5,) if accumulates else (),
-    )
-
-
-def is_swapped(rows: int, columns: int) -> bool:
-    """Return whether the result is computed as its transpose, since it has few rows."""
-    return rows <= 64 and columns > rows
-
-
-def _tile(columns: int) -> tuple[int, int, int, int]:
-    """Return (rows, columns, stages, warps) of a program's tile; `columns` are those of the result."""
-    # Compiled for every row of the table of hardware with Triton 3.7. On 10.x and 11.0 tl.dot_scaled becomes a bfloat16
-    # product below 128 rows. 8 warps need 94 to 244 registers and no stack; 4 warps up to 900 bytes of stack on 12.x.
-    # Three stages fit the 99 KiB of 8.9 and 12.x.
-    if columns > 64:
-        return 128, 128, 3, 8
-    return 128, max(16, triton.next_power_of_2(columns)), 3, 4
+    """Return `product` of FP8 codes whose float32 scales of 1x128 or 128x128 blocks are powers of two."""
+    return product(a, b, depth, out, dtype, length=32, epilogue=epilogue)

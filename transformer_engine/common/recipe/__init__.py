@@ -377,8 +377,8 @@ class CustomRecipe(Recipe):
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    quantization_alignment: int = 128
     backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    quantization_alignment: int = 128
 
     def _check(self) -> None:
         if not callable(self.qfactory):

@@ -30,7 +30,7 @@ from ..platform import has_gpu
 Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")
 # Backends whose grids, plans and rules need numbers, not symbolic extents.
-_NUMERIC_BACKENDS = frozenset(("cudnn", "decoded", "gluon", "triton"))
+_NUMERIC_BACKENDS = frozenset(("cudnn", "decoded", "dot_scaled", "gluon", "scaled_matmul", "triton", "widen"))
 _CACHE_SIZE = 4096  # functions with cached traces
 
 

@@ -128,9 +128,9 @@ class InferenceParams:
     Args:
         max_batch_size: Largest number of sequences in a step.
         max_sequence_length: Largest length of a sequence, with its new tokens.
-        num_heads_kv: Cached key and value heads of a tensor-parallel rank.
-        head_dim_k: Head size of keys.
-        dtype: Dtype of the caches.
+        num_heads_kv: Cached key and value heads of a tensor-parallel rank, 16 by default.
+        head_dim_k: Head size of keys, 64 by default.
+        dtype: Dtype of the caches, bfloat16 by default.
         head_dim_v: Head size of values, by default head_dim_k.
         is_paged: Store tokens in pages, which sequences take as they grow.
         total_num_pages: Number of pages, by default enough for max_batch_size sequences of full length. With fewer,
@@ -146,9 +146,9 @@ class InferenceParams:
         self,
         max_batch_size: int,
         max_sequence_length: int,
-        num_heads_kv: int = 16,
-        head_dim_k: int = 64,
-        dtype: torch.dtype = torch.bfloat16,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
         head_dim_v: int | None = None,
         is_paged: bool = False,
         total_num_pages: int | None = None,
@@ -161,8 +161,9 @@ class InferenceParams:
         one_of("qkv_format", qkv_format, FORMATS)
         max_batch_size = to_int("max_batch_size", max_batch_size, 1)
         max_sequence_length = to_int("max_sequence_length", max_sequence_length, 1)
-        num_heads_kv = to_int("num_heads_kv", num_heads_kv, 1)
-        head_dim_k = to_int("head_dim_k", head_dim_k, 1)
+        num_heads_kv = 16 if num_heads_kv is None else to_int("num_heads_kv", num_heads_kv, 1)
+        head_dim_k = 64 if head_dim_k is None else to_int("head_dim_k", head_dim_k, 1)
+        dtype = torch.bfloat16 if dtype is None else dtype
         head_dim_v = size_or_none("head_dim_v", head_dim_v)
         max_ctx_len = size_or_none("max_ctx_len", max_ctx_len)
         page_size = size_or_none("page_size", page_size)

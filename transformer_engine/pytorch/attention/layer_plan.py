@@ -17,8 +17,10 @@ from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..functions.attention.context_parallel.attention import check_divisible
+from ..functions.attention.context_parallel.contiguous import piece_of_rank
 from ..functions.attention.context_parallel.groups import ContextGroups
 from ..primitives.attention.choose import check
+from ..primitives.attention.packed import lengths_of
 from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.autograd import gradients_expected
@@ -38,6 +40,7 @@ from .dot_product_attention.plan import (
     check_arguments,
     plan_of,
 )
+from .dot_product_attention.policies import check_policies
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
 from .dot_product_attention.settings import (
     NO_ARGUMENTS,
@@ -164,7 +167,7 @@ def check_layer_call(
     rotation, ours = None, isinstance(core, DotProductAttention)
     context = core._config.context if ours else None
     if rotary_pos_emb is not None:
-        rotation = _rotation_of_call(config, context, rotary_pos_emb, arguments)
+        rotation = _rotation_of_call(config, context, x, rotary_pos_emb, arguments)
     if tracing:
         check_encoder(config, encoder_output)
         return rotation, None
@@ -172,6 +175,10 @@ def check_layer_call(
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
+    if ours and arguments.thd_attention_policies is not None and isinstance(x, Tensor):
+        # The core plans an attention for each policy.
+        check_policies(core._config, arguments, x.device, state, False)
+        return rotation, None
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         floating("hidden_states", x)
     encoder = None
@@ -249,6 +256,7 @@ def check_encoder(config: MultiheadAttentionConfig, encoder_output: Any) -> Any:
 def _rotation_of_call(
     config: MultiheadAttentionConfig,
     context: ContextGroups | None,
+    x: Tensor,
     rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
     arguments: AttentionArguments,
 ) -> Rotation:
@@ -261,6 +269,15 @@ def _rotation_of_call(
     rotary_pos_emb = accepted_angles(rotary_pos_emb)
     if arguments.inference_params is not None:
         check_cache_kind(arguments.inference_params)
+    if context is not None and not context.balanced and arguments.cu_seqlens_q is not None:
+        # Positions of the tokens of a contiguous piece.
+        cu_seqlens, padded = arguments.cu_seqlens_q, arguments.cu_seqlens_q_padded
+        starts, tokens = cu_seqlens if padded is None else padded, x.shape[0] * config.ranks
+        piece = piece_of_rank(lengths_of(cu_seqlens), starts, tokens, context.rank)
+        before = (context.rank * tokens - starts[:-1]).clamp(min=0)
+        spec = RopeSpec(config.qkv_format, config.rotary_pos_interleaved)._replace(clamps=True)
+        tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        return Rotation(tables, spec, before, (piece.starts_q, piece.starts_q))
     ranks = (1, 0) if context is None else (context.size, context.rank)
     return rotation_of(
         rotary_pos_emb,

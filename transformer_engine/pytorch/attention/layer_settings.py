@@ -25,6 +25,7 @@ WORKED_BY = {
     "sequence_parallel": tuple(
         f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
     ),
+    "softcap": ("core_attention.softcap",),
     "window_size": ("core_attention.window_size",),
 }
 AS_GIVEN = (
@@ -41,6 +42,7 @@ AS_GIVEN = (
     "return_bias",
     "return_layernorm_output",
     "rotary_pos_interleaved",
+    "softcap",
     "tp_group",
 )
 FIXED = frozenset(
@@ -58,6 +60,20 @@ OF_PROJECTIONS = (
     "params_dtype",
     "tp_group",
     *OverlapFlags._fields,
+)
+# The arguments of a layer that are those of its first norm and of its core attention.
+OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
+OF_CORE = (
+    "attention_dropout",
+    "attention_type",
+    "attn_mask_type",
+    "bottom_right_diagonal",
+    "get_rng_state_tracker",
+    "layer_number",
+    "qkv_format",
+    "softcap",
+    "softmax_type",
+    "window_size",
 )
 
 
@@ -88,6 +104,7 @@ class MultiheadAttentionConfig(Config):
     attention_type: str = "self"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
+    softcap: float = 0.0
     layer_number: int | None = None
     qkv_format: str = "sbhd"
     input_layernorm: bool = False

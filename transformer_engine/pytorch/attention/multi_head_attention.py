@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
+from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
+from ..module.argument_orders import accepts_older_orders
 from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -29,25 +31,20 @@ from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pa
 from .heads import Heads, head_size
 from .inference import InferenceParams
 from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
-from .layer_settings import AS_GIVEN, FIXED, OF_PROJECTIONS, WORKED_BY, MultiheadAttentionConfig, child_name
+from .layer_settings import (
+    AS_GIVEN,
+    FIXED,
+    OF_CORE,
+    OF_NORM,
+    OF_PROJECTIONS,
+    WORKED_BY,
+    MultiheadAttentionConfig,
+    child_name,
+)
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
 _attention = DotProductAttention.forward
-
-# Arguments of children.
-_OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
-_OF_CORE = (
-    "attention_dropout",
-    "attention_type",
-    "attn_mask_type",
-    "bottom_right_diagonal",
-    "get_rng_state_tracker",
-    "layer_number",
-    "qkv_format",
-    "softmax_type",
-    "window_size",
-)
 
 
 @configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
@@ -78,6 +75,7 @@ class MultiheadAttention(CheckedLoading):
     attention_type: str
     attn_mask_type: str
     window_size: tuple[int, int] | None
+    softcap: float
     layer_number: int | None
     qkv_format: str
     input_layernorm: bool
@@ -97,6 +95,7 @@ class MultiheadAttention(CheckedLoading):
     sequence_parallel: bool
     heads: Heads
 
+    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(**RULES)
     def __init__(
         self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
@@ -104,7 +103,7 @@ class MultiheadAttention(CheckedLoading):
         init_method: Callable | None = None, output_layer_init_method: Callable | None = None,
         layer_number: int | None = None, attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
+        softcap: float = 0.0, tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Callable | None = None,
         sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
         return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
@@ -140,7 +139,7 @@ class MultiheadAttention(CheckedLoading):
         self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(layer_plan_of, MAX_LAYER_PLANS)
         projection = {argument: given[argument] for argument in OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
-        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
+        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in OF_NORM}}
         columns = {
             **projection,
             "init_method": init_method,
@@ -159,7 +158,7 @@ class MultiheadAttention(CheckedLoading):
             tp_size=ranks,
             tp_group=tp_group if set_parallel_mode else None,
             name=child_name(name, "core_attention"),
-            **{argument: given[argument] for argument in _OF_CORE},
+            **{argument: given[argument] for argument in OF_CORE},
         )
         if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)
@@ -214,35 +213,29 @@ class MultiheadAttention(CheckedLoading):
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    ) -> None:  # fmt: skip
         """Set the ranks that share the sequence, see `DotProductAttention`."""
-        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
+        )
 
+    @accepts_older_orders(v2_11=("bottom_right_diagonal",))
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        encoder_output: Tensor | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        is_first_microbatch: bool | None = None,
-        checkpoint_core_attention: bool = False,
+        self, hidden_states: Tensor, attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None, attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        fast_zero_fill: bool = True,
-        pad_between_seqs: bool | None = None,
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None, thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto", softcap: float | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
         Args:
@@ -259,7 +252,8 @@ class MultiheadAttention(CheckedLoading):
         arguments = pack_arguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
-            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
+            thd_attention_policies, thd_attention_policy_dispatch,
         )
         # fmt: on
         return self.attend(

@@ -100,26 +100,30 @@ def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, ta
 
 
 def get_symmetric_memory_tensor(
-    numel: int, dtype: torch.dtype, device: torch.device, group: dist_group_type, tag: Any = None
+    tensor_numel: int,
+    tensor_dtype: torch.dtype,
+    tensor_device: torch.device,
+    tp_group: dist_group_type,
+    tag: Any = None,
 ) -> Tensor:
     """Return a vector in symmetric memory, allocated at the first call with these arguments on all ranks.
 
     Args:
-        numel: Number of elements.
-        dtype: Dtype.
-        device: The GPU.
-        group: Process group whose ranks can read the vector.
+        tensor_numel: Number of elements.
+        tensor_dtype: Dtype.
+        tensor_device: The GPU.
+        tp_group: Process group whose ranks can read the vector.
         tag: Distinguishes vectors that are used at the same time.
 
     Raises:
         ValueError: The device is not a GPU.
     """
-    if torch.device(device).type != "cuda":
+    if torch.device(tensor_device).type != "cuda":
         raise ValueError(
-            f"device={str(device)!r}: symmetric memory exists on GPUs; give a CUDA device, or call "
+            f"tensor_device={str(tensor_device)!r}: symmetric memory exists on GPUs; give a CUDA device, or call "
             "symmetric_all_reduce, which uses the process group on a CPU"
         )
-    return _buffer(numel, dtype, device, group, tag).values
+    return _buffer(tensor_numel, tensor_dtype, tensor_device, tp_group, tag).values
 
 
 def symmetric_all_reduce(

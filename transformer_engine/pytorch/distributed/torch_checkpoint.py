@@ -1,6 +1,7 @@
 """torch.utils.checkpoint repeats autocast, recipe and scales of the first run, as te.checkpoint does.
 
-torch restores random states and torch.autocast for the second run, and has no registration of further states. Callers
+torch restores its random states and torch.autocast for the second run, and has no registration of further states, such
+as those of a `CudaRNGStatesTracker`. Callers
 (Hugging Face, FSDP's wrapper, Lightning) imported its functions long ago, so the two classes are extended that both
 implementations instantiate in every call. The states belong to the graph node or to the frame of the call and are freed
 with it. Nested checkpoints nest their runs.
@@ -8,7 +9,8 @@ with it. Nested checkpoints nest their runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from ..quantization.recompute_states import SecondRun, running
+from .rng import TrackedStates
+
+
+class _SecondRunOfTorch(SecondRun):
+    """Context of second runs, which also restores the random states of trackers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tracked = TrackedStates()
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        with super().context(), self._tracked.replay():
+            yield
 
 
 class _RepeatedFunction:
@@ -23,7 +39,7 @@ class _RepeatedFunction:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._second_run = SecondRun()
+        self._second_run = _SecondRunOfTorch()
         self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +70,7 @@ def _apply(cls: type[CheckpointFunction], run_function: Callable[..., Any], *arg
 def _init(self: Any, frame: Any) -> None:
     """Create the saved-tensor hooks of a first run that is not reentrant; `frame` holds the function to repeat."""
     _torch_init(self, frame)
-    second_run = SecondRun()
+    second_run = _SecondRunOfTorch()
     frame.recompute_fn = _SecondRunFunction(frame.recompute_fn, second_run)
     self.first_run = running(second_run.states, False)
 

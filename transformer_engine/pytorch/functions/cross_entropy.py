@@ -1,7 +1,7 @@
 """loss [M] = ln(sum(exp(x [M, V]))) - x[target], or its mean, differentiable in x, which may be sharded over ranks.
 
 The forward pass reads the logits once and saves two numbers per row. The backward pass computes the gradient from the
-logits, by default in place: a training step holds one tensor of [M, V], not two.
+logits. In place, a training step holds one tensor of [M, V] instead of two.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from ..primitives.cross_entropy import (
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 
-_MAX_NODES = 8  # autograd nodes to follow
-
 
 class CrossEntropy(NamedTuple):
     """Settings of a loss of logits.
@@ -33,44 +31,28 @@ class CrossEntropy(NamedTuple):
         labels: Vocabulary, smoothing and the ignored target.
         group: Ranks that hold the other columns; None for logits of the whole vocabulary.
         mean: Return the mean over the rows that count, instead of one loss per row.
-        keeps_logits: Allocate memory for the gradient, instead of overwriting the logits.
+        overwrites: Write the gradient into the memory of the logits, once per loss.
     """
 
     labels: Labels
     group: dist_group_type | None = None
     mean: bool = False
-    keeps_logits: bool = False
+    overwrites: bool = False
 
 
 def cross_entropy(x: Tensor, targets: Tensor, how: CrossEntropy) -> Tensor:
     """Return the losses float32 [M], or their mean [], of x [M, V] and targets int64 [M], both contiguous."""
-    if not how.keeps_logits and not torch.compiler.is_compiling() and has_other_readers(x):
-        how = how._replace(keeps_logits=True)
+    if how.overwrites and (torch.compiler.is_compiling() or is_part(x)):
+        how = how._replace(overwrites=False)
     return _CrossEntropy.apply(x, targets, how)  # pyright: ignore[reportReturnType]
 
 
-def has_other_readers(x: Tensor) -> bool:
-    """Return whether a gradient in the memory of x would overwrite a leaf, or other parts of a larger tensor.
+def is_part(x: Tensor) -> bool:
+    """Whether x is a view of a larger tensor, as where logits are split into chunks.
 
-    A leaf is a parameter or an input of the user: its values must survive the backward pass, and its `.grad` must not
-    be its own memory. x is a view of a larger tensor where logits are split into chunks: autograd counts the versions
-    of the whole tensor, so that writing one chunk would invalidate the others.
+    Autograd counts the versions of the whole tensor, so that writing one chunk would invalidate the others.
     """
-    base = x if x._base is None else x._base
-    if base.is_leaf or base.numel() > x.numel():
-        return True
-    # Custom functions can return an alias that autograd does not record as a view: follow a short chain of nodes with
-    # one input each to a leaf in the same storage.
-    node = x.grad_fn
-    for _ in range(_MAX_NODES):
-        inputs = [] if node is None else [source for source, _ in node.next_functions if source is not None]
-        if len(inputs) != 1:
-            return False
-        (node,) = inputs
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad, the last node of every chain
-        if isinstance(leaf, Tensor):
-            return leaf.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    return False
+    return x._base is not None and x._base.numel() > x.numel()
 
 
 class _CrossEntropy(Function):
@@ -88,12 +70,12 @@ class _CrossEntropy(Function):
         x, targets, statistics, count = ctx.saved_tensors
         factor = grad_loss.to(torch.float32)
         factor = factor.contiguous() if count is None else factor / count
-        in_place = not (ctx.how.keeps_logits or is_needed_again())
+        in_place = ctx.how.overwrites
         with torch.no_grad():
             plain = x.detach()
             grad_x = cross_entropy_gradient(plain, targets, statistics, factor, ctx.how.labels, in_place)
         if in_place:
-            # Autograd then raises an error in the backward pass of another operation that saved the logits.
+            # A second backward pass, or one of another operation that saved the logits, then raises RuntimeError.
             increment_version(x)
         return grad_x, None, None
 

@@ -36,6 +36,17 @@ class GroupedQuantizers(NamedTuple):
         made = cls(grouped(inputs, False), grouped(weights, True), grouped(grad_outputs, False))
         return cls() if None in made else made
 
+    @property
+    def multiple(self) -> int:
+        """Divisor of the groups' numbers of rows, and of the extents of weights."""
+        return 1 if self.input is None else self.input.multiple
+
+    def fit(self, splits: Sequence[int] | Tensor) -> bool:
+        """Return whether the format supports the groups' numbers of rows, of which those of a tensor are unknown."""
+        return self.multiple == 1 or (
+            not isinstance(splits, Tensor) and not any(rows % self.multiple for rows in splits)
+        )
+
 
 @dataclass(frozen=True)
 class GroupedSpec:

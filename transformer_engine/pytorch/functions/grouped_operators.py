@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantization.scale_snapshot import scale_snapshot
+from ..quantization.scale_snapshot import compiled_scale
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.float8_tensor import Float8Quantizer
@@ -241,7 +241,7 @@ def forward_in_graph(
         tensors: Its other inputs.
         states: Delayed-scaling states of the forward pass.
     """
-    scales = [scale_snapshot(state.scale_in_place) for state in states]
+    scales = [compiled_scale(state) for state in states]
     y, *maxima = _forward_op(x, rows, list(tensors), scales, key)
     _record(states, maxima)
     return y, scales
@@ -265,7 +265,7 @@ def backward_in_graph(
     present = gradients_of_key(key)
     if not any(present):
         return [None] * len(present)
-    own = [scale_snapshot(state.scale_in_place) for state in states]
+    own = [compiled_scale(state) for state in states]
     made = _backward_op(dy.contiguous(), x, rows, list(tensors), list(scales), own, key)
     _record(states, made[sum(present) :])
     gradients: list[Tensor | None] = []

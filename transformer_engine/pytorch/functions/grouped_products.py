@@ -35,6 +35,7 @@ from .linear_operands import (
     dequantized,
     input_operands,
     operand_of,
+    operands_for_products,
     weight_operands,
 )
 from .linear_spec import inspects
@@ -66,7 +67,7 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
                 pairs.append(input_operands(part, group.input, columns))
             else:
                 quantizer = group.input if tensor == "input" else group.grad_output
-                pairs.append(quantizer.operands(part, rowwise, columns))
+                pairs.append(operands_for_products(quantizer, part, rowwise, columns, False))
     return (
         [pair[0] for pair in pairs] if rowwise else None,
         [pair[1] for pair in pairs] if columnwise else None,

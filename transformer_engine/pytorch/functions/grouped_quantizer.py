@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ..primitives.grouped_gemm import Groups, Matrices
 from ..primitives.grouped_quantize import GroupedQuantized, ScaleSlots, quantize_matrices, quantize_rows
 from ..primitives.quantize import QuantizeSpec
+from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.elements import element_of
 from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -22,7 +24,7 @@ class GroupedQuantizer:
     """Quantizer of all groups, with the codes and recorded maxima of each group's own quantizer.
 
     Args:
-        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D or BLOCK_2D.
+        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D or one with exponents.
         state: State of delayed scaling, or None. Its tensors may be replaced between two calls.
         offset: Index of the first group's slot in the tensors of `state`.
         stride: Distance between the slots of consecutive groups.
@@ -32,6 +34,11 @@ class GroupedQuantizer:
         self._both = spec
         self.format = spec.format
         self._state, self._offset, self._stride = state, offset, stride
+
+    @property
+    def multiple(self) -> int:
+        """Divisor of the groups' numbers of rows, and of the extents of weights."""
+        return self.format.length if self.format.by_exponents else 1
 
     def rows(self, x: Tensor, groups: Groups, rowwise: bool, columnwise: bool) -> GroupedQuantized:
         """Quantize groups of rows of x [total, K] in the requested directions."""
@@ -50,14 +57,7 @@ class GroupedQuantizer:
 
 @functools.cache
 def _towards(spec: QuantizeSpec, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-    return QuantizeSpec(
-        spec.format,
-        spec.element,
-        rowwise,
-        columnwise,
-        power_of_two=spec.power_of_two,
-        epsilon=spec.epsilon,
-    )
+    return replace(spec, rowwise=rowwise, columnwise=columnwise)
 
 
 def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuantizer | None:
@@ -91,5 +91,9 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
     if isinstance(first, Float8BlockQuantizer):
         spec = first.spec(True, True)
         if spec.format == (BLOCK_2D if of_matrices else BLOCK_1D):
+            return GroupedQuantizer(spec)
+    if isinstance(first, BlockScalingQuantizer) and first.makes_tiles:
+        spec = first.spec(True, True)
+        if spec.format.by_exponents and (of_matrices or not spec.two_dimensional):
             return GroupedQuantizer(spec)
     return None

@@ -32,6 +32,7 @@ IRREGULAR = "groups whose parameters differ"
 FLAGGED_WEIGHTS = "weights whose quantization a flag on the device controls"
 SCALED_BIAS = "biases that are multiplied by a scale per row"
 UNASSIGNED_ROWS = "rows that belong to no group"
+UNFIT_ROWS = "groups whose rows are not multiples of the format's blocks, or are known to the device only"
 _FEATURES = frozenset(
     {
         QUANTIZED_PARAMETERS,
@@ -46,6 +47,7 @@ _FEATURES = frozenset(
         FLAGGED_WEIGHTS,
         SCALED_BIAS,
         UNASSIGNED_ROWS,
+        UNFIT_ROWS,
     }
 )
 _NAME = "NVTE_USE_CUTLASS_GROUPED_GEMM"
@@ -68,6 +70,7 @@ class GroupedRequest(NamedTuple):
         weight_device: Device of the weights.
         compute_dtype: Dtype of the products: the dtype of torch.autocast, or of the weights.
         weight_read_dtype: Dtype of the weights if products read them unquantized; otherwise None.
+        multiple: Divisor of the extents that the format requires.
     """
 
     features: tuple[str, ...]
@@ -81,6 +84,7 @@ class GroupedRequest(NamedTuple):
     weight_device: torch.device
     compute_dtype: torch.dtype
     weight_read_dtype: torch.dtype | None
+    multiple: int = 1
 
 
 def requested_by_environment() -> bool | None:
@@ -111,8 +115,9 @@ def _unsupported_together(request: GroupedRequest) -> str | None:
         return f"the input [.., {request.width}] on {request.device} does not fit the weights"
     if not request.has_rows:
         return "there are no rows"
-    if request.extents[0] % 16 or request.extents[1] % 16:
-        return f"the weights are {list(request.extents)}; it supports multiples of 16"
+    multiple = max(16, request.multiple)
+    if request.extents[0] % multiple or request.extents[1] % multiple:
+        return f"the weights are {list(request.extents)}; it supports multiples of {multiple}"
     if request.compute_dtype != request.dtype:
         return f"the input is {request.dtype} and is multiplied in {request.compute_dtype}"
     if request.weight_read_dtype is not None and request.weight_read_dtype != request.dtype:

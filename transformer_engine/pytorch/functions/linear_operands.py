@@ -15,8 +15,10 @@ from ..primitives.gemm.listed import SymbolicOperand
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import dequantize
+from ..runtime.device import current_hardware
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
+from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
@@ -48,8 +50,8 @@ def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Ope
     matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
     if rowwise or isinstance(x, QuantizedTensorStorage):
         shards = spec.parallel if gathers_codes(spec) else None
-        return input_operands(matrix, spec.input, columnwise, shards)
-    return spec.input.operands(matrix, rowwise, columnwise)
+        return input_operands(matrix, spec.input, columnwise, shards, spec.parallel.size > 1)
+    return operands_for_products(spec.input, matrix, rowwise, columnwise, spec.parallel.size > 1)
 
 
 def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
@@ -59,7 +61,7 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
     if gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
-    return spec.grad_output.operands(matrix, rowwise, columnwise)
+    return operands_for_products(spec.grad_output, matrix, rowwise, columnwise, spec.parallel.size > 1)
 
 
 def _check_shard(parallel: TensorParallel, x: Any) -> None:
@@ -98,9 +100,12 @@ def dense_values(x: Any) -> Tensor:
     return result_in(matrix, x.shape)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def input_operands(
-    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None
-) -> Operands:
+    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, shared: bool = False
+) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
@@ -112,6 +117,7 @@ def input_operands(
         columnwise: The column direction is read too.
         shards: The codes are gathered from the shards of these ranks. A shard that lacks a direction is quantized
             again, and the shards of a quantized tensor receive a common scale.
+        shared: See `operands_for_products`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
@@ -119,7 +125,31 @@ def input_operands(
             found = _operands_of(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
-    return quantizer.operands(x, True, columnwise)
+    return operands_for_products(quantizer, x, True, columnwise, shared)
+
+
+def operands_for_products(
+    quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, shared: bool
+) -> Operands:
+    """Return `quantizer.operands`, with scales in the order of products where the GPU multiplies the format.
+
+    Args:
+        quantizer: Quantizer of the values.
+        matrix: Values [M, K].
+        rowwise: The row direction is read.
+        columnwise: The column direction is read.
+        shared: Rows are gathered from other ranks, or split among them, which scales in that order do not allow.
+    """
+    if (
+        not shared
+        and isinstance(quantizer, BlockScalingQuantizer)
+        and type(matrix) in _PLAIN
+        and matrix.is_cuda
+    ):
+        needs = quantizer.spec(True, False).format.block_products
+        if quantizer.makes_tiles and needs is not None and current_hardware().has(needs):
+            return quantizer.tiled_operands(matrix, rowwise, columnwise)
+    return quantizer.operands(matrix, rowwise, columnwise)
 
 
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
@@ -146,7 +176,7 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
         return _operands_of(weight, columnwise)
     if spec.weight.is_identity and weight.dtype != spec.dtype:
         weight = weight.to(spec.dtype)
-    return spec.weight.operands(weight, True, columnwise)
+    return operands_for_products(spec.weight, weight, True, columnwise, spec.parallel.size > 1)
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:

@@ -49,14 +49,14 @@ def multi_tensor_scale_tensor(
 
 
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of all tensors, float32 [1], and of each of the n tensors, float32 [n], of the lists [inputs].
 
-    The second result is empty unless `per_tensor`. `multi_tensor_applier` omits tensors without elements, as the
+    The second result is empty unless `per_tensor_python`. `multi_tensor_applier` omits tensors without elements, as the
     original does: n counts the other tensors, and without any the result is None.
     """
-    return _norms(noop_flag, tensor_lists, None, per_tensor)
+    return _norms(noop_flag, tensor_lists, None, per_tensor_python)
 
 
 def multi_tensor_unscale_l2norm(

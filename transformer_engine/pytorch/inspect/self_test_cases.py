@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from ...common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from ..attention import DotProductAttention
+from ..attention import DotProductAttention, GatedDeltaNet2Attention, GatedDeltaNetAttention
 from ..module import GroupedLinear
 from ..primitives.activation import DEFAULT_PARAMS, activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
@@ -31,6 +31,8 @@ Tensors = tuple[Tensor, ...]
 PRODUCT_BOUND = 4e-3
 # P is rounded to bfloat16 before the second product, dP and dS in the backward pass too.
 ATTENTION_BOUND, FP8_ATTENTION_BOUND = 2e-2, 0.15
+# Products of a chunk round their operands to bfloat16.
+LINEAR_ATTENTION_BOUND = 4e-2
 # A single rounding of the product moves 1/32 of the codes by one unit, 1/16 to 1/8 of the value: 1.6e-2.
 CODES_BOUND = 3e-2
 # The composed product is rounded to bfloat16 before GELU too.
@@ -77,6 +79,8 @@ SPECS = {
     "fp8 e5m2": QuantizeSpec(FLOAT8, E5M2, columnwise=True),
     "fp8 block 1x128": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True),
     "fp8 block 128x128": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True),
+    "fp8 block 1x128 powers": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
+    "fp8 block 128x128 powers": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True, power_of_two=True),
     "mxfp8": QuantizeSpec(MXFP8, E4M3, columnwise=True),
     "mxfp8 e5m2": QuantizeSpec(MXFP8, E5M2, columnwise=True),
     "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True),
@@ -91,6 +95,10 @@ PRODUCTS = {
     "fp8 products of gradients": (SPECS["fp8 e5m2"], SPECS["fp8"]),
     "fp8 block products": (SPECS["fp8 block 1x128"], SPECS["fp8 block 128x128"]),
     "fp8 block products of gradients": (SPECS["fp8 block 1x128"], SPECS["fp8 block 1x128"]),
+    "fp8 block products of power-of-two scales": (
+        SPECS["fp8 block 1x128 powers"],
+        SPECS["fp8 block 128x128 powers"],
+    ),
     "mxfp8 products": (SPECS["mxfp8"], SPECS["mxfp8"]),
     "mxfp8 products of gradients": (SPECS["mxfp8 e5m2"], SPECS["mxfp8"]),
     "nvfp4 products": (SPECS["nvfp4"], SPECS["nvfp4"]),
@@ -104,6 +112,7 @@ def cases(device: torch.device, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     yield from _products(draw, sizes)
     yield from _fused(draw, sizes)
     yield from _attention(draw, sizes)
+    yield from _linear_attention(draw, sizes)
     yield from _grouped(draw, sizes)
 
 
@@ -169,7 +178,7 @@ class _Matrix:
 def _operand(quantized: Quantized, spec: QuantizeSpec) -> _Matrix:
     codes = quantized.codes
     assert codes is not None
-    return _Matrix(Operand(codes, quantized.scale, spec.format, quantized.amax, torch.bfloat16))
+    return _Matrix(Operand(codes, quantized.scale, spec.operand_format, quantized.amax, torch.bfloat16))
 
 
 def _matrix(x: Tensor, spec: QuantizeSpec | None) -> _Matrix:
@@ -356,3 +365,29 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     key, value = (x.repeat_interleave(repeated, 1) for x in inputs[1:])
     out = F.scaled_dot_product_attention(inputs[0], key, value, is_causal=True)
     torch.autograd.grad(out, inputs, out.detach())
+
+
+def _linear_attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
+    for size in (64, 128):
+        q, k, v = (draw(2, sizes.tokens, 4, size, seed=seed, spread=False) for seed in range(3))
+        logits = [draw(2, sizes.tokens, 4, size, seed=seed, spread=False) for seed in range(3, 6)]
+        decay, erase, write = (
+            F.logsigmoid(logits[0].float()),
+            torch.sigmoid(logits[1]),
+            torch.sigmoid(logits[2]),
+        )
+        of_heads = (decay[..., 0], erase[..., 0].float())
+        modules: dict[str, tuple[torch.nn.Module, Tensors]] = {
+            "Gated DeltaNet": (GatedDeltaNetAttention(4, size, "bshd"), of_heads),
+            "Gated DeltaNet 2": (GatedDeltaNet2Attention(4, size, "bshd"), (decay, erase, write)),
+        }
+        for title, (module, gates) in modules.items():
+            compute = partial(_delta_rule, module, (q, k, v, *gates))
+            name = f"{title}, 2 x {sizes.tokens}, 4 heads of {size}"
+            yield SelfTestCase("linear attention", name, "linear_attention", compute, LINEAR_ATTENTION_BOUND)
+
+
+def _delta_rule(module: torch.nn.Module, tensors: Tensors) -> Tensors:
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    out = module(*inputs, use_qk_l2norm_in_kernel=True)
+    return (out.detach(), *torch.autograd.grad(out, inputs, tensors[0].reshape(out.shape)))

@@ -8,6 +8,7 @@ it as the type that the annotation promises: a size given as 16.0, `np.int64(16)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -64,6 +65,16 @@ def epsilon(name: str, value: Any) -> float:
     """Return a finite number of at least 0."""
     found = to_float(name, value)
     checks.epsilon(name, found)
+    return found
+
+
+def limit(name: str, value: Any) -> float:
+    """Return a finite limit of at least 0, where 0 is no limit; a bool is not a limit."""
+    if isinstance(value, bool):
+        checks.number(name, value)
+    found = 0.0 if value is None else to_float(name, value)
+    if not 0.0 <= found < math.inf:
+        raise ValueError(f"{name} must be finite and non-negative, got {found}; give 0.0 for no {name}")
     return found
 
 
@@ -212,6 +223,7 @@ RULES: dict[str, Rule] = {
     "normalization": checked(partial(checks.one_of, allowed=NORMALIZATIONS)),
     "num_gemms": group_count,
     "rng_tracker_name": checked(checks.text_or_none),
+    "softcap": limit,
     "softmax_scale": finite_or_none,
     "symmetric_ar_type": checked(partial(checks.one_of, allowed=SYMMETRIC_ALL_REDUCES)),
     "tp_group": checked(torch_checks.group_or_none),

@@ -18,10 +18,11 @@ from ...common import env
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..tensor.grouped_checkpoints import convert_state, join_members
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.initial_values import initial_values_of, keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor
-from .linear_base import LinearConfig, ProductsModule
+from .linear_base import ProductsModule
 from .parameters import InitMethod, ParameterInit
 
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
@@ -120,6 +121,17 @@ def _fill_members(init_method: InitMethod, stack: Tensor) -> None:
         init_method(member)
 
 
+def group_single_parameters(module: Any) -> None:
+    """Replace plain stacks of all groups by GroupedTensors on the same memory."""
+    config: Any = module._config
+    kinds = ["weight"] * config.single_grouped_weight
+    kinds += ["bias"] * (config.single_grouped_bias and config.use_bias)
+    for kind in kinds:
+        parameter = module.get_parameter(kind)
+        if not isinstance(parameter, QuantizedTensor) and not parameter.is_meta:
+            module._replace_parameter(kind, torch.nn.Parameter(GroupedTensor.of_stack(parameter)))
+
+
 def mark_parameters(module: ProductsModule) -> None:
     """Mark how weights and biases are sharded over ranks; again whenever they are reset."""
     config: Any = module._config
@@ -142,7 +154,7 @@ def group_weights(module: ProductsModule) -> None:
     config: Any = module._config
     members = [module.get_parameter(name) for name in config.weight_names]
     with torch.no_grad():
-        stack = torch.nn.Parameter(_together([m.detach() for m in members]), members[0].requires_grad)
+        stack = torch.nn.Parameter(join_members([m.detach() for m in members]), members[0].requires_grad)
     initial = [kept for kept in map(initial_values_of, members) if kept is not None]
     if len(initial) == len(members):
         keep_initial_values(stack, torch.stack(initial))
@@ -163,23 +175,7 @@ def group_weights(module: ProductsModule) -> None:
 
 def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
     """Convert, before loading, parameters that were saved in the other form: one per group or one of all groups."""
-    config: LinearConfig = module._config
-    for kind in ("weight", "bias") if config.use_bias else ("weight",):
-        whole = prefix + kind
-        members = [f"{prefix}{name}" for name in names_of(kind, module.num_gemms, False)]
-        if getattr(module, f"single_grouped_{kind}"):
-            if whole not in state_dict and all(name in state_dict for name in members):
-                state_dict[whole] = _together([state_dict.pop(name) for name in members])
-        elif whole in state_dict and len(state_dict[whole]) == len(members):
-            stack = state_dict.pop(whole)
-            parts = (
-                stack.split_into_quantized_tensors() if isinstance(stack, GroupedTensor) else stack.unbind(0)
-            )
-            state_dict.update(zip(members, parts, strict=True))
-
-
-def _together(members: Sequence[Tensor]) -> Tensor:
-    """Join tensors into one; codes stay codes."""
-    if all(isinstance(member, QuantizedTensor) for member in members):
-        return GroupedTensor.of_members(members)
-    return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
+    single = {"weight": module.single_grouped_weight}
+    if module._config.use_bias:
+        single["bias"] = module.single_grouped_bias
+    convert_state(state_dict, prefix, single, module.num_gemms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,15 @@ from ..runtime.device import autocast_dtype
 from ..runtime.tracing import constant_while_tracing
 from .numerics import module_of_key
 from .products import UNQUANTIZED, ProductQuantizers
-from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
+from .specs import (
+    Call,
+    EqualFacts,
+    Facts,
+    check_call,
+    product_spec,
+    scale_update,
+    unsupported_product_reason,
+)
 
 
 def build(key: tuple[Any, ...]) -> GroupedSpec:
@@ -66,7 +74,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
                 [product.grad_output for product in products],
             )
         features = _features(call, of_weights, of_biases, quantizers)
-        request = _request(call, features, of_weights[0])
+        request = _request(call, features, of_weights[0], quantizers)
         together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
@@ -146,7 +154,7 @@ def _features(
         SAVED_INPUT: config.save_original_input,
         QUANTIZED_PARAMETERS: config.primary_weights_in_fp8,
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
-        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
+        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter, *_plain_stacks(config)},
         IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
         SINGLE_QUANTIZERS: quantizers.input is None
         and (call.active.quantizes or any(product.inspector for product in call.active.products)),
@@ -155,7 +163,14 @@ def _features(
     return tuple([feature for feature, used in found.items() if used])
 
 
-def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedRequest:
+def _plain_stacks(config: Any) -> tuple[type, ...]:
+    """Class of the values of single parameters, which are groups of plain matrices."""
+    return (torch.Tensor,) * (config.single_grouped_weight or config.single_grouped_bias)
+
+
+def _request(
+    call: Call, features: tuple[str, ...], weight: Facts | None, quantizers: GroupedQuantizers
+) -> GroupedRequest:
     """Return the request of `grouped_request.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
@@ -172,7 +187,23 @@ def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> Gro
         weight.device,
         call.autocast or weight.dtype,
         None if call.active.quantizes else weight.dtype,
+        quantizers.multiple,
     )
+
+
+def fitting_groups(
+    spec: GroupedSpec, rows: tuple[int, ...], warn_once: Callable[[str, str], object]
+) -> tuple[LinearSpec, ...]:
+    """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+    n, k = spec.extents
+    groups = []
+    for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
+        reason = unsupported_product_reason(group, m, k, n)
+        if reason is not None:
+            said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
+            warn_once("group", f"GroupedLinear {said}")
+        groups.append(group if reason is None else unquantized)
+    return tuple(groups)
 
 
 def traced_call(

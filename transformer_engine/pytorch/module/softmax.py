@@ -16,7 +16,7 @@ from .arguments import finite_or_none
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """y [b, h, q, k] = softmax(softmax_scale * scores), in one kernel if the kernel can read the mask directly.
+    """y [b, h, q, k] = softmax(scale * scores), in one kernel if the kernel can read the mask directly.
 
     Args:
         mask_func: `mask_func(scores, mask)` returns masked scores; used for masks that are neither bool nor uint8.
@@ -30,7 +30,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.softmax_in_fp32 = to_bool("softmax_in_fp32", softmax_in_fp32)
 
     def forward(
-        self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, softmax_scale: float | None = None
+        self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, scale: float | None = None
     ) -> Tensor:
         """Return the probabilities of the scores.
 
@@ -38,7 +38,7 @@ class FusedScaleMaskSoftmax(nn.Module):
             inp: Scores [b, h, q, k].
             mask: bool or uint8, True where a key is hidden; None: no mask tensor.
             attn_mask_type: A name that contains "causal" hides later keys.
-            softmax_scale: Factor of the scores; None: 1.
+            scale: Factor of the scores; None: 1.
         """
         floating("inp", inp)
         tensor_or_none("mask", mask)
@@ -46,8 +46,8 @@ class FusedScaleMaskSoftmax(nn.Module):
         causal = None
         if "causal" in attn_mask_type:
             causal = "bottom_right" if "bottom_right" in attn_mask_type else "top_left"
-        scale = finite_or_none("softmax_scale", softmax_scale)
-        scale = 1.0 if scale is None else scale
+        factor = finite_or_none("scale", scale)
+        factor = 1.0 if factor is None else factor
         if mask is None or mask.dtype in (torch.bool, torch.uint8):
-            return scaled_softmax(inp, scale, mask, causal)
-        return scaled_softmax(self.mask_func(inp * scale, mask), 1.0, None, causal)
+            return scaled_softmax(inp, factor, mask, causal)
+        return scaled_softmax(self.mask_func(inp * factor, mask), 1.0, None, causal)

@@ -128,15 +128,17 @@ class OffloadableLayerState:
         self._views.append(_View(number, tensor.shape, tensor.stride(), offset, late))
         return len(self._views) - 1
 
-    def pop_tensor(self, pushed: Any) -> Tensor:
+    def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:
         """Return the saved tensor of a result of `push_tensor`; the computation waits for its values."""
-        if isinstance(pushed, _SavedQuantized):
-            parts = [None if part is None else self.pop_tensor(part) for part in pushed.parts]
-            return pushed.kind.from_storage(pushed.rebuild(parts), shape=pushed.shape)
-        if isinstance(pushed, Tensor):
-            return pushed
+        if isinstance(tensor_or_tensor_id, _SavedQuantized):
+            parts = [None if part is None else self.pop_tensor(part) for part in tensor_or_tensor_id.parts]
+            return tensor_or_tensor_id.kind.from_storage(
+                tensor_or_tensor_id.rebuild(parts), shape=tensor_or_tensor_id.shape
+            )
+        if isinstance(tensor_or_tensor_id, Tensor):
+            return tensor_or_tensor_id
         self._demand(NOT_OFFLOADED, OFFLOAD_STARTED, RELOAD_STARTED)
-        view = self._views[pushed]
+        view = self._views[tensor_or_tensor_id]
         if self.state != RELOAD_STARTED:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
         tensor = view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])

@@ -5,7 +5,6 @@ Four marks are attributes of a tensor, which autograd preserves:
 * `_TE_do_not_offload`: parameters, and tensors derived from them.
 * `start_reload_event`: the moment from which the values are complete.
 * `offload_base_tensor`: copy the base of this view once for all views; implied for views with gaps.
-
 * `_TE_cached_weight`: weights that are quantized once for several microbatches. Their memory is written again when
   no backward pass holds it, which is counted in references to this memory.
 

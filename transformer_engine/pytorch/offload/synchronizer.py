@@ -145,19 +145,20 @@ class OffloadSynchronizer:
         pushed = state.push_tensor(tensor)
         return tensor if pushed is tensor else Pushed(self._pushing, state.generation, pushed)
 
-    def pop_tensor(self, pushed: Any) -> Tensor:
+    def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:
         """Return the saved tensor; raise RuntimeError if a later forward of the layer has replaced it."""
-        if isinstance(pushed, Tensor):
-            return pushed
-        state = self.layer_states[pushed.layer]
-        if state.generation != pushed.generation:
+        if isinstance(tensor_or_tensor_id, Tensor):
+            return tensor_or_tensor_id
+        state = self.layer_states[tensor_or_tensor_id.layer]
+        if state.generation != tensor_or_tensor_id.generation:
             raise RuntimeError(
-                f"the saved tensors of layer {pushed.layer} are gone: its forward has run again, or its backward has "
-                "run before; run one backward after each forward of the offloaded layers, without retain_graph=True"
+                f"the saved tensors of layer {tensor_or_tensor_id.layer} are gone: its forward has run again, or its "
+                "backward has run before; run one backward after each forward of the offloaded layers, without "
+                "retain_graph=True"
             )
         if state.state == OFFLOAD_FINISHED:  # a backward in another order than the forward's
             state.start_reload()
-        return state.pop_tensor(pushed.value)
+        return state.pop_tensor(tensor_or_tensor_id.value)
 
     def get_offloaded_total_size_mb(self) -> float:
         """Return the size in MiB of all layers in host memory."""

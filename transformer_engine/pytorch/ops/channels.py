@@ -17,12 +17,12 @@ class Channels:
     _extra_output_to_caller: list[bool]
     _captured_by_fuser: bool
 
-    def set_extra_input_channel(self, index: int, name: str | None) -> Any:
+    def set_extra_input_channel(self, index: int, channel: str | None) -> Any:
         """Read an extra input from the channel of an earlier operation instead of from the caller.
 
         Args:
             index: Index of the extra input.
-            name: Name of the channel; None for an input from the caller.
+            channel: Name of the channel; None for an input from the caller.
 
         Returns:
             The operation.
@@ -32,16 +32,18 @@ class Channels:
             ValueError: The name is not a string with characters.
             RuntimeError: A fuser has been built with the operation.
         """
-        self._check_channel("input", index, self.num_extra_inputs, name)
-        self._extra_input_channels[index] = name
+        self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._extra_input_channels[index] = channel
         return self
 
-    def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> Any:
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> Any:
         """Offer an extra output to later operations under a name.
 
         Args:
             index: Index of the extra output.
-            name: Name of the channel; None for no channel.
+            channel: Name of the channel; None for no channel.
             output_to_caller: Whether the chain also returns the output.
 
         Returns:
@@ -55,8 +57,8 @@ class Channels:
         """
         if type(output_to_caller) is not bool:
             raise TypeError(f"output_to_caller={output_to_caller!r} is not a bool; use True or False")
-        self._check_channel("output", index, self.num_extra_outputs, name)
-        self._extra_output_channels[index] = name
+        self._check_channel("output", index, self.num_extra_outputs, channel)
+        self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller
         return self
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...common.checks import described, number
 from ...common.numbers import to_bool, to_float, to_int, with_article
+from ..runtime.checks import is_distributed
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 from .multi_tensor_apply import local_of
@@ -109,7 +110,7 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
             raise RuntimeError("capturable=True takes no quantized parameters; use capturable=False")
     elif local.dtype not in _PLAIN:
         raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
-    if (parameter is local) != (grad is local_grad):
+    if is_distributed(parameter) != is_distributed(grad):
         raise AssertionError("of a parameter and its gradient one is a DTensor; both have to be, or neither")
     if local_grad.device != local.device:
         raise ValueError(

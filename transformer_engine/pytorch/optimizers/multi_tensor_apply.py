@@ -11,14 +11,15 @@ from torch import Tensor
 
 from ...common.numbers import to_int
 from ..runtime.checks import is_distributed
+from ..tensor.grouped_tensor import memory_of
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _MODULE = "torch.distributed.tensor"
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the rank's shard of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if is_distributed(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    """The rank's shard of a DTensor, the memory of a group of plain matrices; any other tensor itself."""
+    return tensor._local_tensor if is_distributed(tensor) else memory_of(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:

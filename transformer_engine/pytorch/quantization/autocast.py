@@ -226,7 +226,7 @@ class autocast(ContextDecorator):
             or export_mode.onnx
             or exception_type is not None
             or state.graph
-            or holder.recomputing
+            or (holder.recomputing and not traced)  # a traced update is left out when the graph runs
         ):
             return
         # The first run of a reentrant checkpoint has gradients off although its second run will train.

@@ -25,6 +25,7 @@ from ...common.recipe import DelayedScaling
 from ..constants import dist_group_type
 from ..primitives.scale_update import advance_scales, amax_of, rolled, scale_of
 from ..runtime.tracing import constant_while_tracing
+from .compiled_runs import is_second_run
 
 Algorithm = str | Callable[..., Tensor]
 
@@ -93,6 +94,8 @@ def _update_op(
     group: str,
     gaps: Sequence[int] = (),
 ) -> None:
+    if is_second_run():
+        return
     if group:
         resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
         _reduce(histories, resolve(group), gaps)
@@ -142,6 +145,8 @@ def update_scales(
     """
     algorithm = recipe.amax_compute_algo
     if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
+        if torch.compiler.is_compiling() and is_second_run():
+            return
         if group is not None:
             _reduce(histories, group, gaps)
         for history, scale in zip(histories, scales, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..tensor.quantizer import Quantizer
 from .delayed_scaling import unregister
 from .family import family_of
 from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, factory_roles, tensor_types
-from .scale_snapshot import scale_snapshot
+from .scale_snapshot import compiled_scale
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
@@ -148,6 +149,9 @@ class StatelessRecipeState(RecipeState):
         return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
 
+_numbers = itertools.count()
+
+
 class DelayedScalingRecipeState(RecipeState):
     """scale float32 [n], 1 at first; amax_history float32 [length, n], 0 at first, row 0 the running step."""
 
@@ -169,16 +173,22 @@ class DelayedScalingRecipeState(RecipeState):
             recipe.amax_history_len, self.num_quantizers, dtype=torch.float32, device=self.device
         )
         self.registration: Any = None
+        self.key = f"state {next(_numbers)}"
 
     @property
     def scale(self) -> Tensor:
         """The scale tensor; while compiling, a copy that later updates leave alone."""
-        copied = torch.compiler.is_compiling() and not export_mode.onnx
-        return scale_snapshot(self.scale_in_place) if copied else self.scale_in_place
+        if not torch.compiler.is_compiling() or export_mode.onnx:
+            return self.scale_in_place
+        return compiled_scale(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which must be registered for updates separately."""
         return {**self.__dict__, "registration": None}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Restore the attributes of a copy, which has a key of its own."""
+        self.__dict__.update(attributes, key=f"state {next(_numbers)}")
 
     @property
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:

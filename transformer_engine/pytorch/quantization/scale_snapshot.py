@@ -7,6 +7,8 @@ within torch.utils.checkpoint, which marks each node for recomputation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx.traceback
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..runtime.tracing import hidden_from_selective_checkpoints
+from .compiled_runs import is_recomputed, repeated_scale
 
 
 @torch.library.custom_op("transformer_engine::copied_scale", mutates_args=())
@@ -47,6 +50,16 @@ def _scale_snapshot(scale: Tensor) -> Tensor:
             meta["recompute"] = before
             if before is None:
                 del meta["recompute"]
+
+
+def compiled_scale(state: Any) -> Tensor:
+    """The scale of a delayed-scaling state for a graph that is being traced, which later updates leave alone.
+
+    In a recomputed function, the graph reads the scale of the first run in both runs.
+    """
+    if is_recomputed():
+        return repeated_scale(state.scale_in_place, state.amax_history, state.key)
+    return scale_snapshot(state.scale_in_place)
 
 
 _library.impl("scale_snapshot", _scale_snapshot, "CompositeImplicitAutograd")

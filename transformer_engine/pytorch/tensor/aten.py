@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from ...common.numbers import with_article
+from . import cut_views
 from .checkpoint_reads import COLLECTED, READS, narrowed
-from .cut_views import cut_view
+from .promotion import decoded_dtype, read_arguments, writes
 from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
+from .storage.grouped_tensor_storage import GroupedTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -47,13 +49,16 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False):
             return _dequantized(func, args, kwargs)
     if func.is_view and isinstance(args[0], QuantizedTensorStorage):
-        values = _plain(args[0])
-        return cut_view(func(values, *args[1:], **kwargs), values, args[0])
-    plain_args, plain_kwargs = _plain_arguments(func, args, kwargs)
+        memory = args[0].plain_memory() if isinstance(args[0], GroupedTensorStorage) else None
+        if memory is not None:
+            return func(memory, *args[1:], **kwargs)
+        values = _values(args[0], None)
+        return cut_views.cut_view(func(values, *args[1:], **kwargs), values, args[0])
+    plain_args, plain_kwargs = read_arguments(func, args, kwargs, _values)
     result = func(*plain_args, **plain_kwargs)
     written = []
     for position, argument in enumerate(func._schema.arguments):
-        if not _writes(argument):
+        if not writes(argument):
             continue
         if position < len(args):
             written.append((args[position], plain_args[position]))
@@ -69,59 +74,11 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result) if originals else result
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf.decode(leaf.dtype) if isinstance(leaf, QuantizedTensorStorage) else leaf
-
-
-def _decoded(tensor: Any, dtype: torch.dtype) -> Tensor:
-    """Return the values for a tensor of this dtype, rounded at most once: codes times scales are float32."""
-    return tensor.decode(dtype if dtype in _DECODED else torch.float32)
-
-
-_DECODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _plain_arguments(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Dequantize the arguments of an operation.
-
-    An operation that promotes dtypes reads values in the promoted dtype. The nominal dtype would round them first:
-    master weights in float32 would lose bits. Tensors that the operation writes to have their nominal dtype.
-    """
-    promotes = torch.Tag.pointwise in func.tags or func in _PROMOTING
-    foreach = func.name().startswith("aten::_foreach_")
-    if not (promotes or foreach):
-        return tree_map(_plain, tuple(args)), tree_map(_plain, kwargs)
-    dtype: torch.dtype | None = None
-    for leaf in tree_iter((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            dtype = leaf.dtype if dtype is None else torch.promote_types(dtype, leaf.dtype)
-
-    def read(leaf: Any) -> Any:
-        if not isinstance(leaf, QuantizedTensorStorage):
-            return leaf
-        return _decoded(leaf, leaf.dtype if dtype is None else dtype)
-
-    plain = [
-        tree_map(_plain if _is_written(func, position) else read, argument)
-        for position, argument in enumerate(args)
-    ]
-    written = {argument.name for argument in func._schema.arguments if _writes(argument)}
-    named = {name: tree_map(_plain if name in written else read, value) for name, value in kwargs.items()}
-    return tuple(plain), named
-
-
-# Operations without the tag `pointwise` that promote the dtypes of their arguments.
-_PROMOTING = frozenset({aten.cat.default, aten.stack.default})
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _is_written(func: Any, position: int) -> bool:
-    return _writes(func._schema.arguments[position])
+def _values(leaf: Any, dtype: torch.dtype | None) -> Any:
+    """The values of a quantized tensor or a part of one in a dtype, None for the nominal one, rounded at most once."""
+    if isinstance(leaf, QuantizedTensorStorage):
+        return leaf.decode(leaf.dtype if dtype is None else decoded_dtype(dtype))
+    return cut_views.read(leaf, dtype)
 
 
 def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
@@ -209,7 +166,10 @@ def _to_copy(
     if pin_memory:
         storage = storage.mapped(Tensor.pin_memory)
     if dtype is not None:
-        storage._dtype = dtype
+        if isinstance(storage, GroupedTensorStorage):
+            storage.set_nominal_dtype(dtype)
+        else:
+            storage._dtype = dtype
     copy = _with_attributes(tensor, like(tensor, storage))
     vars(copy).pop(DerivedTensors.NAME, None)  # its memory is its own
     return copy
@@ -218,12 +178,11 @@ def _to_copy(
 @_handles(aten.copy_.default)
 def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, QuantizedTensorStorage):
-        return target.copy_(_decoded(source, target.dtype), non_blocking)
-    if isinstance(source, QuantizedTensorStorage):
-        if target.payload_is_like(source):
-            write_quantized(source, target)
-            return target
-        source = source.decode(torch.float32)
+        return target.copy_(_values(source, target.dtype), non_blocking)
+    if isinstance(source, QuantizedTensorStorage) and target.payload_is_like(source):
+        write_quantized(source, target)
+        return target
+    source = _values(source, torch.float32)
     write(source.to(target.device, non_blocking=non_blocking).expand(target.shape), target)
     return target
 

@@ -133,4 +133,7 @@ def _joined(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage
     for payload in payloads[1:]:
         if any(not torch.equal(part, payload.whole[name]) for name, part in whole_parts.items()):
             return None
-    return join_payload([torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], whole.dtype)
+    joined = join_payload([torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], whole.dtype)
+    for _, shard in ordered:
+        joined.join_claims(shard)  # pyright: ignore[reportArgumentType]
+    return joined

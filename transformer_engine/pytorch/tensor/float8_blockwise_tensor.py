@@ -34,7 +34,7 @@ def _spec(
     )
 
 
-_PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "is_2D_scaled")
+_PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "is_2D_scaled", "power_of_two")
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
@@ -94,6 +94,10 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
             self.amax_epsilon,
         )
 
+    @property
+    def transposes_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.block_scaling_dim == 1
+
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         return self.adopt(quantize(matrix, self.spec(rowwise, columnwise)), matrix.dtype)
 
@@ -102,14 +106,18 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         codes, scale, codes_t, scale_t, _, _ = quantized
-        tiles = BLOCK_2D if self.block_scaling_dim == 2 else BLOCK_1D
+        tiles = self.spec(True, False).operand_format
         return Operands(
             Operand(codes, scale, tiles, None, dtype) if codes is not None else None,
             Operand(codes_t, scale_t, tiles, None, dtype) if codes_t is not None else None,
         )
 
     def constants(self) -> dict[str, Any]:
-        return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
+        return {
+            "fp8_dtype": self.dtype,
+            "is_2D_scaled": self.block_scaling_dim == 2,
+            "power_of_two": self.force_pow_2_scales,
+        }
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         return (self._configuration(), ()) if type(self) is Float8BlockQuantizer else None

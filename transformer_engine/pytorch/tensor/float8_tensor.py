@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -15,14 +14,24 @@ from ...common import recipe as recipes
 from ...common.formats import FLOAT8
 from ...common.numbers import to_bool
 from ..constants import DType
+from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.operand import Operand
-from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
+from ..primitives.quantize import (
+    Cast,
+    Quantized,
+    absolute_maximum,
+    quantize,
+    scale_from_amax,
+)
+from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.device import canonical_device
+from . import elements
 from .current_scaling import RecordsScale, ReducesMaximum, reduce_maxima
 from .delayed_scale import DelayedScale, ScalingState
-from .elements import check_scalar, element_of, empty_quantized, float8_dtype, float8_number
+from .elements import check_scalar, code_directions, empty_quantized, float8_dtype, float8_number, float8_spec
+from .padded_groups import PaddedGroups, maxima_of_groups, scaled_groups
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_tensor_storage import Float8TensorStorage
@@ -31,19 +40,15 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_sha
 __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
 
 
-@functools.cache
-def _spec(
-    dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool = False, epsilon: float = 0.0
-) -> QuantizeSpec:
-    return QuantizeSpec(
-        FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
-    )
-
-
-def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
+def _operands(
+    quantized: Quantized, dtype: torch.dtype, rowwise: bool = True, columnwise: bool = True
+) -> Operands:
+    """Operands of codes in the directions of `code_directions`; without transposed codes, a view of the others."""
     codes, scale, codes_t, scale_t, _, _ = quantized
+    if codes_t is None and codes is not None and columnwise and reads_all_layouts():
+        codes_t, scale_t = codes.t(), scale
     return Operands(
-        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None else None,
+        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None and rowwise else None,
         Operand(codes_t, scale_t, FLOAT8, None, dtype) if codes_t is not None else None,
     )
 
@@ -80,7 +85,7 @@ class _PerTensorQuantizer(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        spec = QuantizeSpec(FLOAT8, element_of(self.dtype), self.rowwise_usage, self.columnwise_usage)
+        spec = float8_spec(self.dtype, self.rowwise_usage, self.columnwise_usage)
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
 
@@ -112,6 +117,19 @@ class _PerTensorQuantizer(Quantizer):
 
     def _packed(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> Float8TensorStorage:
         return Float8TensorStorage.pack(quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype)
+
+    def groups_unsupported_reason(self) -> str | None:
+        known = type(self) in (Float8Quantizer, Float8CurrentScalingQuantizer)
+        return None if known else f"{type(self).__name__} has its own encode"
+
+    def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """(maxima, multipliers), float32 [n], of groups with these maxima."""
+        raise NotImplementedError
+
+    def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
+        amax, scale = self._group_scales(maxima_of_groups(row_maxima(x), groups, groups.group_of_row()))
+        usages = (self.rowwise_usage, self.columnwise_usage)
+        return {"amax": amax} | scaled_groups(x, groups, scale, elements.element_of(self.dtype), *usages)
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         return _operands(quantized, dtype)
@@ -189,7 +207,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
-        spec = _spec(self.dtype, rowwise, columnwise)
+        spec = float8_spec(self.dtype, rowwise, columnwise)
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
             quantized = quantize(plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
@@ -205,16 +223,16 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         if torch.compiler.is_compiling():
             return super().operands(matrix, rowwise, columnwise)
         scale, amax = self._views()
-        spec = _spec(self.dtype, rowwise, columnwise)
+        spec = float8_spec(self.dtype, *code_directions(rowwise, columnwise))
         quantized = quantize(matrix, spec, multiplier=scale, record=amax)
         if self.amax_reduction_group is not None:
             reduce_maxima(amax, self.amax_reduction_group, matrix)
-        return _operands(quantized, matrix.dtype)
+        return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.amax_reduction_group is not None:
             return None  # the maximum is reduced over the group after it is recorded
-        return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
+        return Cast(float8_spec(self.dtype, *code_directions(rowwise, columnwise)), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
         """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
@@ -255,6 +273,10 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
+
+    def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        self.record(maxima.amax().reshape(1))
+        return maxima, self.scale.reshape(1).to(torch.float32).expand(maxima.shape[0]).contiguous()
 
     def replay_state(self) -> tuple[Tensor, ...]:
         return (self.scale.clone(),)
@@ -301,14 +323,14 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
-        use_existing_amax: bool | None = None,
+        use_existing_amax: bool = False,
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
-            if value is not None:
+        for name, given in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
+            if given is not None and given is not False:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
                     DeprecationWarning,
@@ -331,7 +353,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
+        quantized = self._quantized(matrix, *code_directions(rowwise, columnwise))
+        return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not Float8CurrentScalingQuantizer:
@@ -340,16 +363,22 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         return (self.dtype, self.force_pow_2_scales, self.amax_epsilon, self.with_amax_reduction, group), ()
 
     def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
-        spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
+        spec = float8_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
         amax = None
         if self.with_amax_reduction:
             amax = self.reduce_amax(maximum(matrix))
         return quantize(matrix, spec, amax=amax)
 
+    def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        maxima = self.reduce_amax(maxima) if self.with_amax_reduction else maxima
+        scaling = {"power_of_two": self.force_pow_2_scales, "epsilon": self.amax_epsilon}
+        return maxima, scale_from_amax(maxima, elements.element_of(self.dtype).maximum, **scaling)
+
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:
             return None
-        return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
+        directions = code_directions(rowwise, columnwise)
+        return Cast(float8_spec(self.dtype, *directions, self.force_pow_2_scales, self.amax_epsilon))
 
     def _configuration(self) -> Hashable:
         reduction = (self.with_amax_reduction, self.amax_reduction_group)
@@ -357,22 +386,12 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
 
 
 def _make_float8_tensor_in_reduce_ex(
-    data: Tensor | None,
-    fp8_dtype: DType,
-    fp8_scale_inv: Tensor,
-    dtype: torch.dtype,
-    shape: Sequence[int],
+    data: Tensor | None, fp8_dtype: DType, fp8_scale_inv: Tensor, dtype: torch.dtype, shape: Sequence[int],
     data_transpose: Tensor | None = None,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     """Return a Float8Tensor from its pickle; its use determines its quantizer."""
-    return Float8Tensor(  # pyright: ignore[reportReturnType]
-        shape,
-        dtype,
-        data=data,
-        fp8_scale_inv=fp8_scale_inv,
-        fp8_dtype=fp8_dtype,
-        data_transpose=data_transpose,
-    )
+    payload = {"data": data, "fp8_scale_inv": fp8_scale_inv, "fp8_dtype": fp8_dtype}
+    return Float8Tensor(shape, dtype, data_transpose=data_transpose, **payload)  # pyright: ignore
 
 
 PICKLED = (_make_float8_tensor_in_reduce_ex,)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.numbers import to_int
 from ..runtime.checks import extents, tensor, values_dtype
 from ..runtime.device import canonical_device
+from ..runtime.double_backward import once_differentiable
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.grouped_tensor_storage import GroupedTensorStorage
@@ -36,7 +38,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
     """
 
     STORAGE = GroupedTensorStorage
-    amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    amax = GroupedTensorStorage.amax  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __new__(
         cls,
@@ -133,6 +135,27 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         storage = GroupedTensorStorage.around(shapes, rowwise_data.detach(), StackQuantizer(None))
         return storage if internal else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
 
+    @classmethod
+    def of_stack(cls, stack: Tensor) -> GroupedTensor:
+        """Return a group of plain matrices (or vectors) that shares the memory of a contiguous stack [n, ..]."""
+        shapes = [tuple(stack.shape[1:])] * stack.shape[0]
+        return cls.from_storage(GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None)))
+
+    def _set_data(self, value: Tensor) -> None:
+        """Adopt the memory of plain values of the same shape and dtype; otherwise as `QuantizedTensor.data`."""
+        fits = (value.shape, value.dtype) == (self.shape, self.dtype) and value.is_contiguous()
+        if self.holds_values and fits and not isinstance(value, QuantizedTensor):
+            value = GroupedTensor.of_stack(value)
+        super()._set_data(value)
+
+    data = property(QuantizedTensor._get_data, _set_data)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether the matrices are plain values instead of codes."""
+        quantizer: Any = self._quantizer
+        return quantizer is None or quantizer.quantizers is None
+
     def fsdp_pre_all_gather(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise NotImplementedError(
             "a quantized parameter of all groups is not sharded as codes; use single_grouped_weight=False, one "
@@ -141,6 +164,49 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
+
+
+class _GroupValues(torch.autograd.Function):
+    """Values of a group of plain matrices as a plain tensor; the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, group: GroupedTensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # a gradient may be delayed, or be in main_grad
+        return _shared(group)
+
+    @staticmethod
+    @once_differentiable("GroupedLinear")
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        return grads[0]
+
+
+def _shared(group: GroupedTensor) -> Tensor:
+    memory = group.plain_memory()
+    assert memory is not None
+    return memory
+
+
+# (buffer, view) of groups that optimizers step: they compare tensors by identity from step to step.
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def memory_of(tensor: Any) -> Any:
+    """The memory of a group of plain matrices as a tensor without gradient, the same in each call; or the tensor."""
+    if not isinstance(tensor, GroupedTensor) or not tensor.holds_values:
+        return tensor
+    cached: Any = _views.get(tensor)
+    if cached is None or cached[0] is not tensor.rowwise_data:
+        cached = _views[tensor] = (tensor.rowwise_data, _shared(tensor))
+    return cached[1]
+
+
+def plain_stack(parameter: Any) -> Any:
+    """Values of a group of plain matrices as a plain tensor on the same memory; any other tensor unchanged."""
+    if not isinstance(parameter, GroupedTensor) or not parameter.holds_values:
+        return parameter
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return _GroupValues.apply(parameter)
+    return _shared(parameter)
 
 
 class StackQuantizer(Quantizer):
@@ -214,11 +280,19 @@ class StackQuantizer(Quantizer):
         return self.quantizers, self.shapes
 
 
-def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantizer:
-    """Return the quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values."""
+def stack_quantizer(
+    quantizer: Quantizer | None, shapes: Shapes, stacked: bool | None = None
+) -> StackQuantizer:
+    """Quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values.
+
+    Args:
+        quantizer: The quantizer of every matrix.
+        shapes: Their shapes.
+        stacked: Whether the group is presented as a stack [n, M, N]; by default if all shapes are equal.
+    """
     quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
     given = [tuple(shape) for shape in shapes]
-    return StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
+    return StackQuantizer(quantizers, None if len(set(given)) == 1 and stacked is not False else given)
 
 
 def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:

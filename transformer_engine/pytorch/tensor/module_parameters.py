@@ -103,10 +103,11 @@ def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
                 f"{name}: {part} is {described}, the module's is {held.dtype} {list(held.shape)}; save the "
                 "module again with the directions that this one has"
             )
-    made = own.detach().clone()
+    made: Any = own.detach().clone()
     with torch.no_grad():
         for part in parts:
             getattr(made, part).copy_(given[part])
+        made.join_claims(None)
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,9 @@ class MXFP8Quantizer(BlockScalingQuantizer):
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
         return _spec(self.dtype, rowwise, columnwise, self.with_2d_quantization)
+
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().get_columnwise_shape(rowwise_data_shape)
 
     def constants(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "square_tiles": self.with_2d_quantization}

@@ -15,14 +15,25 @@ from ...common.formats import E2M1, NVFP4_FORMATS
 from ...common.numbers import to_bool
 from ...common.quantize_spec import FAST_ERRORS
 from ..constants import DType
-from ..primitives.quantize import Quantized, QuantizeSpec, hadamard_transform, quantize
+from ..primitives.quantize import Quantized, QuantizeSpec, hadamard_transform, pack_fp4, quantize
+from ..primitives.quantize.encodings import row_maxima
+from ..primitives.quantize.formats.nvfp4 import encode as encode_rows
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
 from .current_scaling import ReducesMaximum
 from .elements import element_number
+from .padded_groups import (
+    TILE,
+    PaddedGroups,
+    by_group,
+    maxima_of_groups,
+    transposed_codes,
+    transposed_scales,
+)
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
+from .storage.block_scaled import padded
 from .storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
@@ -249,6 +260,49 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
                 torch.rand(of_columns, dtype=torch.float32, device=matrix.device),
             )
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
+
+    def groups_unsupported_reason(self) -> str | None:
+        for name in ("with_2d_quantization", "row_scaled_nvfp4", "with_amax_reduction"):
+            if getattr(self, name):
+                return f"{name}=True needs the rows of a group together"
+        return super().groups_unsupported_reason()
+
+    def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
+        # Both directions are rows of 16 values, each with the maximum of its group.
+        x = groups.padded(x)
+        group, _ = groups.padded_groups()
+        amax = maxima_of_groups(row_maxima(x), groups, group)
+        buffers: dict[str, Tensor] = {}
+        if self.rowwise_usage:
+            codes, scale = self._rows_with_maxima(x, by_group(amax, group))
+            buffers["rowwise_data"] = codes.index_select(0, groups.padded_row())
+            buffers["scale_inv"] = padded(scale.view(torch.uint8), 1, 4)
+            buffers["amax"] = amax
+        if self.columnwise_usage:
+            x_t = x.t().contiguous()
+            depth = x_t.shape[0]
+            if self.with_rht:
+                x_t = hadamard_transform(x_t, self.with_random_sign_mask)
+                amax = maxima_of_groups(row_maxima(x_t.t().contiguous()), groups, group)
+            of_blocks = by_group(amax, group[::16]).repeat(depth)
+            codes_t, scale_t = self._rows_with_maxima(x_t.view(-1, 16), of_blocks)
+            scale_t = padded(scale_t.view(torch.uint8).reshape(depth, -1), TILE, 1)
+            buffers["columnwise_data"] = transposed_codes(codes_t.reshape(depth, -1), groups, packing=2)
+            buffers["columnwise_scale_inv"] = transposed_scales(scale_t, groups, 16)
+            buffers["columnwise_amax"] = amax
+        return buffers
+
+    def _rows_with_maxima(self, x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed codes [R, K / 2] and block scales [R, K / 16] of rows with these maxima [R]."""
+        spec = self.spec(True, False)
+        if self.stochastic_rounding:
+            uniform = torch.rand(x.shape, dtype=torch.float32, device=x.device)
+            codes, scale = encode_rows(x, spec, spec.format, amax, uniform)
+            return pack_fp4(codes), scale
+        rows = _spec(True, False, True, self.nvfp4_e4m3_max, False, False, False, False, spec.four_over_six)
+        codes, scale, *_ = quantize(x, rows, amax=amax)
+        assert codes is not None and scale is not None
+        return codes, scale
 
     def _configuration(self) -> Hashable:
         return (

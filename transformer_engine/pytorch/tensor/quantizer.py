@@ -21,6 +21,7 @@ from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
 from .construction import StraightThroughQuantize
 from .custom_operand import contracted
+from .padded_groups import EncodesGroups
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -46,13 +47,13 @@ def turned(columnwise: Operand | Matrix) -> Operand:
     return plain(columnwise.values.t()) if isinstance(columnwise, Matrix) else columnwise
 
 
-class Quantizer:
+class Quantizer(EncodesGroups):
     """Base class of quantizers. `encode` is the functional core; everything else is defined by it.
 
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results
     are tensors of this package, objects with `dequantize()`, or objects that the quantizer's `qgemm` multiplies; see
     `custom_operand`. The attribute `internal` returns bare storages, which are cheaper and invisible to autograd.
-    `optimize_for_gemm` hints that the result is only multiplied.
+    `optimize_for_gemm` states that operands are only multiplied: their scales may be in the order of products.
 
     Args:
         rowwise: Make codes for products along the last dimension; the attribute `rowwise_usage`.

@@ -68,6 +68,7 @@ def write(values: Tensor, target: Any) -> None:
         for into, part in zip(written, fresh.unpack(), strict=True):
             if into is not None and part is not None:
                 into.copy_(part)
+        place.whole.join_claims(fresh)
     # The target may hold copies of padded scales: copy them from the whole tensor.
     current = row_slice(place.whole, place.start, place.stop)
     assert current is not None

@@ -282,7 +282,7 @@ def _router(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("cross_entropy")
 def _cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    loss = functools.partial(te.parallel_cross_entropy, reduce_loss=True)
+    loss = functools.partial(te.parallel_cross_entropy, reduce_loss=True, overwrite_input=True)
     return Workload(loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
 
 

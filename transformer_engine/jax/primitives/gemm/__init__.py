@@ -14,7 +14,7 @@ from ..operand import Operand
 from ..platforms import WithOptions, bind_by_platform, by_platform
 from ..quantize import decoded as decoded_values
 from ..quantize import inverse_transform
-from . import codes_product, decoded, float8, reference
+from . import codes_product, decoded, float8, reference, scaled_codes
 from .request import GemmRequest
 
 __all__ = ["TABLE", "GemmRequest", "gemm"]
@@ -27,6 +27,9 @@ TABLE: Table[GemmRequest] = Table(
         codes_product.TRITON,
         float8.DIRECT,
         reference.DOT,
+        scaled_codes.DOT_SCALED,
+        scaled_codes.SCALED_MATMUL,
+        decoded.WIDEN,
         decoded.BACKEND,
         reference.BACKEND,
     ),

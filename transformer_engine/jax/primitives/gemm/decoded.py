@@ -1,114 +1,90 @@
-"""Products of codes with block scales that no kernel supports: every device decodes its part of the codes.
+"""Products of codes that no tensor core supports: every device decodes its part of the codes.
 
-The computation is that of the reference. The kernel exists for the partitioner, which would otherwise have devices
-exchange the decoded float32 values, four times the bytes of the codes.
+widen: the values are multiplied in bfloat16, which represents FP8 codes, and the codes of MXFP8 and NVFP4 times their
+block scales. The scale of a tensor, and the second level of NVFP4, are applied to the float32 sum.
+
+decoded: the computation of the reference, in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ....common.dispatch import Backend
-from ....common.formats import TensorFormat
+from ....common.formats import FLOAT8
+from ..kernels import Kernel
 from ..launching import switched_off
 from ..operand import Operand
-from ..partitioning import ShardingRule, extent
-from ..several_axes import OperationsKernel, call_on_axes
-from . import reference
+from ..several_axes import OverVmap
+from . import block_scales, float8, reference
+from .block_scales import BlockScaledProduct
 from .request import GemmRequest
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    if request.platform != "cuda":
-        return f"it needs a CUDA device, the program is for {request.platform}"
-    if (reason := switched_off("GemmPrimitive")) is not None:
+    return _unsupported_on(request.platform) or block_scales.unsupported_reason(request)
+
+
+def _unsupported_on(platform: str) -> str | None:
+    if platform != "cuda":
+        return f"it needs a CUDA device, the program is for {platform}"
+    return switched_off("GemmPrimitive")
+
+
+def widen_unsupported_reason(request: GemmRequest) -> str | None:
+    reason = _unsupported_on(request.platform) or request.hardware.lacks("bf16 products")
+    if reason is not None:
         return reason
-    depths = []
-    for form in (request.a_format, request.b_format):
-        if form is None or form.block is None:
-            return "an operand has no block scales"
-        depths.append(form.block[1])
-    if depths[0] != depths[1]:
-        return f"scales of {depths[0]} and of {depths[1]} contracted elements"
+    if not _one_scale(request) and (reason := block_scales.unsupported_reason(request)) is not None:
+        return reason
     if 0 in (request.m, request.n, request.k):
         return "a product without elements"
+    for form in (request.a_format, request.b_format):
+        if form is not None and not form.fits_bfloat16:
+            return f"{form.name} scales may be any float32; their product with a code needs more bits than bfloat16 has"
     return None
 
 
-@dataclass(frozen=True)
-class DecodedProduct(OperationsKernel):
-    """(codes a [M, K], codes b [N, K], scales of a, scales of b, maxima [1] of the formats that have one) -> out [M, N]
+def _one_scale(request: GemmRequest) -> bool:
+    return request.a_format == request.b_format == FLOAT8
 
-    Scales are [M / r, K / c] and [N / r, K / c] for blocks r x c, with E8M0 scales as bytes.
+
+@dataclass(frozen=True)
+class DecodedProduct(BlockScaledProduct):
+    """A product of decoded values.
 
     Attributes:
-        forms: Formats of a and b.
-        shape: (M, N, K) of the whole product; shards contain whole blocks of it.
-        dtype: dtype of the product.
+        widens: Whether the values are bfloat16; otherwise float32.
     """
 
-    forms: tuple[TensorFormat, TensorFormat]
-    shape: tuple[int, int, int]
-    dtype: jnp.dtype
+    widens: bool = False
 
-    @property
-    def rule(self) -> ShardingRule:
-        blocks = [form.block for form in self.forms]
-        assert blocks[0] is not None and blocks[1] is not None
-        rows, columns, depth = self.shape
-        m, n = extent("m", rows, blocks[0][0]), extent("n", columns, blocks[1][0])
-        k = extent("k", depth, blocks[0][1])
-        maxima = [
-            matrix.whole if form.row_scaled else name
-            for matrix, name, form in zip((m, n), "pq", self.forms, strict=True)
-            if form.levels
-        ]
-        codes = [f"{m.whole} {k.whole}", f"{n.whole} {k.whole}"]
-        scales = [f"{m.blocks} {k.blocks}", f"{n.blocks} {k.blocks}"]
-        text = f"{', '.join((*codes, *scales, *maxima))} -> {m.whole} {n.whole}"
-        return ShardingRule.of_extents(text, m, n, k, led_by_results=True, summed=(0,))
+    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
+        return OverVmap(self, tuple(mapped)), (True,)
 
-    @property
-    def in_parts(self) -> DecodedProduct:
-        return replace(self, dtype=jnp.dtype(jnp.float32))
-
-    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        a, b, *_ = operands
-        return (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), self.dtype),)
-
-    def run(self, *arrays: Array) -> tuple[Array, ...]:
-        codes, scales, maxima = arrays[:2], arrays[2:4], iter(arrays[4:])
-        operands = []
-        for c, s, form in zip(codes, scales, self.forms, strict=True):
-            scale = lax.bitcast_convert_type(s, jnp.float8_e8m0fnu) if form.scale == "e8m0" else s
-            operands.append(Operand(c, scale, next(maxima) if form.levels else None, form))
-        return (reference.run(operands[0], operands[1], self.dtype, True),)
+    def product(self, a: Operand, b: Operand) -> Array:
+        a, b = (block_scales.with_scale_dtypes(operand) for operand in (a, b))
+        return reference.run(a, b, self.dtype, True, self.widens)
 
 
-def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    """Return a [*M, *K] @ b [*N, *K].T in dtype, with partial sums in float32 even if exact is False."""
-    assert a.format is not None and b.format is not None
-    kernel = DecodedProduct((a.format, b.format), (a.rows, b.rows, a.depth), dtype)
-    codes, scales, maxima = [], [], []
-    for operand in (a, b):
-        assert operand.scale is not None
-        # Libraries of collectives support bytes: E4M3 represents all E2M1 values, and E8M0 scales become bytes.
-        four_bits = operand.codes.dtype == jnp.float4_e2m1fn
-        codes.append(
-            operand.codes.astype(jnp.float32).astype(jnp.float8_e4m3fn) if four_bits else operand.codes
-        )
-        exponents = operand.scale.dtype == jnp.float8_e8m0fnu
-        scales.append(lax.bitcast_convert_type(operand.scale, jnp.uint8) if exponents else operand.scale)
-        if operand.amax is not None:
-            maxima.append(operand.amax)
-    counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
-    (out,) = call_on_axes(kernel, counts, *codes, *scales, *maxima)
-    return out.reshape(*a.codes.shape[: a.axis], *b.codes.shape[: b.axis])
+def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool) -> Array:
+    """Compute a [*M, *K] @ b [*N, *K].T in dtype, with partial sums in float32 even if exact is False."""
+    return block_scales.multiplied(DecodedProduct, a, b, dtype, widens=widens)
 
 
-BACKEND = Backend[GemmRequest]("decoded", unsupported_reason=unsupported_reason, bind=lambda request: run)
+# One object per form: equal functions are traced once.
+_RUN_WIDENED = functools.partial(run, widens=True)
+_RUN_DECODED = functools.partial(run, widens=False)
+WIDEN = Backend[GemmRequest](
+    "widen",
+    unsupported_reason=widen_unsupported_reason,
+    bind=lambda request: float8.run_widened if _one_scale(request) else _RUN_WIDENED,
+)
+BACKEND = Backend[GemmRequest](
+    "decoded", unsupported_reason=unsupported_reason, bind=lambda request: _RUN_DECODED
+)

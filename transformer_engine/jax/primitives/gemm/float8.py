@@ -5,6 +5,8 @@ products are disabled. If they are enabled, XLA computes it in bfloat16 without 
 
 direct: dot(codes, codes) * scales, with the scales applied to the sums. Without the flag each shape takes long to
 compile.
+
+`run_widened` is the direct form of codes in bfloat16, for GPUs without FP8 tensor cores; see `decoded`.
 """
 
 from __future__ import annotations
@@ -96,11 +98,13 @@ class Float8Product(OperationsKernel):
         dtype: dtype of the product.
         exact: Whether partial sums are promoted to float32.
         direct: Whether the scales are applied to the sums.
+        widens: Whether the factors of the direct form are bfloat16.
     """
 
     dtype: jnp.dtype
     exact: bool
     direct: bool
+    widens: bool = False
 
     @property
     def rule(self) -> ShardingRule:
@@ -121,6 +125,8 @@ class Float8Product(OperationsKernel):
         precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
         dot = functools.partial(lax.dot_general, dimension_numbers=_LAST_AXES, precision=precision)
         if self.direct:
+            if self.widens:
+                a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
             # Without preferred_element_type the result would be FP8.
             sums = dot(a, b, preferred_element_type=jnp.float32)
             return ((sums * (scale_a * scale_b)).astype(self.dtype),)
@@ -136,17 +142,18 @@ class Float8Product(OperationsKernel):
         return (dot(*values, preferred_element_type=self.dtype),)
 
 
-def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, direct: bool) -> Array:
+def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, direct: bool, widens: bool = False) -> Array:
     """Return the product a @ b.T; see `Float8Product`."""
     assert a.scale is not None and b.scale is not None
     counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
     scales = a.scale.reshape(1), b.scale.reshape(1)
-    return call_on_axes(Float8Product(dtype, exact, direct), counts, a.codes, b.codes, *scales)[0]
+    return call_on_axes(Float8Product(dtype, exact, direct, widens), counts, a.codes, b.codes, *scales)[0]
 
 
 # One object per form: equal functions are traced once.
 run_scaled = functools.partial(run, direct=False)
 run_direct = functools.partial(run, direct=True)
+run_widened = functools.partial(run, direct=True, widens=True)
 
 
 def bind_direct(request: GemmRequest) -> Callable[..., Array]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,26 +18,37 @@ from ..operand import Operand, contraction
 from ..quantize import decoded
 from .request import GemmRequest
 
+_IN_FLOAT32: Any = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
-def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+
+def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool = False) -> Array:
     """Return sum_k a[m, k] b[n, k] in float32, rounded to dtype; m, n and k may be several axes each.
 
     A scale of a whole tensor is applied to the sum, block scales are applied before it. If an operand has a
-    second-level scale per row, the second level of both operands is applied to the sum.
+    second-level scale per row, or if the factors are narrow, the second level of both operands is applied to the sum.
+
+    Args:
+        a: Operand [*M, *K].
+        b: Operand [*N, *K].
+        dtype: dtype of the product.
+        exact: Accepted as by other backends; partial sums are float32.
+        widens: Whether the factors are bfloat16, which must represent the codes times their block scales.
     """
     per_row = any(operand.format is not None and operand.format.row_scaled for operand in (a, b))
+    on_sum = per_row or widens
     values = []
     for operand in (a, b):
         form = operand.format
-        if per_row and form is not None and form.unit_amax is not None and operand.amax is not None:
+        if on_sum and form is not None and form.unit_amax is not None and operand.amax is not None:
             # Omits the second-level scale.
             operand = replace(operand, amax=jnp.full(operand.amax.shape, form.unit_amax, jnp.float32))
         one_scale = form is None or form == FLOAT8
-        values.append(operand.codes.astype(jnp.float32) if one_scale else decoded(operand))
+        factor = operand.codes.astype(jnp.float32) if one_scale else decoded(operand)
+        values.append(factor.astype(jnp.bfloat16) if widens else factor)
     # HIGHEST: float32 operands would be rounded to TF32 on a GPU.
-    product = lax.dot_general(values[0], values[1], contraction(a, b), precision=lax.Precision.HIGHEST)
-    if per_row:
-        product = _with_second_level(product, a, b)
+    product = lax.dot_general(values[0], values[1], contraction(a, b), **_IN_FLOAT32)
+    if on_sum:
+        product = with_second_level(product, a, b)
     for operand in (a, b):
         if operand.format == FLOAT8:
             assert operand.scale is not None
@@ -44,7 +56,7 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     return product.astype(dtype)
 
 
-def _with_second_level(product: Array, a: Operand, b: Operand) -> Array:
+def with_second_level(product: Array, a: Operand, b: Operand) -> Array:
     """Return a product [*M, *N] without second-level scales times the maxima of a and b, over each format's unit_amax.
 
     If one of the operands has a single maximum, the maxima are multiplied first, and the product by that vector.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ....common.formats import TensorFormat
-from ....common.hardware import Hardware
+from ....common.hardware import Capability, Hardware
 from ...platform import hardware
 from ..operand import Operand
 
@@ -41,6 +41,19 @@ class GemmRequest:
     platform: str
     hardware: Hardware
     exact: bool
+
+    @property
+    def block_products(self) -> Capability | None:
+        """Capability that multiplies these block-scaled operands; None for operands that do not multiply by blocks."""
+        a, b = self.a_format, self.b_format
+        if a is None or b is None or a.block_products != b.block_products:
+            return None
+        return a.block_products
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether matrix instructions read the scales of both operands."""
+        return self.block_products is not None and self.a_format is not None and self.a_format.swizzled
 
     @classmethod
     def of(cls, a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, platform: str) -> GemmRequest:

@@ -13,7 +13,14 @@ from ....common.dispatch import Table
 from ..operand import Operand, matrix_shape
 from ..platforms import compute
 from . import reference, tiles, triton
-from .elements import absolute_maximum, cast, given_multiplier, scale_from_amax
+from .elements import (
+    absolute_maximum,
+    cast,
+    given_multiplier,
+    pack_e2m1,
+    scale_from_amax,
+    unpack_e2m1,
+)
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
 from .spec import Cast, Quantized, QuantizeInputs, QuantizeSpec, Request, jax_dtype
@@ -33,8 +40,10 @@ __all__ = [
     "hadamard_transform",
     "inverse_transform",
     "jax_dtype",
+    "pack_e2m1",
     "quantize",
     "scale_from_amax",
+    "unpack_e2m1",
 ]
 
 TABLE: Table[Request] = Table("jax_quantize", (triton.BACKEND, reference.BACKEND))

@@ -150,3 +150,17 @@ def times_power(values: Array, exponent: Array) -> Array:
     bits = jnp.where(exponent == E8M0_NAN, exact.NAN, jnp.maximum(exponent, 1) << 23)
     product = values * exact.float_of(bits)
     return jnp.where(exponent == 0, product * 0.5, product)
+
+
+def pack_e2m1(codes: Array) -> Array:
+    """Pack float4_e2m1fn codes [.., C] in bytes, uint8 [.., C / 2], low half first."""
+    bits = lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.uint8)
+    pairs = bits.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_e2m1(packed: Array) -> Array:
+    """Convert uint8 [.., C / 2], low half first, to float4_e2m1fn codes [.., C]."""
+    halves = jnp.stack((packed & 15, packed >> 4), axis=-1)
+    halves = halves.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return lax.bitcast_convert_type(halves.astype(jnp.uint4), jnp.float4_e2m1fn)

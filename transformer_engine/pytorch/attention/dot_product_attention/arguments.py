@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor
 from ....common.checks import described, function, one_of
 from ....common.numbers import to_bool, to_int, with_article
 from ...constants import AttnTypes
-from ...module.arguments import Rule, checked
+from ...module.arguments import Rule, checked, limit
 from ...primitives.attention.call import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionCall
 from ...primitives.attention.mask import canonical_name, window_pair
 from ...runtime import checks
+from ...runtime.tracing import specialized
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .settings import AttentionArguments, AttentionConfig, TensorFacts
@@ -107,6 +109,8 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
         a = a._replace(pad_between_seqs=to_bool("pad_between_seqs", a.pad_between_seqs))
     if a.num_splits is not None and (type(a.num_splits) is not int or a.num_splits < 0):
         a = a._replace(num_splits=to_int("num_splits", a.num_splits, 0))
+    if a.softcap is not None and (type(a.softcap) is not float or not 0.0 <= a.softcap < math.inf):
+        a = a._replace(softcap=limit("softcap", specialized(a.softcap)))
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
     if a.core_attention_bias is not None or a.alibi_slopes is not None:

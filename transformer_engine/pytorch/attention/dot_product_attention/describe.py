@@ -112,6 +112,7 @@ def describe_call(
         scale=scale,
         bias=a.core_attention_bias_type,
         softmax=config.softmax_type,
+        softcap=config.softcap_of_call(a.softcap),
         dropout=dropout,
         padded_between=sequences.padded_between,
         max_logit=config.return_max_logit,

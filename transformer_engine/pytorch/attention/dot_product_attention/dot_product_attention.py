@@ -1,9 +1,10 @@
-"""DotProductAttention: out [.., h * d_v] = softmax(scale * q k^T + bias, masked) v."""
+"""DotProductAttention: out [.., h * d_v] = softmax(softcap(scale * q k^T) + bias, masked) v."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ....common.numbers import to_bool
+from ...constants import CPLoadBalancingStrategy
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
-from ...functions.attention.context_parallel.attention import ContextParallelAttention
-from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
 from ...functions.attention.context_parallel.groups import context_groups
-from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
-from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
+from ...functions.attention.fp8 import RecomputedFP8Attention
+from ...module.argument_orders import accepts_older_orders
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
@@ -31,9 +31,10 @@ from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .fp8_recipe import attention_recipe, requested_backward, scaling_of
+from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, requested_backward
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
+from .policies import attend_by_policies, check_policies
 from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
@@ -67,6 +68,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         attn_mask_type: no_mask, arbitrary, padding, or (padding_)causal(_bottom_right); forward() can override it.
         window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
         bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
+        softcap: c * tanh(s / c) limits the scaled scores s, a pre_scale_bias included; 0.0: no limit.
         layer_number: Number of the layer, which identifies its cache.
         attention_type: "self" or "cross"; with "self" keys have the queries' lengths by default.
         cp_group: Ranks that share a sequence, as of `set_context_parallel_group`.
@@ -92,6 +94,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     attn_mask_type: str
     window_size: tuple[int, int] | None
     bottom_right_diagonal: bool | None
+    softcap: float
     layer_number: int | None
     attention_type: str
     softmax_scale: float
@@ -100,6 +103,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     hidden_size_per_attention_head_k = _same_as("head_dim_qk")
     hidden_size_per_attention_head_v = _same_as("head_dim_v")
 
+    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(kv_channels=head_sizes, **RULES)
     def __init__(
         self,
@@ -111,6 +115,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None,
@@ -149,6 +154,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             attn_mask_type=attn_mask_type,
             window_size=masks.check_set_window_size(attn_mask_type, window_size),
             bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
             sequence_parallel=sequence_parallel,
             tp_size=tp_size,
             layer_number=layer_number,
@@ -185,38 +191,35 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self._config.heads
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        # All slots of a product have the role of the one that the attention uses. The output and the gradients of the
-        # inputs belong to no layer: their roles have no module_type.
-        name = self.name or ""
-        qkv, softmax, grad_output, grad_softmax = (
-            QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
-        )
-        if fwd:
-            tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
-        else:
-            tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
-        return [role for role in tensors for _ in range(num_quantizers // len(tensors))]
+        return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    ) -> None:  # fmt: skip
         """Set the ranks that share each sequence: rank r of n holds the chunks r and 2 n - 1 - r of its 2 n chunks.
 
         Args:
             cp_group: Group of the ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
             cp_stream: CUDA stream for transfers of a ring. cp_global_ranks has no effect.
             cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
+            load_balancing_strategy: NO_LOAD_BALANCE for contiguous pieces of packed sequences, with "all_gather" and a
+                causal mask.
         """
-        if context_groups(cp_group, cp_stream, cp_comm_type) is None and cp_stream is not None:
+        groups = context_groups(cp_group, cp_stream, cp_comm_type, load_balancing_strategy)
+        if groups is None and cp_stream is not None:
             warn_once(
                 "cp_stream", "cp_stream has no effect without a cp_group of several ranks; leave it None"
             )
-        names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
-        given = dict(zip(names, (cp_group, cp_global_ranks, cp_stream, cp_comm_type), strict=True))
+        given = {
+            "cp_group": cp_group, "cp_global_ranks": cp_global_ranks, "cp_stream": cp_stream,
+            "cp_comm_type": cp_comm_type, "load_balancing_strategy": load_balancing_strategy,
+        }  # fmt: skip
         # Clients set an unchanged group before every call; plans are cached by the identity of the record.
         if any(getattr(self._config, name) != value for name, value in given.items()):
             self._configure(**given)
 
+    @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "bf16_backward"))
     def forward(
         self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None, qkv_format: str | None = None,
@@ -224,14 +227,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
         max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
+        softcap: float | None = None, checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
         inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False, bf16_backward: bool | None = None, num_splits: int | None = 1,
         score_mod: Callable | None = None, score_mod_bprop: Callable | None = None,
         score_mod_tensors: Mapping[str, Tensor] | None = None,
         score_mod_bprop_tensors: Mapping[str, Tensor] | None = None, qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
+        thd_attention_policies: list[dict[str, Any]] | None = None, thd_attention_policy_dispatch: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
 
@@ -267,6 +272,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             score_mod_bprop: Gradient of score_mod, in either form; by default that of autograd.
             score_mod_bprop_tensors: Named tensors, passed to score_mod_bprop.
             fast_zero_fill: Has no effect.
+            thd_attention_policies: Masks and windows of groups of packed sequences, see `policies`.
+            thd_attention_policy_dispatch: "auto", or "grouped" to gather the tokens of each policy.
 
         The other arguments are those of `DotProductAttention`.
 
@@ -290,8 +297,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         # fmt: off
         if not tracing and (
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
-            is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is core_attention_bias
-            is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer is None
+            is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is softcap is core_attention_bias
+            is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer
+            is thd_attention_policies is None
             and type(query_layer) is Tensor and type(key_layer) is Tensor and type(value_layer) is Tensor
             and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
             and num_splits is ONE and core_attention_bias_type == "no_bias"
@@ -303,9 +311,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         arguments = AttentionArguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
             alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, qkv_format, num_splits, score_mod,
+            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap, thd_attention_policies,
+            thd_attention_policy_dispatch, qkv_format, num_splits, score_mod,
         )
         # fmt: on
+        if thd_attention_policies is not None:
+            state = current() if tracing else eager_thread_state().state
+            policies = check_policies(self._config, arguments, qkv[0].device, state, bool(fp8_output))
+            modes = {"checkpoint_core_attention": checkpoint_core_attention, "bf16_backward": bf16_backward}
+            return attend_by_policies(partial(self.forward, **modes), policies, qkv, arguments)
         checked = check_arguments(self._config, arguments, lambda: qkv, tracing)
         prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
         return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
@@ -359,25 +373,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recipe is not None:
             if not tracing:
                 self.follow_device(inputs.q.device)
-            shared = isinstance(backend, ContextParallelAttention)
-            of_rank = backend.inner_call if shared else call
-            scaling = scaling_of(recipe)
-            if recipe is not state.recipe:
-                state = state._replace(recipe=recipe)
-            products = self._product_quantizers(state)
-            active = self.numerics.active
-            direct = scaling == "delayed" and active is not None and products is active.products
-            attending = fp8 = FP8Attention(
-                of_rank,
-                scaling,
-                AttentionQuantizers.of(*products),
-                self.fp8_meta["scaling_fwd"] if direct else None,
-                choose_fp8(of_rank, scaling, requested_backward(bf16_backward)),
-                bool(fp8_output),
-                self._scale_update(state, of_rank.needs_gradient),
-            )
-            if shared:
-                attending = FP8ContextAttention(backend, fp8, requested_backward(bf16_backward), state)
+            state = state if recipe is state.recipe else state._replace(recipe=recipe)
+            requested = requested_backward(bf16_backward)
+            attending, fp8 = fp8_attention(self, state, call, backend, bool(fp8_output), requested)
             if recompute:
                 attending = RecomputedFP8Attention(attending)
             if not tracing:

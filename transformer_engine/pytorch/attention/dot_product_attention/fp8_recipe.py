@@ -10,8 +10,17 @@ from torch import Tensor
 from ....common import env
 from ....common.memory import Memory
 from ....common.recipe import DelayedScaling, Format, Recipe
+from ...functions.attention.autograd import Attending
+from ...functions.attention.context_parallel.attention import ContextParallelAttention
+from ...functions.attention.context_parallel.contiguous import ContiguousAttention, UnsupportedStrategy
+from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
+from ...functions.attention.fp8 import choose_fp8
+from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
+from ...module.base import TransformerEngineBaseModule
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
+from ...primitives.attention.call import AttentionCall
+from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState
 from ...quantization.family import all_families, family_of
 
@@ -115,3 +124,57 @@ def scaling_of(recipe: Recipe) -> str:
         f"{type(recipe).__name__} has no FP8 attention; set NVTE_DPA_FP8_RECIPE=DelayedScaling or "
         "Float8CurrentScaling with NVTE_DPA_FP8_RECIPE_DPA=1, or leave fp8_dpa and fp8_mha False"
     )
+
+
+def fp8_attention(
+    layer: TransformerEngineBaseModule,
+    state: AutocastState,
+    call: AttentionCall,
+    backend: Any,
+    fp8_output: bool,
+    requested: bool | None,
+) -> tuple[Attending, FP8Attention]:
+    """Build the FP8 attention of a call with the quantizers of a layer, and its part on this rank.
+
+    Args:
+        layer: The layer, which owns the state of the quantizers.
+        state: State of autocast, with the recipe of the attention.
+        call: The attention.
+        backend: Backend of the call in 16 bits, or its division among context-parallel ranks.
+        fp8_output: Return a Float8Tensor.
+        requested: Result of `requested_backward`.
+    """
+    if isinstance(backend, ContiguousAttention):
+        raise UnsupportedStrategy("NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False")
+    shared = isinstance(backend, ContextParallelAttention)
+    of_rank = backend.inner_call if shared else call
+    assert state.recipe is not None
+    scaling = scaling_of(state.recipe)
+    products, active = layer._product_quantizers(state), layer.numerics.active
+    direct = scaling == "delayed" and active is not None and products is active.products
+    fp8 = FP8Attention(
+        of_rank,
+        scaling,
+        AttentionQuantizers.of(*products),
+        layer.fp8_meta["scaling_fwd"] if direct else None,
+        choose_fp8(of_rank, scaling, requested),
+        fp8_output,
+        layer._scale_update(state, of_rank.needs_gradient),
+    )
+    return (FP8ContextAttention(backend, fp8, requested, state) if shared else fp8), fp8
+
+
+def attention_roles(name: str, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+    """Roles of the quantizers of an attention's products.
+
+    All slots of a product have the role of the one that the attention uses. The output and the gradients of the inputs
+    belong to no layer: their roles have no module_type.
+    """
+    qkv, softmax, grad_output, grad_softmax = (
+        QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
+    )
+    if fwd:
+        tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
+    else:
+        tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
+    return [role for role in tensors for _ in range(num_quantizers // len(tensors))]

@@ -18,8 +18,9 @@ from ....common.dispatch import undisturbed
 from ....common.memory import Memory
 from ...functions.attention.context_parallel.attention import (
     ContextParallelAttention,
-    choose_context_parallel,
+    choose_shared,
 )
+from ...functions.attention.context_parallel.contiguous import ContiguousAttention
 from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...primitives.attention.choose import choose
 from ...primitives.attention.operators import choose_when_exported, choose_when_traced
@@ -56,7 +57,7 @@ class AttentionPlan(NamedTuple):
     """
 
     call: AttentionCall
-    backend: Bound | ContextParallelAttention
+    backend: Bound | ContextParallelAttention | ContiguousAttention
     sequences: Sequences
     tensors: tuple[Any, ...] = ()
 
@@ -119,7 +120,7 @@ def plan_of(key: Key) -> AttentionPlan:
     """Plan the call of a `PlanKey`, after every check."""
     call, sequences = PlanKey(*key).described()
     context = key[0].context
-    backend = choose(call) if context is None else choose_context_parallel(call, context)
+    backend = choose(call) if context is None else choose_shared(call, context)
     plan = AttentionPlan(call, backend, sequences, key[_TENSORS:])
     if call.device_type == "cuda":
         run_backward_on_calling_thread()
@@ -355,7 +356,7 @@ def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> Atten
     """Plan an attention of context-parallel ranks in eager mode: it communicates, which ends a compiled graph."""
     call, sequences = describe_call(config, *described)
     assert config.context is not None
-    return AttentionPlan(call, choose_context_parallel(call, config.context), sequences)
+    return AttentionPlan(call, choose_shared(call, config.context), sequences)
 
 
 def _step(

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...constants import CPLoadBalancingStrategy
 from ...functions.attention.context_parallel.groups import ContextGroups, context_groups
 from ...module.base import ModuleConfig
 from ...primitives.attention.mask import canonical_name
-from ...runtime.tracing import number_while_tracing
+from ...runtime.tracing import number_while_tracing, specialized
 from ..inference import InferenceParams
 
 
@@ -24,8 +25,9 @@ class AttentionConfig(ModuleConfig):
     Attributes:
         attn_mask_type: Canonical name.
         window_size: As given; each call resolves it together with its mask type.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: Arguments of `set_context_parallel_group`.
-        _scale_text, _dropout_text: softmax_scale and attention_dropout as text, for a tracing compiler.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy: Arguments of
+            `set_context_parallel_group`.
+        _scale_text, _dropout_text, _softcap_text: Numbers as text, for a tracing compiler.
     """
 
     num_attention_heads: int = 1
@@ -38,6 +40,7 @@ class AttentionConfig(ModuleConfig):
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
     bottom_right_diagonal: bool | None = None
+    softcap: float = 0.0
     layer_number: int | None = None
     attention_type: str = "self"
     softmax_scale: float = 1.0
@@ -47,8 +50,10 @@ class AttentionConfig(ModuleConfig):
     cp_global_ranks: Any = None
     cp_stream: Any = None
     cp_comm_type: str = "p2p"
+    load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
     _scale_text: str = field(init=False, default="")
     _dropout_text: str = field(init=False, default="")
+    _softcap_text: str = field(init=False, default="")
     _context: ContextGroups | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -56,7 +61,10 @@ class AttentionConfig(ModuleConfig):
             "attn_mask_type": canonical_name(self.attn_mask_type),
             "_scale_text": float(self.softmax_scale).hex(),
             "_dropout_text": float(self.attention_dropout).hex(),
-            "_context": context_groups(self.cp_group, self.cp_stream, self.cp_comm_type),
+            "_softcap_text": float(self.softcap).hex(),
+            "_context": context_groups(
+                self.cp_group, self.cp_stream, self.cp_comm_type, self.load_balancing_strategy
+            ),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -77,6 +85,12 @@ class AttentionConfig(ModuleConfig):
             dropout = number_while_tracing(self._dropout_text) if training else 0.0
             return number_while_tracing(self._scale_text), dropout
         return self.softmax_scale, self.attention_dropout if training else 0.0
+
+    def softcap_of_call(self, softcap: float | None) -> float:
+        """Return the softcap of a call, by default the layer's; a constant in a graph."""
+        if torch.compiler.is_compiling():
+            return number_while_tracing(self._softcap_text) if softcap is None else specialized(softcap)
+        return self.softcap if softcap is None else softcap
 
 
 class AttentionArguments(NamedTuple):
@@ -101,13 +115,24 @@ class AttentionArguments(NamedTuple):
     bottom_right_diagonal: bool | None = None
     core_attention_bias_type: str = "no_bias"
     pad_between_seqs: bool | None = None
+    softcap: float | None = None
+    thd_attention_policies: Any = None
+    thd_attention_policy_dispatch: str = "auto"
     qkv_format: str | None = None
     num_splits: int | None = 1
     score_mod: Callable[..., Tensor] | None = None
 
     def as_keywords(self) -> dict[str, Any]:
-        """Return the keywords that MultiheadAttention.forward takes too, for a module with hooks or another class."""
-        return dict(zip(self._fields[:_OF_LAYERS], self, strict=False))
+        """Return the keywords that MultiheadAttention.forward takes too, for a module with hooks or another class.
+
+        Arguments of release 2.20 are left out if they have their defaults: modules for earlier releases lack them.
+        """
+        named = dict(zip(self._fields[:_OF_LAYERS], self, strict=False))
+        if self.softcap is None:
+            del named["softcap"]
+        if self.thd_attention_policies is None:
+            del named["thd_attention_policies"], named["thd_attention_policy_dispatch"]
+        return named
 
 
 NO_ARGUMENTS = AttentionArguments()

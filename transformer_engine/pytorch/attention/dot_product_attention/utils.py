@@ -24,7 +24,7 @@ from ...primitives.attention.call import AttentionCall, Switches
 from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
-from ...primitives.attention.packed import cumulative, lengths_of_mask
+from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
 from ...runtime.determinism import RAISES, torch_determinism
 from ...runtime.device import canonical_device, current_hardware
 from .fp8_recipe import scaling_of
@@ -52,6 +52,7 @@ _SAME = {
     "head_dim_v": "head_dim_v",
     "core_attention_bias_type": "bias",
     "softmax_type": "softmax",
+    "softcap": "softcap",
     "attention_dropout": "dropout",
     "pad_between_seqs": "padded_between",
     "return_max_logit": "max_logit",
@@ -99,6 +100,7 @@ class AttentionParams:
     checkpoint_core_attention: bool = False
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
@@ -245,6 +247,29 @@ def _get_supported_versions(version_min: Any, version_max: Any) -> str:
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
     """Return cu_seqlens [b + 1] int32 of a padding mask [b, 1, 1, s], True = padding."""
     return cumulative(lengths_of_mask(mask))
+
+
+def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
+    """Return cu_seqlens int32 [batch_size + 1] of sequences that all have max_seqlen tokens."""
+    return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
+
+
+def get_thd_padding_mask(
+    num_tokens: int, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor
+) -> torch.Tensor:
+    """Return which packed tokens belong to no sequence, bool [num_tokens], True = padding.
+
+    Args:
+        num_tokens: Tokens of the packed tensor.
+        cu_seqlens: Cumulative lengths of the real tokens [b + 1].
+        cu_seqlens_padded: Bounds of the padded sequences [b + 1].
+    """
+    token = torch.arange(num_tokens, device=cu_seqlens.device)
+    starts = cu_seqlens_padded.long()
+    sequence = torch.searchsorted(starts, token, right=True) - 1
+    behind = sequence >= starts.shape[0] - 1
+    sequence = sequence.clamp(0, starts.shape[0] - 2)
+    return behind | (token - starts[sequence] >= lengths_of(cu_seqlens)[sequence])
 
 
 class AttentionLogging:

@@ -217,7 +217,7 @@ def causal_loss(
     rows = logits.reshape(1, -1, vocab_size)
     targets = shift_labels.reshape(1, -1).to(logits.device)
     mean = num_items_in_batch is None
-    loss = parallel_cross_entropy(rows, targets, reduce_loss=mean, ignore_idx=ignore_index, keep_logits=True)
+    loss = parallel_cross_entropy(rows, targets, reduce_loss=mean, ignore_idx=ignore_index)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss.sum() / num_items_in_batch

@@ -164,7 +164,7 @@ class BasicLinear(StepOperation):
 
     def _update_weight_quantizer(self) -> None:
         """Connect a quantized weight to the state of the active quantizer, whose scale updates then reach it."""
-        weight: Any = self._parameters.get("weight")
+        weight: Any = self.weight
         quantizer = self.get_quantizer("forward", 1)
         if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
             return

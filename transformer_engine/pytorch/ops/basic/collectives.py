@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....common.numbers import to_bool
 from ....common.passes.vocabulary import Collective
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
@@ -130,6 +131,11 @@ class AllReduce(CollectiveOperation):
 
     Args:
         process_group: Process group; None for one rank.
+        reduce_in_backward: Accepted for compatibility: the gradient of the sum is equal on all ranks.
     """
 
     collective, gradient = "all_reduce", None
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        super().__init__(process_group)
+        self.reduce_in_backward = to_bool("reduce_in_backward", reduce_in_backward)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,16 +14,19 @@ from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.passes.vocabulary import Layer, Named
 from ...distributed.recompute import is_fp8_activation_recompute_enabled
+from ...functions.caller_buffers import check_buffers
 from ...functions.grouped_call import GroupedCall, GroupedSpec
 from ...functions.grouped_request import (
     IRREGULAR,
     RECOMPUTATION,
     UNASSIGNED_ROWS,
+    UNFIT_ROWS,
     are_regular,
     runs_together,
 )
 from ...functions.linear_spec import LinearSpec
 from ...primitives.grouped_gemm import groups_of
+from ..chain import InputFacts
 from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from .linear_contribution import fitting
 
@@ -168,7 +171,7 @@ class GroupedKind:
         """
         spec = self.spec
         on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
-        if on_gpus and self._runs_together(()):
+        if on_gpus and self._runs_together(sizes, ()):
             layout = groups_of(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
@@ -178,11 +181,12 @@ class GroupedKind:
                 "most that"
             )
         unassigned = self.total - sum(rows)
-        if not on_gpus and self._runs_together((UNASSIGNED_ROWS,) if unassigned else ()):
+        separate = not on_gpus or not spec.quantizers.fit(sizes)  # else the numbers have stayed on the GPU
+        if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
             return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
 
-    def _runs_together(self, features: tuple[str, ...]) -> bool:
+    def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:
         """Return whether all groups of a call with these features are computed in one launch per step."""
         spec = self.spec
         if spec.request is None:  # a compiler is tracing
@@ -192,6 +196,8 @@ class GroupedKind:
                 features += (RECOMPUTATION,)
             if not are_regular(self.weights()):
                 features += (IRREGULAR,)
+            if not spec.quantizers.fit(splits):
+                features += (UNFIT_ROWS,)
         return runs_together(spec.request, spec.together, features, self.total > 0)
 
     def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
@@ -203,3 +209,26 @@ class GroupedKind:
             if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
                 groups[i] = unquantized
         return tuple(groups)
+
+
+def accepted_buffers(
+    name: str,
+    x: InputFacts,
+    width: int,
+    options: Mapping[str, Any],
+    objects: MutableMapping[Any, Any],
+    dtype: torch.dtype,
+) -> tuple[bool, bool]:
+    """Check the caller's buffers of the output [.., width] and the input gradient, and hand them to the steps.
+
+    Returns:
+        Whether the caller gives a buffer of the output, and of the input gradient.
+    """
+    shape = torch.Size((*x.shape[:-1], width))
+    kinds = ((OUTPUT_BUFFER_KEY, shape, dtype), (GRAD_INPUT_BUFFER_KEY, torch.Size(x.shape), x.dtype))
+    for key, extents, kind in kinds:
+        if options.get(key) is not None:
+            like = torch.empty(0, dtype=kind, device=x.device)
+            objects[name, key] = check_buffers(key, options[key], extents, like)
+    output, grad_input = (options.get(key) is not None for key, _, _ in kinds)
+    return output, grad_input

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from ....common.numbers import to_bool, to_int, to_ints
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
-from ...functions.caller_buffers import check_buffers
 from ...functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
 from ...functions.grouped_request import (
     CALIBRATION,
@@ -33,6 +32,8 @@ from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
+from ...tensor.grouped_checkpoints import convert_state
+from ...tensor.grouped_tensor import GroupedTensor, memory_of, plain_stack
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..chain import ChainEnvironment, InputFacts, OperationCall
@@ -44,6 +45,7 @@ from .grouped_contribution import (
     OUTPUT_BUFFER_KEY,
     GroupedContribution,
     GroupedKind,
+    accepted_buffers,
 )
 from .grouped_operator import (
     is_op_fuser_grouped_tensor_path_supported as is_op_fuser_grouped_tensor_path_supported,
@@ -113,9 +115,9 @@ class GroupedLinear(StepOperation):
         self._accumulate_into_main_grad = to_bool("accumulate_into_main_grad", accumulate_into_main_grad)
         self.wgrad_store = WeightGradStore(to_bool("delay_wgrad_compute", delay_wgrad_compute))
         self._wgrad_hooks: list[Callable[[], object]] = []
-        model_init = current_model_init()
-        self._model_init_recipe: Recipe | None = model_init.recipe if model_init.enabled else None
-        self._preserves_initial_values = model_init.preserve_high_precision_init_val
+        made = current_model_init()
+        self._model_init_recipe: Recipe | None = made.recipe if made.enabled else None
+        self._preserves_initial_values = made.preserve_high_precision_init_val
         if self._model_init_recipe is not None and self.single_grouped_weight:
             raise RuntimeError(
                 "single_grouped_weight=True cannot hold quantized weights; leave it False inside of "
@@ -126,6 +128,7 @@ class GroupedLinear(StepOperation):
         self._register_parameters(parameter_dtype(dtype))
         if self._device is not None:
             self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_load_other_form)
 
     def _register_parameters(self, dtype: torch.dtype) -> None:
         """Register parameters on the meta device: weight0, bias0, weight1, .., or stacks."""
@@ -147,6 +150,9 @@ class GroupedLinear(StepOperation):
                 self.get_parameter(name).skip_backward_post_hook = True  # pyright: ignore
         self.parameter_names = tuple(shapes)
 
+    def pass_parameters(self) -> dict[str, Tensor]:
+        return {name: plain_stack(parameter) for name, parameter in super().pass_parameters().items()}
+
     def reset_parameters(self) -> None:
         """Allocate parameters on the meta device; fill weights with uniform random values and biases with zeros."""
         tracker = self._rng_state_tracker_function
@@ -161,13 +167,17 @@ class GroupedLinear(StepOperation):
                     for member in values if values.dim() == 3 else [values]:
                         torch.nn.init.kaiming_uniform_(member, a=math.sqrt(5))
             made: Any = values
-            if self._model_init_recipe is not None and name.startswith("weight"):
+            quantized = self._model_init_recipe is not None and name.startswith("weight")
+            if quantized:
                 made = self._quantized(values, int(name[6:]))
-            parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
+            stacked = name in ("weight", "bias")
+            parameter = torch.nn.Parameter(
+                GroupedTensor.of_stack(made) if stacked else made, requires_grad=before.requires_grad
+            )
             for key, value in vars(before).items():
                 if not hasattr(parameter, key):
                     setattr(parameter, key, value)
-            if made is not values and self._preserves_initial_values:
+            if quantized and self._preserves_initial_values:
                 keep_initial_values(parameter, values)
             self.register_parameter(name, parameter)
 
@@ -185,7 +195,7 @@ class GroupedLinear(StepOperation):
     def _serve(self, recipe: Any, group: Any) -> None:
         super()._serve(recipe, group)
         for i in range(self.num_groups):
-            weight: Any = self._parameters.get(f"weight{i}")
+            weight: Any = getattr(self, f"weight{i}", None)
             quantizer = self.get_quantizer("forward", 2 * i + 1)
             if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
                 continue
@@ -213,12 +223,7 @@ class GroupedLinear(StepOperation):
 
     def _weight_parameters(self) -> list[Tensor]:
         """Return the parameters that are weights: one of each group, or the stack."""
-        held: dict[str, Any] = self._parameters
-        return [
-            held[name] if name in held else getattr(self, name)
-            for name in self.parameter_names
-            if name.startswith("weight")
-        ]
+        return [memory_of(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
@@ -249,7 +254,7 @@ class GroupedLinear(StepOperation):
         # Prepared passes hold weights whose gradients are delayed, accumulated or parts of a stack.
         delayed = self.wgrad_store.delay_wgrad_compute()
         held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
-        return delayed, tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+        return delayed, tuple([id(getattr(self, name)) for name in self.parameter_names]) if held else None
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
@@ -274,9 +279,7 @@ class GroupedLinear(StepOperation):
                 "rows"
             )
         first = getattr(self, self.parameter_names[0])
-        bias = (
-            self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
-        )
+        bias = getattr(self, "bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
         if call.traced:
@@ -286,7 +289,7 @@ class GroupedLinear(StepOperation):
         environment.linears[name] = kind.call(call.extra_tensors[0])
         environment.of_call[name] = kind.call
         environment.dtypes[name] = (first.dtype, first.dtype if bias is None else bias.dtype)
-        buffers = self._caller_buffers(name, x, call, environment, dtype)
+        buffers = accepted_buffers(name, x, self.out_features, call.options, environment.objects, dtype)
         contribution = GroupedContribution(
             linear_facts(spec.groups[0]),
             self.num_groups,
@@ -309,7 +312,7 @@ class GroupedLinear(StepOperation):
         enabled = call.state.enabled
         forward = self.forward_quantizers() if enabled or call.state.calibrating else []
         backward = self._quantizers["backward"]
-        plain = not isinstance(first, QuantizedTensorStorage)
+        plain = not isinstance(memory_of(first), QuantizedTensorStorage)
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
         groups: list[LinearSpec] = []
         unquantized: list[LinearSpec] = []
@@ -330,7 +333,7 @@ class GroupedLinear(StepOperation):
         request = GroupedRequest(
             features, requested=requested_by_environment(), plain=not x.subclass, has_rows=True, width=self.in_features,
             dtype=dtype, device=x.device, extents=extents, weight_device=first.device, compute_dtype=dtype,
-            weight_read_dtype=None if forward and enabled else first.dtype,
+            weight_read_dtype=None if forward and enabled else first.dtype, multiple=quantizers.multiple,
         )
         # fmt: on
         return GroupedSpec(
@@ -349,32 +352,17 @@ class GroupedLinear(StepOperation):
 
     def _features(self, call: OperationCall, group: LinearSpec) -> tuple[str, ...]:
         """Return the features of every call of a kind that one launch per step does not support."""
-        kinds = {type(getattr(self, name)) for name in self.parameter_names}
+        stacked = self.single_grouped_weight or self.single_grouped_bias
+        kinds = {type(memory_of(getattr(self, name))) for name in self.parameter_names}
         found = {
             DELAYED_WEIGHT_GRADIENTS: self.wgrad_store.delay_wgrad_compute(),
             QUANTIZED_PARAMETERS: any(issubclass(kind, QuantizedTensorStorage) for kind in kinds),
-            OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
+            OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter, *[torch.Tensor] * stacked},
             CALIBRATION: call.state.calibrating and not call.state.enabled,
             OTHER_BACKWARD: group.backward != "quantized",
             SCALED_BIAS: self._scale_bias,
         }
         return tuple([feature for feature, used in found.items() if used])
-
-    def _caller_buffers(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment, dtype: torch.dtype
-    ) -> tuple[bool, bool]:
-        shape = torch.Size((*x.shape[:-1], self.out_features))
-        output, grad_input = call.options.get(OUTPUT_BUFFER_KEY), call.options.get(GRAD_INPUT_BUFFER_KEY)
-        if output is not None:
-            like = torch.empty(0, dtype=dtype, device=x.device)
-            environment.objects[name, OUTPUT_BUFFER_KEY] = check_buffers(
-                OUTPUT_BUFFER_KEY, output, shape, like
-            )
-        if grad_input is not None:
-            like = torch.empty(0, dtype=x.dtype, device=x.device)
-            checked = check_buffers(GRAD_INPUT_BUFFER_KEY, grad_input, torch.Size(x.shape), like)
-            environment.objects[name, GRAD_INPUT_BUFFER_KEY] = checked
-        return output is not None, grad_input is not None
 
     def need_backward_dw(self) -> bool:
         """Return whether weight gradients are delayed until `backward_dw`."""
@@ -397,3 +385,8 @@ class GroupedLinear(StepOperation):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Call a function without arguments whenever `backward_dw` has finished."""
         self._wgrad_hooks.append(hook)
+
+
+def _load_other_form(op: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+    single = {"weight": op.single_grouped_weight} | ({"bias": op.single_grouped_bias} if op.has_bias else {})
+    convert_state(state_dict, prefix, single, op.num_groups)

@@ -53,7 +53,7 @@ def activation_forward(
     With a cast, x is a matrix, and the codes of y are returned instead of y. On a GPU the kernel writes codes with one
     scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
     """
-    facts = (name, x.shape, x.stride(), x.dtype, x.device, params.constants)
+    facts = (name, x.shape, x.stride(), x.dtype, x.device, params.constants_of(name))
     if cast is None:
         return TABLE.bound(facts)(x)
     spec, multiplier, record = cast
@@ -100,7 +100,7 @@ def activation_backward(
             backend; None: no sum. With a sum, codes of row-wise blocks alone are cast after dx is stored; for these,
             `gradient_fuses` is False.
     """
-    constants, gradient = params.constants, (dy.stride(), dy.dtype)
+    constants, gradient = params.constants_of(name), (dy.stride(), dy.dtype)
     facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)
     if cast is None:
         return TABLE.bound(facts)(dy, x)

@@ -56,7 +56,7 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """softmax(scale * q k^T + bias) v for b sequences, without tensors and without values of tensors.
+    """softmax(softcap(scale * q k^T) + bias) v for b sequences, without tensors and without values of tensors.
 
     Attributes:
         seqlen_q, seqlen_kv: Length of the longest sequence (the padded extent).
@@ -65,6 +65,8 @@ class AttentionCall:
         bias_shape: Shape of the bias, [1 | b, 1 | h, 1 | s_q, 1 | s_kv].
         slopes_shape: Shape of the ALiBi slopes, [h] or [b, h].
         masked_shape: Shape of the arbitrary mask.
+        softcap: Limit c of c * tanh(score / c), applied to the scaled scores, which contain a pre_scale_bias. Other
+            biases are added afterwards. 0: no limit.
         dropout: Probability in force; 0 in evaluation.
         padded_between: thd: there are tokens between sequences that belong to no sequence.
         padding_tensors: Padding is given as mask tensors, which may hide any tokens.
@@ -74,7 +76,7 @@ class AttentionCall:
         num_splits: Parts in which the keys of a sequence are processed; 0 lets the backend choose.
         cached: Keys come from a cache of earlier steps.
         fp8: Scaling of FP8 attention ("delayed", "current" or "block"); None computes in `dtype`.
-        score_mod: score_mod(score, b, h, i, j) -> score, applied to scale * q k^T + bias.
+        score_mod: score_mod(score, b, h, i, j) -> score, applied to the scores after softcap and bias.
         hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
         torch_deterministic: PyTorch's own operators have bitwise repeatable gradients.
@@ -100,6 +102,7 @@ class AttentionCall:
     scale: float
     bias: str = "no_bias"
     softmax: str = "vanilla"
+    softcap: float = 0.0
     dropout: float = 0.0
     padded_between: bool = False
     max_logit: bool = False
@@ -200,6 +203,7 @@ class Feature(str, Enum):
     FP8 = "FP8 attention"
     SCORE_MOD = "score_mod"
     SCORE_MOD_BPROP = "score_mod_bprop"
+    SOFTCAP = "softcap"
     PRE_SCALE_BIAS = "core_attention_bias_type='pre_scale_bias'"
     POST_SCALE_BIAS = "core_attention_bias_type='post_scale_bias'"
     ALIBI = "core_attention_bias_type='alibi'"
@@ -234,6 +238,7 @@ _NEEDED: dict[Feature, Callable[[AttentionCall], bool]] = {
     Feature.FP8: lambda call: call.fp8 is not None,
     Feature.SCORE_MOD: lambda call: call.score_mod is not None,
     Feature.SCORE_MOD_BPROP: lambda call: getattr(call.score_mod, "bprop", None) is not None,
+    Feature.SOFTCAP: lambda call: call.softcap != 0.0,
     Feature.PRE_SCALE_BIAS: lambda call: call.bias == "pre_scale_bias",
     Feature.POST_SCALE_BIAS: lambda call: call.bias == "post_scale_bias",
     Feature.ALIBI: lambda call: call.bias == "alibi",
@@ -299,7 +304,7 @@ class Attended(NamedTuple):
         lse: Natural logarithm of the softmax's denominator, sink included, float32 [b, h, s_q], for thd [h, t]; -inf
             for a query without a visible key. May be None if no gradient is needed.
         rng_state: int64 [2] (seed, offset) on the device, with dropout.
-        max_logit: Largest visible scale * q k^T + bias, float32 [h], if call.max_logit.
+        max_logit: Largest visible score after softcap and bias, float32 [h], if call.max_logit.
     """
 
     output: Tensor

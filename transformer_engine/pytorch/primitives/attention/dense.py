@@ -1,4 +1,4 @@
-"""o [b, h, i, d] = sum_j p v[j], p = exp(s - lse), s = scale * q k^T + bias where visible, in float32.
+"""o [b, h, i, d] = sum_j p v[j], p = exp(s - lse), s = softcap(scale * q k^T) + bias where visible, in float32.
 
 Literal, on any device, for q [b, h, i, d] and k, v [b, g, j, d]; head h reads group h // (heads / groups). A row that
 sees no key is zero.
@@ -23,10 +23,12 @@ class Terms(NamedTuple):
     """The terms of the logits besides q and k.
 
     Attributes:
-        bias: Added to scale * q k^T, broadcastable to [b, h, i, j].
+        bias: Added to the scaled scores, broadcastable to [b, h, i, j].
         sink: Logit [h] of a key without a value.
         visible: bool, broadcastable to [b, h, i, j]; None if all keys are visible.
-        score_mod: score_mod(scale * q k^T + bias, b, h, i, j), with index tensors that broadcast.
+        score_mod: score_mod(score, b, h, i, j) after softcap and bias, with index tensors that broadcast.
+        softcap: Limit c of c * tanh(score / c); 0: no limit.
+        caps_bias: The bias is added before the softcap, otherwise after it.
         round_p, round_ds: Round the probabilities, and the gradient of the logits, before the products.
     """
 
@@ -38,6 +40,8 @@ class Terms(NamedTuple):
     score_mod: Callable[..., Tensor] | None = None
     round_p: Rounding | None = None
     round_ds: Rounding | None = None
+    softcap: float = 0.0
+    caps_bias: bool = False
 
 
 class DenseOutput(NamedTuple):
@@ -61,7 +65,7 @@ class DenseGradients(NamedTuple):
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> DenseOutput:
     """Compute the attention of q to k and v, which autograd can differentiate too."""
     with torch.autocast(autocast_kind(q.device), enabled=False):
-        logits = _logits(q, k, terms)
+        logits = _logits(_scores(q, k, terms), terms)
         lse = _log_sum(logits, terms.sink)
         probabilities = _dropped(_probabilities(logits, lse), terms.dropout, rng_state)
         if terms.round_p is not None:
@@ -83,10 +87,14 @@ def backward(
     terms: Terms,
     rng_state: Tensor | None,
 ) -> DenseGradients:
-    """Compute dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o)."""
+    """Compute dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o).
+
+    With a softcap, ds has the factor 1 - tanh^2, which the gradient of a bias behind the softcap does not have.
+    """
     with torch.autocast(autocast_kind(q.device), enabled=False):
         groups = k.shape[1]
-        probabilities = _probabilities(_logits(q, k, terms), lse)
+        scores = _scores(q, k, terms)
+        probabilities = _probabilities(_logits(scores, terms), lse)
         grad_out = _wide(grad_out)
         inner = (grad_out * _wide(out)).sum(dim=-1)
         grad_p = _ungrouped(_grouped(grad_out, groups) @ _wide(v)[:, :, None].transpose(-1, -2))
@@ -96,13 +104,18 @@ def backward(
             dropped = terms.round_p(dropped)
         grad_v = (_grouped(dropped, groups).transpose(-1, -2) @ _grouped(grad_out, groups)).sum(dim=2)
         grad_s = probabilities * (grad_p - inner[..., None])
+        grad_after = grad_s
+        if terms.softcap != 0.0:
+            grad_s = grad_s * (1.0 - torch.tanh(scores / terms.softcap).square())
         if terms.round_ds is not None:
             grad_s = terms.round_ds(grad_s)
+        if terms.softcap == 0.0 or terms.caps_bias:
+            grad_after = grad_s
         grouped_s = _grouped(grad_s, groups)
         grad_q = _ungrouped(grouped_s @ _wide(k)[:, :, None]) * terms.scale
         grad_k = (grouped_s.transpose(-1, -2) @ _grouped(_wide(q), groups)).sum(dim=2) * terms.scale
         bias, sink = terms.bias, terms.sink
-        grad_bias = None if bias is None else grad_s.sum_to_size(bias.shape).to(bias.dtype)
+        grad_bias = None if bias is None else grad_after.sum_to_size(bias.shape).to(bias.dtype)
         grad_sink = None
         if sink is not None:
             # A row that is not a token has no lse.
@@ -129,12 +142,22 @@ def _ungrouped(x: Tensor) -> Tensor:
     return x.flatten(1, 2)
 
 
-def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-    """Compute s [b, h, i, j] = scale * q k^T + bias, -inf where not visible."""
+def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+    """Compute the scores [b, h, i, j] before the softcap: scale * q k^T, and a bias that the softcap limits too."""
     keys = _wide(k)[:, :, None].transpose(-1, -2)
-    logits = _ungrouped(recorded_product(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
-    if terms.bias is not None:
-        logits = logits + terms.bias.to(logits.dtype)
+    scores = _ungrouped(recorded_product(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
+    if terms.bias is not None and (terms.softcap == 0.0 or terms.caps_bias):
+        scores = scores + terms.bias.to(scores.dtype)
+    return scores
+
+
+def _logits(scores: Tensor, terms: Terms) -> Tensor:
+    """Compute s [b, h, i, j] from `_scores`: softcap, the bias behind it, score_mod; -inf where not visible."""
+    logits = scores
+    if terms.softcap != 0.0:
+        logits = terms.softcap * torch.tanh(scores / terms.softcap)
+        if terms.bias is not None and not terms.caps_bias:
+            logits = logits + terms.bias.to(logits.dtype)
     if terms.score_mod is not None:
         # places: the indices b, h, i, j of every logit, as int32 tensors that broadcast.
         places = []

@@ -77,6 +77,8 @@ def _terms(call: AttentionCall, inputs: AttentionInputs) -> dense.Terms:
         visible(call, inputs),
         call.dropout,
         call.score_mod,
+        softcap=call.softcap,
+        caps_bias=call.bias == "pre_scale_bias",
     )
 
 

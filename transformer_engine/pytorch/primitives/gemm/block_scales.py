@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....common.formats import BLOCK_1D, round_up
+from ....common.formats import BLOCK_1D, TensorFormat, round_up
 from ..operand import Operand
 
 BLOCK = 128
@@ -24,7 +24,12 @@ def block_scale(operand: Operand, codes: Tensor) -> Tensor:
     of 4 blocks of K.
     """
     scale = block_scale_memory(operand, codes.shape)
-    return scale if operand.format == BLOCK_1D else scale.t()
+    return scale if in_rows(operand.format) else scale.t()
+
+
+def in_rows(form: TensorFormat | None) -> bool:
+    """Return whether the blocks of a format are parts of rows, 1x128 elements."""
+    return form is BLOCK_1D or (form is not None and form.block == BLOCK_1D.block)
 
 
 def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
@@ -37,7 +42,7 @@ def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
     scale = operand.scale
     assert scale is not None
     rows, depth = shape
-    if operand.format is BLOCK_1D or operand.format == BLOCK_1D:
+    if in_rows(operand.format):
         if scale.shape[0] != rows:
             # The codes of padding are zero: any finite scale will do.
             scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)

@@ -7,6 +7,7 @@ results must be multiples of 16 bytes; the backends after this one pad other sha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, TensorFormat
+from ....common.hardware import Capability
+from ...runtime.device import current_hardware
+from ...runtime.self_tested import untested_reason
 from ..operand import Operand
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
 from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
-from .request import EPILOGUES, Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest, MatrixLayout
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
@@ -33,12 +37,14 @@ _SCALE_MODES = {
     ((1, 32), "e8m0"): VEC32_UE8M0,
     ((1, 16), "e4m3"): VEC16_UE4M3,
 }
+_ALL_LAYOUTS: Capability = "fp8 products in all layouts"
 _SWIZZLED = 120_900  # first version of cuBLASLt whose swizzled scales need no workaround
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
     """Return the reason why the library is not queried for an algorithm, or None."""
-    if (reason := request.unsupported_on_gpu or library.missing()) is not None:
+    reason = request.unsupported_on_gpu or request.hardware.lacks("cublaslt") or library.missing()
+    if reason is not None:
         return reason
     if not request.native:
         return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
@@ -67,7 +73,7 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
-    if request.swizzled:
+    if reads_bytes(request):
         return _unsupported_swizzled(request)
     if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
         return f"{formats[0].name} x {formats[1].name}; it takes one scale per tensor, blocks of 128, {SWIZZLED_NAMES}"
@@ -83,22 +89,37 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     if request.dtype not in _WIDE:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
     a_format, b_format = formats
+    any_axis = a_format == FLOAT8 and request.hardware.has(_ALL_LAYOUTS)
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
-        if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
+        if not (layout.row_major or any_axis) or layout.stride == 0 or layout.stride % _ROWS:
             return f"the FP8 operand {name} is not K-contiguous with rows of a multiple of {_ROWS} bytes"
     depth = _ROWS if a_format == FLOAT8 else _BLOCK
     if request.k % depth:
         return f"K={request.k} is not a multiple of {depth}"
     if request.n % (_BLOCK if b_format == BLOCK_2D else _ROWS):
         return f"N={request.n} is not a multiple of {_BLOCK if b_format == BLOCK_2D else _ROWS}"
+    if not request.a_layout.row_major and request.m % _ROWS:
+        return f"M={request.m} is not a multiple of {_ROWS}, along which a is contiguous"
     if a_format != FLOAT8 and request.m % (_BLOCK if a_format == BLOCK_2D else _ROWS):
         return f"M={request.m} is not a multiple of {_BLOCK if a_format == BLOCK_2D else _ROWS}"
     return None
 
 
+def reads_bytes(request: GemmRequest) -> bool:
+    """Return whether the library reads the scales of both operands as swizzled bytes."""
+    return request.swizzled or _by_exponents(request)
+
+
+def _by_exponents(request: GemmRequest) -> bool:
+    """Whether blocks of 128 elements are multiplied by exponents: where no product reads their float32 scales."""
+    needs = request.scaled_products if request.power_of_two else None
+    hardware = request.hardware
+    return needs is not None and not hardware.has("fp8 block products") and hardware.has(needs)
+
+
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
     """Return the reason why a product with swizzled scales is unsupported, or None."""
-    needs = request.block_products
+    needs = request.scaled_products
     assert needs is not None
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
@@ -133,10 +154,19 @@ def _unsupported_epilogue(request: GemmRequest) -> str | None:
     return None
 
 
+def reads_all_layouts() -> bool:
+    """Return whether products read FP8 codes with one scale along either axis, so that no transposed copy is needed.
+
+    The GPU has these products, and the self-test has passed there with the installed libraries.
+    """
+    hardware = current_hardware()
+    return hardware.has(_ALL_LAYOUTS) and library.missing() is None and untested_reason(_ALL_LAYOUTS) is None
+
+
 def problem_of(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
-    bias = NO_BIAS
+    bias, exponents = NO_BIAS, _by_exponents(request)
     if request.bias is not None:  # the dtype that the epilogue reads; a bias of another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
@@ -153,8 +183,8 @@ def problem_of(request: GemmRequest) -> CublasProblem:
         left_leading=b.stride * (1 if request.b_format is None else request.b_format.packing),
         right_leading=a.stride * (1 if request.a_format is None else request.a_format.packing),
         result_leading=out.stride,
-        left_scale=_scale_mode(request.b_format),
-        right_scale=_scale_mode(request.a_format),
+        left_scale=VEC32_UE8M0 if exponents else _scale_mode(request.b_format),
+        right_scale=VEC32_UE8M0 if exponents else _scale_mode(request.a_format),
         bias=bias,
         accumulate=request.accumulate,
         fast=request.a_format == FLOAT8 and not request.exact,
@@ -181,4 +211,38 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
     return tuning.tuned(plan) if request.tuned else plan.run
 
 
+def _without_bias(request: GemmRequest) -> GemmRequest:
+    """Return the request of the product alone, in float32."""
+    layout = MatrixLayout(True, request.n)
+    return dataclasses.replace(
+        request, dtype=torch.float32, bias=None, accumulate=False, into=False, out_layout=layout
+    )
+
+
+def _unsupported_before_bias(request: GemmRequest) -> str | None:
+    if request.bias is None:
+        return "there is no bias"
+    return unsupported_reason(_without_bias(request))
+
+
+def bind_before_bias(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
+    """Bind the product alone, for problems with a bias that the library has no algorithm for."""
+    product = bind(_without_bias(request))
+    if isinstance(product, PlanFailure):
+        return product
+
+    def call(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        return epilogue.finish(product(a, b, Epilogue(torch.float32, exact=epilogue.exact)))
+
+    return call
+
+
 BACKEND = Backend("cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+# The row before it states why it has no algorithm. The float32 result is rounded once, after the bias.
+BEFORE_BIAS = Backend(
+    "cublaslt_before_bias",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_before_bias,
+    bind=bind_before_bias,
+    opaque=True,
+)

@@ -22,7 +22,7 @@ from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import FLOAT8
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
-from . import composed, cublaslt
+from . import composed, cublaslt, cublaslt_swizzled
 from .composed import CODES, GELU, GELU_GRADIENT, KINDS, FusedRequest
 from .cublaslt_plan import Attached, CublasPlan, NoAlgorithm, plan_for
 from .cublaslt_problem import ALIGNMENT, CublasProblem
@@ -46,7 +46,7 @@ def _unsupported_activation(request: FusedRequest) -> str | None:
     product = request.product
     if product.dtype not in _SIXTEEN_BITS:
         return f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
-    if product.a_format not in (None, FLOAT8):
+    if product.a_format not in (None, FLOAT8) and not cublaslt.reads_bytes(product):
         return f"{product.a_format.name} operands; cuBLASLt adds no activation to products of block scales"  # pyright: ignore
     if product.n % _AUX_ROWS:
         return (
@@ -108,7 +108,8 @@ def _gelu(
         return composed.gelu(keeps, a, b, epilogue)
     out = torch.empty((plan.problem.n, plan.problem.m), dtype=epilogue.dtype, device=a.codes.device)
     x = torch.empty_like(out) if keeps else None
-    aligned.run_attached(a, b, out, Attached(bias, x))
+    a, b, scalars = cublaslt_swizzled.arguments(aligned.problem, a, b)
+    aligned.run_attached(a, b, out, Attached(bias, x), scalars)
     return out, x
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..operand import Operand
 from . import cublaslt_library as library
 from .cublaslt_plan import Attached, CublasPlan, plan_for
+from .cublaslt_problem import VEC16_UE4M3, VEC32_UE8M0, CublasProblem
 from .request import Epilogue
 from .swizzle import second_level, swizzled_scale
 
@@ -31,10 +32,18 @@ def run(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         return epilogue._replace(bias=None, out=out, accumulate=problem.accumulate).store(product)
     if alignment < problem.alignment:
         plan = plan_for(problem._replace(alignment=alignment))
-    scalars = _scalars(a, b, problem.accumulate) if problem.device_scalars else None
-    a, b = (operand._replace(scale=swizzled_scale(operand)) for operand in (a, b))
+    a, b, scalars = arguments(problem, a, b)
     plan.run_attached(a, b, out, Attached(bias), scalars)
     return out
+
+
+def arguments(problem: CublasProblem, a: Operand, b: Operand) -> tuple[Operand, Operand, Tensor | None]:
+    """Return the operands with scales in the library's order, and alpha and beta if they are in device memory."""
+    if problem.left_scale not in (VEC16_UE4M3, VEC32_UE8M0):
+        return a, b, None
+    scalars = _scalars(a, b, problem.accumulate) if problem.device_scalars else None
+    left, right = (operand._replace(scale=swizzled_scale(operand)) for operand in (a, b))
+    return left, right, scalars
 
 
 def _scalars(a: Operand, b: Operand, accumulates: bool) -> Tensor:

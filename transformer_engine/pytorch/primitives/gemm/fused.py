@@ -13,7 +13,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as, torch_dtype
-from . import composed, cublaslt_fused, listed
+from . import composed, cublaslt_fused, listed, triton_fused
 from .composed import CODES, GELU, GELU_GRADIENT, FusedRequest, described, key_of
 from .product import product
 from .request import Epilogue, format_named
@@ -82,31 +82,40 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
 
 # The operators of torch.compile.
 
-_OPERANDS = "Tensor a, Tensor? a_scale, str? a_format, Tensor b, Tensor? b_scale, str? b_format"
+_OPERANDS = (
+    "Tensor a, Tensor? a_scale, Tensor? a_amax, str? a_format, "
+    "Tensor b, Tensor? b_scale, Tensor? b_amax, str? b_format"
+)
 
 
-def _product_gelu_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact, keeps) -> list[Tensor]:
-    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
+def _product_gelu_now(
+    a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, dtype, exact, keeps
+) -> list[Tensor]:
+    left = Operand(a, a_scale, format_named(a_format), a_amax)
+    right = Operand(b, b_scale, format_named(b_format), b_amax)
     made = gemm_gelu(left, right, Epilogue(dtype, bias, exact=exact), keeps)
     return [tensor for tensor in made if tensor is not None]
 
 
-def _product_gelu_gradient_now(a, a_scale, a_format, b, b_scale, b_format, x, dtype, exact) -> Tensor:
-    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
+def _product_gelu_gradient_now(
+    a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, x, dtype, exact
+) -> Tensor:
+    left = Operand(a, a_scale, format_named(a_format), a_amax)
+    right = Operand(b, b_scale, format_named(b_format), b_amax)
     return gemm_gelu_gradient(left, right, x, Epilogue(dtype, exact=exact))
 
 
 _product_gelu = operator(
     f"product_gelu({_OPERANDS}, Tensor? bias, ScalarType dtype, bool exact, bool keeps) -> Tensor[]",
     _product_gelu_now,
-    lambda a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact, keeps: [
+    lambda a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, bias, dtype, exact, keeps: [
         a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) for _ in range(2 if keeps else 1)
     ],
 )
 _product_gelu_gradient = operator(
     f"product_gelu_gradient({_OPERANDS}, Tensor x, ScalarType dtype, bool exact) -> Tensor",
     _product_gelu_gradient_now,
-    lambda a, a_scale, a_format, b, b_scale, b_format, x, dtype, exact: a.new_empty(
+    lambda a, a_scale, a_amax, a_format, b, b_scale, b_amax, b_format, x, dtype, exact: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=dtype
     ),
 )
@@ -114,7 +123,7 @@ _product_gelu_gradient = operator(
 
 def _tensors(a: Operand, b: Operand) -> tuple[Any, ...]:
     names = [None if operand.format is None else operand.format.name for operand in (a, b)]
-    return a.codes, a.scale, names[0], b.codes, b.scale, names[1]
+    return a.codes, a.scale, a.amax, names[0], b.codes, b.scale, b.amax, names[1]
 
 
 def _gelu(
@@ -151,7 +160,7 @@ def _operator_of(request: FusedRequest) -> Operator:
 
 TABLE: Table[FusedRequest] = Table(
     "gemm_epilogue",
-    (cublaslt_fused.BACKEND, composed.BACKEND),
+    (cublaslt_fused.BACKEND, triton_fused.BACKEND, composed.BACKEND),
     describe=described,
     operator=_operator_of,
 )

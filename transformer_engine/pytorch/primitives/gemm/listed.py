@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ....common.formats import BLOCK_FORMATS, FLOAT8
 from ...runtime.symbols import Form, Instructions, NotListed, Symbol
 from ..operand import Operand, OwnedOperand
 from . import composed, cublaslt_fused, request
@@ -94,7 +94,7 @@ def _scales(*operands: Operand) -> tuple[Any, ...]:
     """Return the scales of operands in cuBLASLt's layout."""
     scales = []
     for operand in operands:
-        if operand.format in (BLOCK_1D, BLOCK_2D):
+        if operand.format in BLOCK_FORMATS.values():
             scales.append(_block_scales(operand))
         elif operand.format in (None, FLOAT8):
             scales.append(operand.scale)

@@ -99,11 +99,13 @@ TABLE: Table[GemmRequest] = Table(
     "gemm",
     (
         cublaslt.BACKEND,
+        cublaslt.BEFORE_BIAS,
         torch_mm.MATMUL,
         torch_mm.TENSOR_SCALES,
         torch_mm.BLOCK_SCALES,
         torch_mm.SWIZZLED_SCALES,
         triton.BACKEND,
+        triton.DECODE,
         reference.WIDEN,
         reference.REFERENCE,
     ),
@@ -111,7 +113,7 @@ TABLE: Table[GemmRequest] = Table(
     operator=lambda request: _OPERATOR,
 )
 
-_DEQUANTIZING = ("widen", "reference")
+_DEQUANTIZING = ("decode", "widen", "reference")
 
 
 @functools.cache

@@ -95,7 +95,7 @@ def _unsupported_by_widen(request: GemmRequest) -> str | None:
     for fmt in (request.a_format, request.b_format):
         if fmt is None:
             return "an operand is not quantized"
-        if not fmt.fits_bfloat16:
+        if not (fmt.fits_bfloat16 or request.power_of_two):
             return f"{fmt.name} scales may be any float32; their product with a code needs more bits than bfloat16 has"
     return None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common import env
 from ....common.dispatch import disturbances
-from ....common.formats import TensorFormat
+from ....common.formats import EXPONENT_PRODUCTS, TensorFormat
 from ....common.hardware import NO_GPU, Capability, Hardware
 from ...runtime.determinism import is_demanded
 from ...runtime.device import current_hardware
@@ -125,6 +125,7 @@ class GemmRequest:
         tf32: Whether torch allows float32 products to round their operands to TF32.
         tuned: Whether autotuning is on.
         into: Whether the result is written to epilogue.out.
+        power_of_two: Whether the float32 block scales of both operands are powers of two.
     """
 
     a_format: TensorFormat | None
@@ -148,6 +149,7 @@ class GemmRequest:
     tf32: bool
     tuned: bool = False
     into: bool = False
+    power_of_two: bool = False
 
     @classmethod
     def of(cls, a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
@@ -175,6 +177,16 @@ class GemmRequest:
     def swizzled(self) -> bool:
         """Whether matrix instructions read the scales of both operands."""
         return self.block_products is not None and self.a_format is not None and self.a_format.swizzled
+
+    @property
+    def scaled_products(self) -> Capability | None:
+        """Capability whose matrix instructions read the scales of both operands; None if no instruction reads them.
+
+        They read MXFP8 and NVFP4 scales, and the exponents of 128-element blocks' scales that are powers of two.
+        """
+        if self.swizzled:
+            return self.block_products
+        return EXPONENT_PRODUCTS if self.power_of_two else None
 
     @property
     def unsupported_on_gpu(self) -> str | None:
@@ -251,6 +263,9 @@ def described(
 ) -> GemmRequest:
     """Return the request of a key; raise ValueError for sizes or devices of operands, bias and out that differ."""
     a_form, b_form = format_named(a_format), format_named(b_format)
+    a_general, b_general = (None if form is None else form.general for form in (a_form, b_form))
+    power_of_two = all(form is not None and form.power_of_two for form in (a_form, b_form))
+    a_form, b_form = a_general or a_form, b_general or b_form
     a_depth = a_shape[1] * (1 if a_form is None else a_form.packing)
     b_depth = b_shape[1] * (1 if b_form is None else b_form.packing)
     m, n = a_shape[0], b_shape[0]
@@ -292,6 +307,7 @@ def described(
         tf32,
         tuned,
         out is not None,
+        power_of_two,
     )
 
 

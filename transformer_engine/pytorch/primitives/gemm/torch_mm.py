@@ -18,12 +18,14 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, round
 from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
 from ..operand import Operand
-from .block_scales import BLOCK, aligned_scale, block_scale
+from .block_scales import BLOCK, aligned_scale, block_scale, in_rows
 from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import second_level, swizzled_scale
 
 # cuBLASLt requires 16-byte rows; zero codes added along K add nothing, and zero rows of b are sliced off again.
 _ALIGNMENT = 16
+# By whether blocks are 1x128: divisor of the rows, and name of the torch.nn.functional.ScalingType.
+_BLOCK_KINDS = {True: (_ALIGNMENT, "BlockWise1x128"), False: (BLOCK, "BlockWise128x128")}
 
 
 def _unsupported_by_matmul(request: GemmRequest) -> str | None:
@@ -123,19 +125,16 @@ def _unsupported_block_scales(request: GemmRequest) -> str | None:
 
 
 def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    assert a.format is not None and b.format is not None
-    row_unit = {BLOCK_1D: _ALIGNMENT, BLOCK_2D: BLOCK}
-    a_codes = _pad(a.codes, row_unit[a.format], BLOCK)
-    b_codes = _pad(b.codes, row_unit[b.format], BLOCK)
+    a_kind, b_kind = (_BLOCK_KINDS[in_rows(x.format)] for x in (a, b))
+    a_codes, b_codes = _pad(a.codes, a_kind[0], BLOCK), _pad(b.codes, b_kind[0], BLOCK)
     fused = _fuses_bias(b, epilogue) and b_codes.shape[0] == b.rows
-    scaling = {BLOCK_1D: F.ScalingType.BlockWise1x128, BLOCK_2D: F.ScalingType.BlockWise128x128}
     product = F.scaled_mm(
         a_codes,
         b_codes.t(),
         scale_a=block_scale(a, a_codes),
-        scale_recipe_a=scaling[a.format],
+        scale_recipe_a=F.ScalingType[a_kind[1]],
         scale_b=block_scale(b, b_codes),
-        scale_recipe_b=scaling[b.format],
+        scale_recipe_b=F.ScalingType[b_kind[1]],
         bias=epilogue.bias if fused else None,
         output_dtype=_result_dtype(epilogue),
         use_fast_accum=False,
@@ -149,9 +148,11 @@ def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
     if reason := _unsupported_by_both(request):
         return reason
-    needs = request.block_products
-    if needs is None or not request.swizzled:
-        return f"it takes two operands of one format, {SWIZZLED_NAMES}"
+    needs = request.scaled_products
+    if needs is None:
+        return (
+            f"it takes two operands of one format, {SWIZZLED_NAMES}, or blocks whose scales are powers of two"
+        )
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
     if not hasattr(F, "scaled_mm"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import library, reference, triton
+from . import library, reference, triton, triton_scaled
 from .groups import Groups, Matrices, groups_of, irregular, on_device
 from .request import (
     GroupedColumns,
@@ -43,7 +43,7 @@ __all__ = [
 
 TABLE: Table[GroupedGemmRequest] = Table(
     "grouped_gemm",
-    (library.BACKEND, triton.BACKEND, reference.BACKEND),
+    (library.BACKEND, triton.BACKEND, triton_scaled.BACKEND, reference.BACKEND),
     describe=GroupedGemmRequest,
 )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...runtime.device import current_hardware
-from ..gemm.block_scales import block_scale
+from ..gemm.block_scales import block_scale, in_rows
 from ..operand import Operand
 from .pieces import operands_of
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
@@ -139,7 +139,7 @@ def _block_scales(
 
 def _kind(operand: Operand) -> int:
     kinds = F.ScalingType
-    return (kinds.BlockWise1x128 if operand.format == BLOCK_1D else kinds.BlockWise128x128).value
+    return (kinds.BlockWise1x128 if in_rows(operand.format) else kinds.BlockWise128x128).value
 
 
 BACKEND: Backend[GroupedGemmRequest] = Backend("library", unsupported_reason=unsupported_reason, bind=_bind)

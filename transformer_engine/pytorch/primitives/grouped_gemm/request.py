@@ -22,7 +22,7 @@ class GroupedRows(NamedTuple):
     Attributes:
         codes: [total, K] contiguous: FP8, or high precision if format is None.
         scale: FLOAT8: float32 [groups, 4], of which only the first column is read, so that scales are 16 bytes apart.
-            BLOCK_1D: float32, group after group [ceil(K / 128), rows], flattened.
+            BLOCK_1D: float32, group after group [ceil(K / 128), rows], flattened. MXFP8: exponents [total, K / 32].
         format: Format of the codes, or None.
     """
 
@@ -43,9 +43,11 @@ class GroupedColumns(NamedTuple):
     """The rows of all groups, contracted along the rows of each group.
 
     Attributes:
-        codes: High precision [total, K] if format is None. Otherwise the transpose of every group, group after group
-            [K, rows rounded up to 128] with zeros at the end, flattened.
+        codes: High precision [total, K] if format is None. MXFP8: the transpose [K, total], of groups whose rows are a
+            multiple of 32. Otherwise the transpose of every group, group after group [K, rows rounded up to 128] with
+            zeros at the end, flattened.
         scale: FLOAT8: float32 [groups, 4]. BLOCK_1D: float32, group after group [ceil(rows / 128), K], flattened.
+            MXFP8: exponents [K, total / 32].
         format: Format of the codes, or None.
     """
 
@@ -69,7 +71,8 @@ class GroupedMatrices(NamedTuple):
         matrices: High-precision matrices, not copied.
         transposed: Whether the matrices are [K, N].
         codes: FP8 [groups, N, K], instead of matrices.
-        scale: FLOAT8: float32 [groups, 4]. BLOCK_2D: float32 [groups, ceil(N / 128), ceil(K / 128)].
+        scale: FLOAT8: float32 [groups, 4]. BLOCK_2D: float32 [groups, ceil(N / 128), ceil(K / 128)]. MXFP8: exponents
+            [groups, N, K / 32].
         format: Format of the codes, or None.
     """
 

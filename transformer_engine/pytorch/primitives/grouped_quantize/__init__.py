@@ -10,7 +10,7 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
 from ...runtime.launching import run
 from ..grouped_gemm import Groups, Matrices
-from ..quantize import QuantizeSpec
+from ..quantize import QuantizeSpec, quantize
 from . import reference, triton
 from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
@@ -32,13 +32,17 @@ TABLE: Table[GroupedQuantizeRequest] = Table(
 def quantize_rows(
     x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None
 ) -> GroupedQuantized:
-    """Quantize each group of rows of x [total, K]: FLOAT8 by the scales of slots or its own amax, or in 1x128 blocks.
+    """Quantize each group of rows of x [total, K]: FLOAT8 by the scales of slots or its own amax, blocks or MXFP8.
 
     Raises:
-        ValueError: The format is unsupported.
+        ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in the columns of MXFP8.
     """
+    if spec.format.by_exponents:
+        return _rows_of_one_matrix(x, groups, spec)
     if spec.format not in (FLOAT8, BLOCK_1D):
-        raise ValueError(f"groups of rows are quantized to float8 or block1d, not to {spec.format.name}")
+        raise ValueError(
+            f"groups of rows are quantized to float8, block1d or exponents, not to {spec.format.name}"
+        )
     shape = (x.shape[0], x.shape[1])
     key = (
         spec,
@@ -52,16 +56,27 @@ def quantize_rows(
     return TABLE.bound(key)(x, groups, slots)
 
 
+def _rows_of_one_matrix(x: Tensor, groups: Groups, spec: QuantizeSpec) -> GroupedQuantized:
+    """Quantize all rows as one matrix: no block of 32 rows contains rows of two groups."""
+    multiple = spec.format.length
+    if spec.columnwise and (groups.rows is None or any(rows % multiple for rows in groups.rows)):
+        rows = "unknown on the host" if groups.rows is None else list(groups.rows)
+        raise ValueError(
+            f"the groups' rows are {rows}; {spec.format.name} columns need known multiples of {multiple}"
+        )
+    return GroupedQuantized(*quantize(x, spec)[:4])
+
+
 def quantize_matrices(
     matrices: Matrices, spec: QuantizeSpec, slots: ScaleSlots | None = None
 ) -> GroupedQuantized:
-    """Quantize each matrix [M, K]: FLOAT8 by the scales of slots or its own amax, or in 128x128 blocks.
+    """Quantize each matrix [M, K]: FLOAT8 by the scales of slots or its own amax, in 128x128 blocks, or to MXFP8.
 
     Raises:
         ValueError: The format is unsupported.
     """
-    if spec.format not in (FLOAT8, BLOCK_2D):
-        raise ValueError(f"matrices are quantized to float8 or block2d, not to {spec.format.name}")
+    if spec.format not in (FLOAT8, BLOCK_2D) and not spec.format.by_exponents:
+        raise ValueError(f"matrices are quantized to float8, block2d or exponents, not to {spec.format.name}")
     first = matrices.tensors[0]
     key = (
         spec,

@@ -6,6 +6,7 @@ The groups' bits are those of `quantize`'s kernel and reference.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime.launching import Performed, run_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
-from ..quantize import QuantizeSpec, torch_dtype
+from ..quantize import FORMATS, QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 _WIDTH = 128
@@ -37,7 +38,8 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 def bind(request: GroupedQuantizeRequest) -> Call:
     """Return the call of the planned launches; the buffers of groups of rows depend on the groups."""
     spec = request.spec
-    quantize = _by_tensor(request) if spec.format == FLOAT8 else _by_blocks(request)
+    scaled = _by_exponents if spec.format.by_exponents else _by_blocks
+    quantize = (_by_tensor if spec.format == FLOAT8 else scaled)(request)
 
     def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
         if isinstance(values, Matrices):
@@ -88,6 +90,18 @@ def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
     return quantize
 
 
+def _by_exponents(request: GroupedQuantizeRequest) -> Callable[..., None]:
+    spec = request.spec
+    matrices = FORMATS[spec.format.name].matrices
+    assert matrices is not None
+    record = matrices(spec, request.shape, request.groups)
+
+    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        run_into(record, (*inputs[:2], *made), inputs[0].device)
+
+    return quantize
+
+
 def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
     from ....common.kernels import grouped_cast as kernels  # it imports triton
 
@@ -120,6 +134,12 @@ def _space_for_matrices(
         return GroupedQuantized(
             codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
         )
+    if spec.format.by_exponents:
+        length = spec.format.length
+        exponents = partial(torch.empty, dtype=torch.uint8, device=device)
+        scale = exponents(count, rows, ceil_div(depth, length)) if spec.rowwise else None
+        scale_t = exponents(count, depth, ceil_div(rows, length)) if spec.columnwise else None
+        return GroupedQuantized(codes, scale, codes_t, scale_t)
     blocks = (ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH))
     if spec.rowwise:
         scale = torch.empty(count, *blocks, dtype=torch.float32, device=device)

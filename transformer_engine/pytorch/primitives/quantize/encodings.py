@@ -9,6 +9,8 @@ from ....common.formats import E2M1, Element, float32_max
 from .spec import torch_dtype
 
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 but its mantissa
+_MANTISSA = (1 << 23) - 1
+_LEAST_EXPONENT = 1 << 22  # bits of 2^-127, a subnormal number
 
 
 def divide(numerator: float, denominator: Tensor) -> Tensor:
@@ -58,6 +60,14 @@ def scale_from_amax(
         scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
     usable = (amax > 0.0) & (amax < torch.inf)
     return torch.where(usable, scale, 1.0)
+
+
+def is_power_of_two(scale: Tensor) -> bool:
+    """Return whether float32 scales are 0 or powers of two from 2^-127 to 2^127; waits for the device."""
+    bits = scale.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    normal = (mantissa == 0) & (exponent >= 0) & (exponent < 255)
+    return bool((normal | (bits == _LEAST_EXPONENT)).all())
 
 
 def cast(x: Tensor, element: Element) -> Tensor:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.formats import BLOCK_1D, BLOCK_2D, TensorFormat
+from ....common.formats import BLOCK_1D, BLOCK_2D, BLOCK_FORMATS, TensorFormat
 from ...constants import DType
+from ...primitives.quantize.encodings import is_power_of_two
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage, padded
-from .quantized_tensor_storage import Writer, matrix_shape
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 __all__ = ["Float8BlockwiseQTensorStorage"]
 
@@ -37,12 +38,14 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         data_format: Accepted for compatibility.
         fake_dtype: Nominal dtype.
         dtype: Another name of fake_dtype.
+        power_of_two: Every scale is a power of two, so that GPUs with MXFP8 products multiply by exponents.
     """
 
     CONSTANTS = {
         "_fp8_dtype": "fp8_dtype",
         "_quantizer": "quantizer",
         "_is_2D_scaled": "is_2D_scaled",
+        "_power_of_two": "power_of_two",
         "_dtype": "dtype",
     }
 
@@ -51,7 +54,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
         quantizer: Writer | None = None, is_2D_scaled: bool = True,
         data_format: int | None = GEMM_READY, *, fake_dtype: torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, power_of_two: bool = False,
     ):  # fmt: skip
         if data_format is not None and int(data_format) != GEMM_READY:
             raise ValueError(
@@ -61,6 +64,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)
         self._is_2D_scaled = is_2D_scaled
+        self._power_of_two = power_of_two
 
     @property
     def format(self) -> TensorFormat:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -69,6 +73,26 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     @property
     def transposable(self) -> bool:
         return self._is_2D_scaled
+
+    def _format_of(self, axis: str) -> TensorFormat:
+        return BLOCK_FORMATS[bool(self._is_2D_scaled), self._power_of_two]
+
+    def byte_layout(self) -> tuple[Any, ...]:
+        # Scales of either kind replace each other: `copy_from_storage` adopts the kind.
+        return self._fp8_dtype, self._is_2D_scaled
+
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+        super().copy_from_storage(src, noop_flag=noop_flag)
+        if noop_flag is None:
+            self._power_of_two = True
+        self.join_claims(src)  # with a flag, the device decides whose scales these are
+
+    def join_claims(self, source: QuantizedTensorStorage | None) -> None:
+        if source is None:
+            scales = (self._rowwise_scale_inv, self._columnwise_scale_inv)
+            self._power_of_two = all(x is None or is_power_of_two(x) for x in scales)
+        else:
+            self._power_of_two = self._power_of_two and getattr(source, "_power_of_two", False)
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         return scale[:, :columns] if self._is_2D_scaled else scale.t()[:rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import whole
-from ...primitives.gemm.swizzle import compact
+from ...primitives.scale_order import compact
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 # The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves
@@ -40,6 +41,42 @@ class Place:
     begin: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Extents of a group and, once they are known on the host, the positions of its members.
+
+    Attributes:
+        count: Number of matrices.
+        logical: Logical shape: [n M, N] of equal shapes, [sum M_i, N], [M, sum N_i], or [1, total].
+        varies: Whether first and last extents vary between the matrices.
+        members: Positions of the members; None until `first_dims` and `last_dims` have been read from the device.
+        row_major: Every tensor of a member is contiguous. Otherwise column-wise codes may be K-last.
+    """
+
+    count: int
+    logical: tuple[int, ...]
+    varies: tuple[bool, bool]
+    members: tuple[GroupMember, ...] | None = None
+    row_major: bool = False
+
+    @classmethod
+    def of(cls, members: Sequence[GroupMember], varies: tuple[bool, bool] | None = None) -> GroupLayout:
+        """Describe members whose shapes are known.
+
+        Args:
+            members: At least one member.
+            varies: Which extents count as varying; by default those that differ.
+        """
+        firsts, lasts = ([member.shape[axis] for member in members] for axis in (0, -1))
+        if varies is None:
+            varies = (len(set(firsts)) > 1, len(set(lasts)) > 1)
+        if not varies[1]:
+            logical = (sum(firsts), lasts[0])
+        else:
+            logical = (firsts[0], sum(lasts)) if not varies[0] else (1, sum(prod(m.shape) for m in members))
+        return cls(len(members), logical, varies, tuple(members))
 
 
 @dataclass(frozen=True)
@@ -81,25 +118,42 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def extents_of(members: Sequence[GroupMember], device: torch.device) -> dict[str, Any]:
-    """Return first_dims, last_dims [n] and tensor_offsets [n + 1] of members with different shapes."""
-    if len({member.shape for member in members}) == 1:
+def extents_of(layout: GroupLayout, device: torch.device) -> dict[str, Any]:
+    """Tensors of the varying extents: first_dims, last_dims [n] and, if any vary, tensor_offsets [n + 1]."""
+    if layout.members is None or not any(layout.varies):
         return {}
-    offsets = make_tensor_offsets([prod(member.shape) for member in members], 1)
-    numbers = {
-        "first_dims": [member.shape[0] for member in members],
-        "last_dims": [member.shape[-1] for member in members],
-        "tensor_offsets": offsets,
-    }
+    shapes = [member.shape for member in layout.members]
+    numbers = {"tensor_offsets": ends_of([prod(shape) for shape in shapes])}
+    for name, axis, varies in zip(("first_dims", "last_dims"), (0, -1), layout.varies, strict=True):
+        if varies:
+            numbers[name] = [shape[axis] for shape in shapes]
     return {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in numbers.items()}
 
 
-def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-    """Return [0, cumulative split * common]."""
-    offsets = [0]
-    for split in split_dims:
-        offsets.append(offsets[-1] + split * common_dim)
-    return offsets
+def ends_of(extents: Sequence[int]) -> list[int]:
+    """Running sum of n extents, with a leading zero: n + 1 numbers."""
+    return list(itertools.accumulate(extents, initial=0))
+
+
+def make_tensor_offsets(split_dims: Tensor | Sequence[int], common_dim: int) -> Tensor:
+    """First element of every matrix [split, common_dim] in their buffer, and the end: int64 [n + 1].
+
+    Args:
+        split_dims: The varying extent of every matrix, integers [n]; a tensor stays on its device.
+        common_dim: The common extent.
+    """
+    if not isinstance(split_dims, Tensor):
+        split_dims = torch.tensor(split_dims, dtype=torch.int64, device="cpu")
+    return torch.nn.functional.pad((split_dims.to(torch.int64) * common_dim).cumsum(0), (1, 0))
+
+
+def begins_in(layout: GroupLayout, buffer: str) -> list[int] | None:
+    """First element of each member in a buffer, and the end; None if shapes are unknown or the buffer is unused."""
+    places = [p for member in layout.members or () for p in member.places if p.buffer == buffer]
+    if not places:
+        return None
+    last = places[-1]
+    return [*[place.begin for place in places], last.begin + prod(last.shape)]
 
 
 @dataclass(frozen=True)
@@ -234,6 +288,7 @@ def placed_members(
     buffers: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     offsets: Offsets,
+    row_major: bool = False,
 ) -> tuple[GroupMember, ...]:
     """Return the members of buffers that the caller filled, or will fill.
 
@@ -243,6 +298,7 @@ def placed_members(
         buffers: The flat buffers by attribute name.
         dtype: Nominal dtype.
         offsets: First elements in the buffers.
+        row_major: Every tensor of a member is contiguous, also column-wise codes.
 
     Raises:
         ValueError: A buffer is missing or too short.
@@ -266,7 +322,8 @@ def placed_members(
             begin = ends.get(buffer, 0) if given is None else int(given[number])
             if given is not None and buffer.endswith("_data"):
                 begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
-            places.append(Place(buffer, begin, tuple(tensor.shape), dense_stride(tensor)))
+            stride = torch.empty(tensor.shape, device="meta").stride() if row_major else dense_stride(tensor)
+            places.append(Place(buffer, begin, tuple(tensor.shape), stride))
             ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
         members.append(GroupMember(tuple(shape), tuple(places), rebuild_of(example)))
     for buffer, end in ends.items():

@@ -7,6 +7,7 @@ group. `grouped_layout` describes the positions in the buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
+from .grouped_extents import GroupExtents
 from .grouped_layout import (
     BUFFERS,
     COLUMNWISE,
     ONE_SCALE,
     ROWWISE,
+    GroupLayout,
     GroupMember,
     Offsets,
     Place,
@@ -39,7 +42,7 @@ from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 __all__ = ["GroupedTensorStorage"]
 
 
-class GroupedTensorStorage(QuantizedTensorStorage):
+class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Flat buffers that hold the codes, scales and maxima of n matrices.
 
     Args:
@@ -67,7 +70,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         row_scaled_nvfp4: Must be the setting of the quantizer, as the next two.
         nvfp4_use_4over6: See `row_scaled_nvfp4`.
         nvfp4_e4m3_max: See `row_scaled_nvfp4`.
-        members: Places of the matrices in the buffers, if this package made the group.
+        layout: Extents and positions, if this package created the group.
         rowwise_data: Other name of `data`.
 
     Raises:
@@ -87,7 +90,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         "last_dims": "last_dims",
         "tensor_offsets": "tensor_offsets",
     }
-    CONSTANTS = {"_members": "members", "_quantizer": "quantizer", "_dtype": "dtype"}
+    CONSTANTS = {"_layout": "layout", "_quantizer": "quantizer", "_dtype": "dtype"}
+    _with_gemm_swizzled_scales = False  # the constructor puts scales in row order
 
     # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the function that returns
     # the quantizer of a group.
@@ -97,7 +101,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     stack_quantizer: ClassVar[Any]
     rowwise_data: Tensor | None
     columnwise_data: Tensor | None
-    _members: tuple[GroupMember, ...]
 
     def __init__(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, *,
@@ -111,14 +114,14 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         columnwise_scale_inv_offsets: Sequence[int] | Tensor | None = None, requires_grad: bool = False,
         stride: Sequence[int] | None = None, with_gemm_swizzled_scales: bool = False,
         row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
-        members: tuple[GroupMember, ...] | None = None, rowwise_data: Tensor | None = None,
+        layout: GroupLayout | None = None, rowwise_data: Tensor | None = None,
     ):  # fmt: skip
         self.rowwise_data, self.scale = data if rowwise_data is None else rowwise_data, scale
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
         self.scale_inv, self._amax, self._columnwise_amax = scale_inv, amax, columnwise_amax
         self.first_dims, self.last_dims, self.tensor_offsets = first_dims, last_dims, tensor_offsets
-        if members is not None:  # a group that this package made
-            self._members, self._quantizer, self._dtype = members, quantizer, dtype or torch.float32
+        if layout is not None:
+            self._layout, self._quantizer, self._dtype = layout, quantizer, dtype or torch.float32
             return
         variant = {
             "row_scaled_nvfp4": (row_scaled_nvfp4, False),
@@ -139,14 +142,36 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         """Find the members in buffers that the caller has allocated; the buffers are shared."""
         for name in (*ROWWISE, *COLUMNWISE):
             held = getattr(self, name)
-            if held is not None:
+            if held is not None and held.dim() != 1:
                 setattr(self, name, held.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
-        self._members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
-        self._quantizer = self.stack_quantizer(quantizer, shapes)
-        for name, numbers in extents_of(self._members, self.device).items():
+        members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
+        given = (self.first_dims is not None, self.last_dims is not None)
+        self._layout = GroupLayout.of(members, given if any(given) else None)
+        self._quantizer = self.stack_quantizer(quantizer, shapes, not any(self._layout.varies))
+        for name, numbers in extents_of(self._layout, self.device).items():
             if getattr(self, name) is None:
                 setattr(self, name, numbers)
+
+    def _read_shapes(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "the shapes of this group's matrices are on the GPU and cannot be read during graph capture; use the "
+                "buffers, first_dims and tensor_offsets of the group instead of its members"
+            )
+        layout, quantizer = self._layout, self.quantizer
+        shapes = member_shapes(layout.logical, layout.count, None, self.first_dims, self.last_dims)
+        buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
+        members = placed_members(shapes, quantizer, buffers, self._dtype, Offsets(), layout.row_major)
+        self._layout = replace(layout, members=members)
+        self._quantizer = self.stack_quantizer(quantizer, shapes, False)
+
+    def writer(self) -> Writer:
+        if self._layout.members is None:
+            self._read_shapes()  # the quantizer needs the shapes
+        return super().writer()
+
+    _get_quantizer = writer
 
     @classmethod
     def of(
@@ -166,7 +191,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                 ends[buffer] += tensor.numel()
             made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_of(member)))
         device = next(iter(parts[0].values())).device
-        group = cls(members=tuple(made), quantizer=quantizer, dtype=dtype, **extents_of(made, device))
+        layout = GroupLayout.of(made)
+        group = cls(layout=layout, quantizer=quantizer, dtype=dtype, **extents_of(layout, device))
         for buffer, end in ends.items():
             kinds = {held[buffer].dtype for held in parts if buffer in held}
             if kinds:
@@ -192,12 +218,13 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             stride = torch.empty(shape, device="meta").stride()
             members.append(GroupMember(shape, (Place("rowwise_data", begin, shape, stride),), None))
             begin += prod(shape)
+        layout = GroupLayout.of(members)
         return cls(
-            members=tuple(members),
+            layout=layout,
             quantizer=quantizer,
             dtype=data.dtype,
             rowwise_data=data.reshape(-1),
-            **extents_of(members, data.device),
+            **extents_of(layout, data.device),
         )
 
     def members(self) -> list[Any]:
@@ -223,28 +250,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return buffer[place.begin : end].as_strided(place.shape, place.stride)
 
     @property
-    def shape(self) -> torch.Size:
-        """[n, M, N] for matrices of one shape, otherwise their logical shape."""
-        if self.all_same_shape():
-            return torch.Size((len(self._members), *self._members[0].shape))
-        return self.logical_shape
-
-    @property
     def format(self) -> TensorFormat:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.members()[0].format
-
-    @property
-    def num_tensors(self) -> int:
-        return len(self._members)
-
-    @property
-    def tensor_shapes(self) -> list[torch.Size]:
-        return [torch.Size(member.shape) for member in self._members]
-
-    @property
-    def offsets(self) -> list[int]:
-        """The first element of each member's values."""
-        return make_tensor_offsets([prod(member.shape) for member in self._members], 1)[:-1]
 
     @property
     def fake_dtype(self) -> torch.dtype:
@@ -258,41 +265,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     def columnwise_amax(self) -> Tensor | None:
         return self._columnwise_amax  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def logical_shape(self) -> torch.Size:
-        """(n M, N) for equal shapes; (sum M_i, N), (M, sum N_i) if one extent is common; otherwise (1, total)."""
-        firsts, lasts = self._extents_along(0), self._extents_along(-1)
-        if self.all_same_last_dim():
-            return torch.Size((sum(firsts), lasts[0]))
-        if self.all_same_first_dim():
-            return torch.Size((firsts[0], sum(lasts)))
-        return torch.Size((1, sum(prod(member.shape) for member in self._members)))
-
     def has_data(self) -> bool:
         return self.rowwise_data is not None
 
     def has_columnwise_data(self) -> bool:
         return self.columnwise_data is not None
-
-    def all_same_first_dim(self) -> bool:
-        return len(set(self._extents_along(0))) == 1
-
-    def all_same_last_dim(self) -> bool:
-        return len(set(self._extents_along(-1))) == 1
-
-    def all_same_shape(self) -> bool:
-        return len({member.shape for member in self._members}) == 1
-
-    def varying_both_dims(self) -> bool:
-        return not (self.all_same_first_dim() or self.all_same_last_dim())
-
-    def get_common_first_dim(self) -> int:
-        """Return the first extent of every matrix; RuntimeError if they differ."""
-        return self._common(0, "first")
-
-    def get_common_last_dim(self) -> int:
-        """Return the last extent of every matrix; RuntimeError if they differ."""
-        return self._common(-1, "last")
 
     def get_dtype(self) -> torch.dtype:
         return self._dtype
@@ -301,15 +278,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         """Return another group that shares the buffers."""
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild(tensors)  # pyright: ignore[reportReturnType]
-
-    def _extents_along(self, axis: int) -> list[int]:
-        return [member.shape[axis] for member in self._members]
-
-    def _common(self, axis: int, name: str) -> int:
-        extents = self._extents_along(axis)
-        if len(set(extents)) > 1:
-            raise RuntimeError(f"the {name} extents {extents} differ; ask all_same_{name}_dim() before")
-        return extents[0]
 
     def contract(self, axis: str) -> Operand:
         raise TypeError(f"a group of {self.num_tensors} matrices is not an operand; multiply its members()")
@@ -324,7 +292,22 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         if self._members[0].rebuild is None:
             assert self.rowwise_data is not None
             return self.rowwise_data.view(self.shape).to(dtype)
-        return torch.cat([member.decode(dtype).view(-1) for member in self.members()]).view(self.shape)
+        flat = torch.cat([member.decode(dtype).view(-1) for member in self.members()])
+        if flat.numel() < prod(self.shape):  # rows behind the last matrix belong to none
+            flat = torch.nn.functional.pad(flat, (0, prod(self.shape) - flat.numel()))
+        return flat.view(self.shape)
+
+    def plain_memory(self) -> Tensor | None:
+        """Values [n, M, N] of plain matrices, on the memory of the group; None if it holds codes."""
+        if self.rowwise_data is None or self.quantizer is not None:
+            return None
+        return self.rowwise_data.view(self.shape)
+
+    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        """Present values of another dtype; plain values are converted, codes stay."""
+        self._dtype = dtype
+        if self.rowwise_data is not None and self.quantizer is None:
+            self.rowwise_data = self.rowwise_data.to(dtype)
 
     def viewed(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
         return None
@@ -341,21 +324,20 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         for member in members:
             member.update_usage(rowwise_usage=True, columnwise_usage=True)
         whole = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
-        for name in (*self.TENSORS, "_members"):
+        for name in (*self.TENSORS, "_layout"):
             setattr(self, name, getattr(whole, name))
 
     def byte_layout(self) -> tuple[Any, ...]:
-        return self._members
+        return (self._layout,)
 
     def row_granularity(self) -> int:
         """Return the number of all rows: products cannot read a part of a group, so that only all rows are a slice."""
         return max(prod(self.shape[:-1]), 1)
 
-    @property
-    def quantizer(self) -> Any:
-        """Quantizer of the first matrix; None for plain values."""
-        own: Any = self._quantizer
-        return None if own is None or own.quantizers is None else own.quantizers[0]
+    # Settings of the quantizer under the names of the constructor's arguments.
+    row_scaled_nvfp4 = property(lambda self: getattr(self.quantizer, "row_scaled_nvfp4", False))
+    nvfp4_use_4over6 = property(lambda self: getattr(self.quantizer, "nvfp4_use_4over6", False))
+    nvfp4_e4m3_max = property(lambda self: getattr(self.quantizer, "nvfp4_e4m3_max", 448))
 
     @property
     def quantized_tensors(self) -> list[Tensor]:
@@ -363,7 +345,10 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[Tensor]:
-        """Return the matrices as tensors of their format that share the group's buffers."""
+        """Return the matrices as tensors of their format that share the group's buffers.
+
+        Shapes that only the GPU knows are read once; the host waits for it.
+        """
         members = GroupedTensorStorage.members(self)
         writers: Any = self._quantizer
         if writers is None or writers.quantizers is None:
@@ -394,7 +379,4 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                     into.copy_(kept)
         return held
 
-    @staticmethod
-    def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-        """Return [0, cumulative split * common]: the first element of each matrix, and the end."""
-        return make_tensor_offsets(split_dims, common_dim)
+    make_tensor_offsets = staticmethod(make_tensor_offsets)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from .....common.formats import E2M1, E4M3, FLOAT32_MAX, NVFP4_FORMATS, TensorFormat, ceil_div
 from ... import exact
@@ -21,7 +21,7 @@ from ...operand import Operand, turned
 from ...partitioning import ShardingRule, extent
 from ...several_axes import call_on_axes
 from .. import four_over_six, tiles
-from ..elements import absolute_maximum, cast, encode_e2m1, row_maxima
+from ..elements import absolute_maximum, cast, encode_e2m1, row_maxima, unpack_e2m1
 from ..hadamard import GROUP, hadamard_transform
 from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request
 from .float8 import Maximum
@@ -193,11 +193,13 @@ class NVFP4Blocks(Kernel):
         spec: Format, options and directions.
         shape: Shape of the whole matrix; shards contain whole blocks of it.
         given: Which of the four optional operands are present.
+        by_tile: Whether amax is [M], one maximum per row, and amax_t [ceil(M / 16)], one per 16 rows.
     """
 
     spec: QuantizeSpec
     shape: tuple[int, int]
     given: tuple[bool, bool, bool, bool]
+    by_tile: bool = False
 
     @property
     def rule(self) -> ShardingRule:
@@ -205,8 +207,9 @@ class NVFP4Blocks(Kernel):
         m = extent("m", self.shape[0], GROUP if columns_have_blocks else 1)
         k = extent("k", self.shape[1], GROUP)
         matrix, transposed = f"{m.whole} {k.whole}", f"{k.whole} {m.whole}"
-        maxima = m.whole if self.spec.format.row_scaled else "p"
-        optional = zip((maxima, "q", matrix, transposed), self.given, strict=True)
+        maxima = m.whole if self.spec.format.row_scaled or self.by_tile else "p"
+        maxima_t = m.blocks if self.by_tile else "q"
+        optional = zip((maxima, maxima_t, matrix, transposed), self.given, strict=True)
         takes = [matrix, *(one for one, present in optional if present)]
         made = []
         if self.spec.rowwise:
@@ -230,23 +233,19 @@ class NVFP4Blocks(Kernel):
         rows, depth = x.shape
         remaining = iter(rest)
         inputs = [next(remaining) if present else None for present in self.given]
-        launch = nvfp4.blocks((rows, depth), spec.rowwise, spec.columnwise, nvfp4.Options.of(spec))
+        options = nvfp4.Options.of(spec, self.by_tile)
+        launch = nvfp4.blocks((rows, depth), spec.rowwise, spec.columnwise, options)
         return tuple(array for array in run(launch, [x, *inputs]) if array is not None)
-
-
-def _unpacked(codes: Array | None) -> Array | None:
-    """Convert uint8 [.., C / 2], low half first, to float4_e2m1fn [.., C]."""
-    if codes is None:
-        return None
-    halves = jnp.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-    return lax.bitcast_convert_type(halves.astype(jnp.uint4), jnp.float4_e2m1fn)
 
 
 def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
     """Compute a request with kernels."""
     spec = request.spec
     counts = {"m": request.axis, "k": x.ndim - request.axis}
-    amax, amax_t = _maxima(x, spec, given, counts)
+    if request.maxima_per_tile:
+        amax, amax_t = _maxima_of_tiles(spec, given, request.shape[0])
+    else:
+        amax, amax_t = _maxima(x, spec, given, counts)
     random = given.random if spec.stochastic and given.random is not None else (None, None)
     of_columns = random[1]
     if spec.transposes and random[0] is not None:
@@ -256,7 +255,8 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
         amax if spec.rowwise else None, amax_t if spec.columnwise else None,
         random[0] if spec.rowwise else None, of_columns if spec.columnwise else None,
     )  # fmt: skip
-    kernel = NVFP4Blocks(spec, request.shape, tuple(one is not None for one in used))  # pyright: ignore
+    present = tuple(one is not None for one in used)
+    kernel = NVFP4Blocks(spec, request.shape, present, request.maxima_per_tile)  # pyright: ignore
     made = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
     rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
     columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
@@ -264,8 +264,22 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
         None if one is None else one.reshape(size, ceil_div(depth, GROUP))
         for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
     )
-    codes = Quantized(_unpacked(rows[0]), scale, _unpacked(columns[0]), scale_t, used[0], used[1])
-    return codes.with_axes(x.shape, request.axis)
+    codes, codes_t = (None if one[0] is None else unpack_e2m1(one[0]) for one in (rows, columns))
+    maxima = used[:2]
+    if request.maxima_per_tile:
+        maxima = (given.amax if spec.rowwise else None, given.amax if spec.transposes else given.amax_t)
+    quantized = Quantized(codes, scale, codes_t, scale_t, maxima[0], maxima[1] if spec.columnwise else None)
+    return quantized.with_axes(x.shape, request.axis)
+
+
+def _maxima_of_tiles(
+    spec: QuantizeSpec, given: QuantizeInputs, rows: int
+) -> tuple[Array | None, Array | None]:
+    """Return maxima per row [M], and per 16 rows, of maxima per tile that the caller passes."""
+    assert spec.tile is not None
+    by_row = None if given.amax is None else jnp.repeat(given.amax[:, 0], spec.tile[0])[:rows]
+    by_tile = given.amax if spec.transposes else given.amax_t
+    return by_row, None if by_tile is None else by_tile.reshape(-1)
 
 
 def _maxima(

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....functions.attention.context_parallel.layout import partitioned_indices
+from ....constants import CPLoadBalancingStrategy
+from ....functions.attention.context_parallel.contiguous import piece_of_rank
+from ....functions.attention.context_parallel.layout import (
+    check_rank,
+    get_thd_partitioned_indices,
+    tokens_of_piece,
+)
+from ....primitives.attention.packed import cumulative, lengths_of
 
 
 def pad_thd_sequences_for_cp(
@@ -68,17 +75,22 @@ def get_batch_on_this_cp_rank(
     position_ids_padded: Tensor | None,
     cp_group: Any = None,
     qvk_format: str = "thd",
+    load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+    *,
     cp_rank: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (input_ids, labels, position_ids), each with the tokens [t / ranks] of one rank; None stays None.
 
-    The three are [t], [1, t] or [t, ..], padded as by `pad_thd_sequences_for_cp`. The number of ranks and this rank are
+    The three are [t], [1, t] or [t, ..], padded as by `pad_thd_sequences_for_cp`. load_balancing_strategy divides the
+    tokens. The number of ranks and this rank are
     those of cp_group by torch.distributed.get_world_size and get_rank; None means the default group, which must be
     initialized. cp_rank overrides the rank.
 
     Raises:
+        AssertionError: load_balancing_strategy is not a CPLoadBalancingStrategy.
         ValueError: qvk_format is not "thd", or a tensor has no axis of t tokens.
     """
+    CPLoadBalancingStrategy.check(load_balancing_strategy)
     if qvk_format != "thd":
         raise ValueError(f"qvk_format={qvk_format!r}: only packed sequences can be split; give 'thd'")
     size = torch.distributed.get_world_size(group=cp_group)
@@ -86,13 +98,64 @@ def get_batch_on_this_cp_rank(
         return input_ids_padded, labels_padded, position_ids_padded
     rank = torch.distributed.get_rank(group=cp_group) if cp_rank is None else cp_rank
     tokens = int(cu_seqlens_padded[-1])
-    held = partitioned_indices(cu_seqlens_padded, tokens, size, rank)
+    device, strategy = cu_seqlens_padded.device, load_balancing_strategy
+    held = get_thd_partitioned_indices(cu_seqlens_padded, tokens, size, rank, device, strategy)
     named = ("input_ids", input_ids_padded), ("labels", labels_padded), ("position_ids", position_ids_padded)
     ids, labels, positions = (
         None if x is None else x.index_select(_token_axis(name, x, tokens), held.to(x.device))
         for name, x in named
     )
     return ids, labels, positions
+
+
+def validate_no_load_balance_thd_metadata(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int
+) -> None:
+    """Check packed sequences that ranks are to share in contiguous pieces; reads the bounds on the host.
+
+    Args:
+        cu_seqlens: Cumulative lengths of the real tokens [b + 1].
+        cu_seqlens_padded: Bounds of the padded sequences [b + 1].
+        total_tokens: Packed tokens of all ranks.
+        cp_size: Number of ranks.
+
+    Raises:
+        ValueError: The bounds are not those of sequences in the buffer, or the tokens cannot be divided evenly.
+    """
+    tokens_of_piece(total_tokens, cp_size)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens is {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
+            "give both [batch + 1]"
+        )
+    real, padded = cu_seqlens.cpu().long(), cu_seqlens_padded.cpu().long()
+    lengths, extents = lengths_of(real), lengths_of(padded)
+    if int(real[0]) or int(padded[0]) or bool((lengths < 0).any()) or bool((lengths > extents).any()):
+        raise ValueError(
+            f"cu_seqlens={real.tolist()} and cu_seqlens_padded={padded.tolist()} do not bound sequences with padding "
+            "behind them; give cumulative lengths from 0, each sequence at most as long as its padded form"
+        )
+    if int(padded[-1]) != total_tokens:
+        raise ValueError(
+            f"cu_seqlens_padded ends at {int(padded[-1])}, the buffer has {total_tokens} tokens; give equal numbers"
+        )
+
+
+def get_no_load_balance_thd_causal_metadata(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the bounds of a rank's one step of causal attention, each int32 [b + 1] in a list of one element.
+
+    The arguments are those of `validate_no_load_balance_thd_metadata`, and the rank.
+
+    Returns:
+        Cumulative lengths of the queries in the rank's piece, bounds of the padded sequences in the piece, and
+        cumulative lengths of the visible keys, which end with the piece.
+    """
+    check_rank(cp_size, cp_rank)
+    tokens = tokens_of_piece(total_tokens, cp_size)
+    piece = piece_of_rank(lengths_of(cu_seqlens), cu_seqlens_padded, tokens, cp_rank)
+    return [cumulative(piece.lengths_q)], [piece.starts_q], [cumulative(piece.lengths_kv)]
 
 
 def _token_axis(name: str, x: Tensor, tokens: int) -> int:

@@ -17,6 +17,7 @@ from ....runtime.tracing import in_eager_mode
 from ..autograd import attend
 from .all_to_all import HeadExchange, OwnHeads
 from .blocks import plan_blocks
+from .contiguous import ContiguousAttention, choose_contiguous
 from .groups import ContextGroups
 from .passes import BlockAttention
 from .schedule import TABLE
@@ -107,6 +108,13 @@ def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -
     return settings
 
 
+def choose_shared(
+    call: AttentionCall, groups: ContextGroups
+) -> ContextParallelAttention | ContiguousAttention:
+    """Choose how ranks compute an attention that they share, by their division of the tokens."""
+    return choose_context_parallel(call, groups) if groups.balanced else choose_contiguous(call, groups)
+
+
 def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> ContextParallelAttention:
     """Choose the scheme and the backends of an attention whose sequence the ranks of `groups` share.
 
@@ -164,7 +172,10 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
 
 
 def check_divisible(call: AttentionCall, groups: ContextGroups) -> None:
-    """Raise ValueError unless every rank can hold two chunks of every sequence."""
+    """Raise ValueError unless every rank can hold its part of every sequence."""
+    if not groups.balanced:
+        choose_contiguous(call, groups)
+        return
     chunks = 2 * groups.size
     if call.cached:
         raise ValueError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .....common.checks import described
+from ....constants import CPLoadBalancingStrategy
 from ....distributed.faults import NamedFailures, started
 
 COMMUNICATION = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -32,6 +33,7 @@ class ContextGroups:
         heads_group: Group that exchanges heads for tokens; None without.
         ring_group: Group whose ranks pass on, or gather, keys and values; None without.
         stream: CUDA stream on which transfers of a ring are issued; None for the current one.
+        strategy: Division of the tokens among the ranks.
     """
 
     communication: str
@@ -42,6 +44,12 @@ class ContextGroups:
     ring_size: int
     ring_rank: int
     stream: Any
+    strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a rank holds two chunks of every sequence instead of one contiguous piece of a packed buffer."""
+        return self.strategy is CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
 
     @property
     def size(self) -> int:
@@ -54,13 +62,20 @@ class ContextGroups:
         return self.heads_size * self.ring_rank + self.heads_rank
 
 
-def context_groups(cp_group: Any, cp_stream: Any, cp_comm_type: str) -> ContextGroups | None:
+def context_groups(
+    cp_group: Any,
+    cp_stream: Any,
+    cp_comm_type: str,
+    strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+) -> ContextGroups | None:
     """Return the groups of this rank; None if no sequence is shared.
 
     Raises:
+        AssertionError: The strategy is not a CPLoadBalancingStrategy.
         TypeError: A group is not a process group.
         ValueError: cp_comm_type does not exist, or cp_group does not have the form that it requires.
     """
+    CPLoadBalancingStrategy.check(strategy)
     if cp_comm_type not in COMMUNICATION:
         raise ValueError(f"cp_comm_type={cp_comm_type!r}; choose one of {', '.join(COMMUNICATION)}")
     if cp_group is None:
@@ -102,7 +117,7 @@ def context_groups(cp_group: Any, cp_stream: Any, cp_comm_type: str) -> ContextG
     communication = cp_comm_type
     if hierarchical and alone in (first, last):
         communication = "p2p" if first is alone else "a2a"
-    return ContextGroups(communication, *first, *last, cp_stream)
+    return ContextGroups(communication, *first, *last, cp_stream, strategy)
 
 
 def all_to_all(parts: Tensor, group: Any) -> Callable[[], Tensor]:

@@ -2,7 +2,8 @@
 
 A sequence is divided into 2 * size equal chunks. Rank r holds the chunks r and 2 * size - 1 - r, in this order, which
 gives every rank the same share of a causal mask. Packed sequences (thd) are divided one by one: a rank's tensor holds
-the two chunks of the first sequence, then those of the second, and so on. No function reads a tensor on the host.
+the two chunks of the first sequence, then those of the second, and so on. With NO_LOAD_BALANCE, a rank holds one
+contiguous piece of the packed buffer instead. No function reads a tensor on the host.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ....constants import CPLoadBalancingStrategy
 
 
 def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
@@ -42,6 +45,66 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -
     return torch.where(
         behind < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + behind
     )
+
+
+def get_thd_partitioned_indices(
+    cu_seqlens_padded: Tensor,
+    total_tokens: int,
+    cp_size: int,
+    cp_rank: int,
+    device: torch.device | str | None = None,
+    load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+) -> Tensor:
+    """Return the packed tokens that a rank holds, int32 [total_tokens / cp_size].
+
+    Args:
+        cu_seqlens_padded: Bounds of the padded sequences [b + 1].
+        total_tokens: Packed tokens of all ranks.
+        cp_size: Number of ranks.
+        cp_rank: Rank.
+        device: Device of the result, by default that of cu_seqlens_padded.
+        load_balancing_strategy: Division of the tokens.
+
+    Raises:
+        AssertionError: load_balancing_strategy is not a CPLoadBalancingStrategy.
+        ValueError: The tokens cannot be divided among the ranks, or the rank is outside the group.
+    """
+    CPLoadBalancingStrategy.check(load_balancing_strategy)
+    device = cu_seqlens_padded.device if device is None else device
+    if load_balancing_strategy is CPLoadBalancingStrategy.DUAL_CHUNK_SWAP:
+        return partitioned_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank).to(device, torch.int32)
+    check_rank(cp_size, cp_rank)
+    piece = tokens_of_piece(total_tokens, cp_size)
+    return torch.arange(cp_rank * piece, (cp_rank + 1) * piece, dtype=torch.int32, device=device)
+
+
+def tokens_of_piece(tokens: int, size: int) -> int:
+    """Return the tokens of a contiguous piece; raise ValueError unless the ranks' pieces are equal."""
+    if tokens % size:
+        raise ValueError(
+            f"{tokens} packed tokens are not a multiple of {size} ranks; pad the buffer to {-(-tokens // size) * size}"
+        )
+    return tokens // size
+
+
+def restore_thd_gathered_kv(
+    x: Tensor, cu_seqlens_padded: Tensor, cp_size: int, load_balancing_strategy: CPLoadBalancingStrategy
+) -> Tensor:
+    """Return gathered keys or values x [t, ..], rank 0's tokens first, in sequence order."""
+    CPLoadBalancingStrategy.check(load_balancing_strategy)
+    if load_balancing_strategy is CPLoadBalancingStrategy.NO_LOAD_BALANCE:
+        return x
+    return thd_cp_rank_order_to_sequence_order(x, cu_seqlens_padded, cp_size)
+
+
+def unrestore_thd_gathered_kv(
+    x: Tensor, cu_seqlens_padded: Tensor, cp_size: int, load_balancing_strategy: CPLoadBalancingStrategy
+) -> Tensor:
+    """Invert `restore_thd_gathered_kv`: x [t, ..] is in sequence order."""
+    CPLoadBalancingStrategy.check(load_balancing_strategy)
+    if load_balancing_strategy is CPLoadBalancingStrategy.NO_LOAD_BALANCE:
+        return x
+    return thd_sequence_order_to_cp_rank_order(x, cu_seqlens_padded, cp_size)
 
 
 def order_of_ranks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:

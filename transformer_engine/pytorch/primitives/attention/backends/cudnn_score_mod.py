@@ -1,4 +1,6 @@
-"""score_mod(graph, score, tensors) as a part of cuDNN's graphs: which calls it supports, its tensors and its callbacks.
+"""Functions of the scores as a part of cuDNN's graphs: which calls they support, their tensors and their callbacks.
+
+A function is score_mod(graph, score, tensors), or the softcap of a call.
 
 The library calls back with its own graph while it builds a plan. The callbacks repeat the recorded program, and never
 call the user's functions: a plan is a function of the program, of the attention and of the facts of the tensors.
@@ -6,6 +8,7 @@ call the user's functions: a plan is a function of the program, of the attention
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ from .....common.score_program import (
     SCORE,
     RecordedScoreMod,
     ScoreProgram,
+    record,
     run_calls,
 )
 from ..call import AttentionCall
@@ -83,14 +87,36 @@ class Modifier(NamedTuple):
 
 
 def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
-    """Return the record of a score_mod; functions of indices, which are plain callables, have none."""
+    """Return the record of a softcap or a score_mod; functions of indices, which are plain callables, have none."""
+    if call.softcap != 0.0:
+        return _softcap(call.softcap)
     return getattr(call.score_mod, "recorded", None)
 
 
+@functools.lru_cache(maxsize=64)
+def _softcap(limit: float) -> RecordedScoreMod:
+    """Return the record of limit * tanh(score / limit) and its derivative."""
+
+    class Softcap:
+        def forward(self, graph: Any, score: Any, tensors: Any) -> Any:
+            self.ratio = graph.div(a=score, b=tensors["softcap"])
+            return graph.mul(a=graph.tanh(input=self.ratio), b=tensors["softcap"])
+
+        def backward(self, graph: Any, gradient: Any, tensors: Any) -> Any:
+            return graph.tanh_backward(loss=gradient, input=self.ratio)
+
+    function = Softcap()
+    program = record(function.forward, ("softcap",), function.backward, ())
+    return RecordedScoreMod(program, {"softcap": torch.tensor(limit, device="cpu")}, {})
+
+
 def unsupported_score_mod(call: AttentionCall) -> str | None:
-    """Return the reason why the score_mod of a call, or a call with it, is unsupported; None if it is supported."""
-    if call.score_mod is None:
+    """Return the reason why the softcap or score_mod of a call, or a call with it, is unsupported, or None."""
+    function = "score_mod" if call.softcap == 0.0 else "softcap"
+    if call.score_mod is None and call.softcap == 0.0:
         return None
+    if call.score_mod is not None and call.softcap != 0.0:
+        return "softcap together with score_mod"
     score_mod = _recorded(call)
     if score_mod is None:
         return "score_mod takes indices; it takes score_mod(graph, score, tensors)"
@@ -117,9 +143,9 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         ("page_size", call.page_size, 0),
     ):
         if given != supported:
-            return f"score_mod with {name}={given!r}; it takes {supported!r}"
+            return f"{function} with {name}={given!r}; it takes {supported!r}"
     if call.packed or call.cached:
-        return "score_mod with packed sequences or a cache of keys and values"
+        return f"{function} with packed sequences or a cache of keys and values"
     if call.needs_gradient and program.gradient is None:
         if not program.adds_only():
             return "gradients of a score_mod that does more than add to the scores; give score_mod_bprop"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from typing import Any
+
 from torch import Tensor
 
 from .....common import optional
 from .....common.dispatch import Backend
-from ..call import AttentionCall, AttentionInputs, AttentionResult
+from ....runtime.tracing import constant_while_tracing
+from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..layout import batch_first
 from ..packed import zero_padding
 from ..passes import Differentiable
@@ -15,7 +20,20 @@ from .limits import FLASH, unsupported_beyond_flash
 # A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 INSTALLED: bool = optional.installed("flash_attn_interface")
 _LARGEST_HEAD = 256
-TAKES = FLASH
+TAKES = FLASH | {Feature.SOFTCAP}
+_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
+
+
+@constant_while_tracing
+@functools.cache
+def _without_softcap() -> str | None:
+    """Name of a function of the package without the argument softcap, or None."""
+    import flash_attn_interface  # pyright: ignore[reportMissingImports]
+
+    for name in _FUNCTIONS:
+        if "softcap" not in inspect.signature(getattr(flash_attn_interface, name)).parameters:
+            return name
+    return None
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -29,7 +47,10 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return reason
     if (reason := call.hardware.lacks("flash attention 3")) is not None:
         return reason
-    return optional.failure("flash_attn_interface", "flash_attn_func", "flash_attn_varlen_func")
+    reason = optional.failure("flash_attn_interface", *_FUNCTIONS)
+    if reason is None and call.softcap != 0.0 and (name := _without_softcap()) is not None:
+        return f"{name} of the installed flash-attention 3 has no argument softcap; build a later version"
+    return reason
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
@@ -40,12 +61,14 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     )
 
     causal = call.mask.causal
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": call.scale,
         "causal": causal,
         "window_size": (-1, -1) if causal else call.mask.window,
         "deterministic": call.deterministic,
     }
+    if call.softcap != 0.0:
+        options["softcap"] = call.softcap
     if not call.packed:
         q, k, v = (batch_first(call.q_format, x) for x in inputs[:3])
         out = _first(flash_attn_func(q, k, v, **options))

@@ -38,6 +38,7 @@ _FIRST_OF_ALL = "4.0.0b36"  # first release with kernels for compute capability 
 TAKES = FLASH | {
     Feature.OFF_BY_ONE,
     Feature.LEARNABLE,
+    Feature.SOFTCAP,
     Feature.PADDING,
     Feature.PADDED_BETWEEN,
     Feature.TWO_SIZES,
@@ -81,7 +82,28 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"a gradient of grouped heads of two sizes, {call.head_dim_qk} and {call.head_dim_v}"
     if call.page_size and call.needs_gradient:
         return "a gradient through a paged cache"
-    return optional.failure("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
+    reason = optional.failure("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
+    return reason if reason is not None or call.softcap == 0.0 else _unsupported_softcap(call)
+
+
+def _unsupported_softcap(call: AttentionCall) -> str | None:
+    """Return the reason why the softcap of a call is unsupported, or None."""
+    assert VERSION is not None
+    if not _has_kernels_of_all(VERSION):
+        return f"softcap with flash-attn-4 {VERSION}; {_FIRST_OF_ALL} has its gradient"
+    if call.needs_gradient and (reason := call.hardware.lacks("flash attention 4 gradients of scores")):
+        return reason
+    names = ("create_softcap_scoremod", "create_softcap_scoremod_bwd")
+    return optional.failure("flash_attn.cute.utils", *names)
+
+
+# The library compiles one kernel per score function, and computes the hash of a new function from its source.
+@functools.lru_cache(maxsize=64)
+def _score_functions(softcap: float) -> tuple[Any, Any]:
+    """Return the library's functions softcap * tanh(score / softcap) and its derivative, cached by the softcap."""
+    from flash_attn.cute import utils
+
+    return utils.create_softcap_scoremod(softcap), utils.create_softcap_scoremod_bwd(softcap)
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
@@ -101,6 +123,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         page_table=inputs.page_table,
         learnable_sink=inputs.sink,
         return_lse=call.needs_gradient,
+        **_score_mods(call, "score_mod"),
         **_arguments(call, inputs),
     )
     if call.packed and not rewrites:
@@ -135,6 +158,7 @@ def backward(
         max_seqlen_q=call.seqlen_q,
         max_seqlen_k=call.seqlen_kv,
         deterministic=call.deterministic,
+        **_score_mods(call, "score_mod", "score_mod_bwd"),
         learnable_sink=inputs.sink,
         **_arguments(call, inputs),
     )
@@ -161,6 +185,11 @@ def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:
         "seqused_q": inputs.lengths_q if shortened else None,
         "seqused_k": inputs.lengths_kv if shortened or cached else None,
     }
+
+
+def _score_mods(call: AttentionCall, *names: str) -> dict[str, Any]:
+    """Return the arguments of a pass for the softcap; without one none, which earlier releases lack."""
+    return {} if call.softcap == 0.0 else dict(zip(names, _score_functions(call.softcap), strict=False))
 
 
 def _leaves_rows(call: AttentionCall) -> bool:

@@ -100,10 +100,13 @@ def _blocks_of_band(call: AttentionCall, device: torch.device) -> BlockMask:
 
 
 def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
-    """Return the modification of one score: bias, score_mod, and -inf where lengths or masks hide it."""
+    """Return the modification of one score: softcap, bias, score_mod, and -inf where lengths or masks hide it."""
     steps: list[Change] = []
+    if call.softcap != 0.0:
+        steps.append(_capped(call.softcap))
     if inputs.bias is not None:
-        steps.append(_biased(call, inputs.bias))
+        # A bias before the scale is added before the softcap.
+        steps.insert(0 if call.bias == "pre_scale_bias" else len(steps), _biased(call, inputs.bias))
     if call.bias == "alibi":
         steps.append(_alibi(call, inputs))
     if call.score_mod is not None:
@@ -119,6 +122,10 @@ def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
         return score
 
     return change
+
+
+def _capped(softcap: float) -> Change:
+    return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
 
 
 def _biased(call: AttentionCall, bias: Tensor) -> Change:

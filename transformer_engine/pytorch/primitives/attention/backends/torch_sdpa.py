@@ -23,6 +23,7 @@ TAKES = frozenset(Feature) - {
     Feature.FP8,
     Feature.FULL_DROPOUT,
     Feature.SCORE_MOD,
+    Feature.SOFTCAP,
     Feature.PRE_SCALE_BIAS,
     Feature.POST_SCALE_BIAS,
     Feature.ALIBI,

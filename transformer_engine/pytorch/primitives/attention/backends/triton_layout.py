@@ -103,6 +103,8 @@ def problem(
         outer=(given.slopes[0] if len(given.slopes) == 2 else 0, given.pages[0] if given.pages else 0),
         varied=varied,
         shared_memory=shared_memory,
+        softcap=call.softcap,
+        caps_bias=call.bias == "pre_scale_bias",
     )
 
 

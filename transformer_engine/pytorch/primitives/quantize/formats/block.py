@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
+from .....common.formats import BLOCK_1D, BLOCK_1D_POWERS, BLOCK_2D, BLOCK_2D_POWERS, ceil_div, float32_max
 from .....common.kernels.launch import Launch, Machine
 from ....runtime import launching
 from .. import tiles
@@ -74,4 +74,7 @@ ROWS = (
         empty_scale=lambda x, rows, depth: x.new_empty((ceil_div(depth, 128), rows), dtype=torch.float32).t(),
     ),
     tile_scaled(BLOCK_2D, encode, launch=_square_blocks),
+    # Formats of operands only: specs have the option `power_of_two`.
+    tile_scaled(BLOCK_1D_POWERS, encode),
+    tile_scaled(BLOCK_2D_POWERS, encode),
 )

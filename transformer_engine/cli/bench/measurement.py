@@ -1,95 +1,99 @@
-"""`te bench`: measure the engine, plain PyTorch and other libraries, or compare two files of figures."""
+"""The measurements of `te bench`: the engine, plain PyTorch and other libraries, or a comparison of two files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple
 
 import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ...common import optional
 from ...pytorch.quantization import support_of
 from ..devices import default_devices, launch, under_torchrun
 from ..failure import reporting, reporting_failures, writing
 from ..survey import KINDS
-from .cases import FAMILIES, RECIPES, Case, cases
+from .cases import RECIPES, Case, cases
 from .compare import print_comparison
-from .distributed_cases import RANKS_FAMILIES
 from .distributed_report import RanksRequest, measure_on_ranks
 from .measure import FULL, QUICK
-from .plot import plot_families
 from .providers import PROVIDERS, Provider
 from .report import as_dict, print_roofs, print_rows, write
 from .roofs import measure_roofs
 from .run import Row, run
 
 
-def bench(
-    family: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"One of {', '.join(FAMILIES)}; with --distributed one of {', '.join(RANKS_FAMILIES)}; repeatable"
-        ),
-    ] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(RECIPES)}; repeatable")] = None,
-    only: Annotated[
-        str, typer.Option(help="Only cases whose name contains one of these comma-separated texts")
-    ] = "",
-    json: Annotated[Path | None, typer.Option(help="Write machine, command and figures to this file")] = None,
-    plot_dir: Annotated[Path | None, typer.Option(help="Write one plot per family to this folder")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few repetitions")] = False,
-    provider: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(p.name for p in PROVIDERS)}; repeatable")
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(help="Compare two files of figures, without measuring: print second / first"),
-    ] = None,
-    distributed: Annotated[
-        bool,
-        typer.Option(
-            "--distributed", help="Time collectives, and layers on several ranks against one device"
-        ),
-    ] = False,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            help="Ranks of --distributed, unless torchrun starts them (default: all GPUs, 2 on a CPU)"
-        ),
-    ] = None,
+class BenchRequest(NamedTuple):
+    """The cases to measure, and the providers.
+
+    Attributes:
+        families: Names of families; empty: all.
+        recipes: Names of recipes; None: those that the device supports.
+        only: Parts of names of cases, separated by commas; empty: all.
+        providers: Names of providers; None: all that are not on request.
+        quick: Small sizes and few repetitions.
+    """
+
+    families: list[str]
+    recipes: list[str] | None
+    only: str
+    providers: list[str] | None
+    quick: bool
+
+
+def measure(
+    request: BenchRequest,
+    *,
+    json: Path | None,
+    plot_dir: Path | None,
+    compare: tuple[Path, Path] | None,
+    distributed: bool,
+    devices: int | None,
 ) -> None:
-    """Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures."""
+    """Measure and print the cases of a request, on one device or on several ranks; or compare two files of figures.
+
+    Args:
+        request: Cases and providers.
+        json: File of the figures.
+        plot_dir: Folder of the plots.
+        compare: Two files of figures, which are compared without measuring.
+        distributed: Time collectives, and layers on several ranks against one device.
+        devices: Number of ranks, unless torchrun starts them.
+    """
     console = Console(highlight=False)
     with reporting(console):
         if compare is not None:
             print_comparison(console, *compare)
             return
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        quick = quick or device.type == "cpu"
+        quick = request.quick or device.type == "cpu"
         _check_file(json)
-        request = None
+        ranks = None
         if distributed:
-            _check_distributed(devices, provider, plot_dir)
-            recipes = _recipes(recipe or (["bf16", "current"] if device.type == "cpu" else None), device)
-            parts = tuple(part for part in only.split(",") if part)
-            request = RanksRequest(device.type, recipes, tuple(family or ()), parts, quick, json)
-            request.cases(devices or default_devices())  # raises before processes are started
+            _check_distributed(devices, request.providers, plot_dir)
+            recipes = _recipes(
+                request.recipes or (["bf16", "current"] if device.type == "cpu" else None), device
+            )
+            parts = tuple(part for part in request.only.split(",") if part)
+            ranks = RanksRequest(device.type, recipes, tuple(request.families), parts, quick, json)
+            ranks.cases(devices or default_devices())  # raises before processes are started
         elif devices is not None:
             raise ValueError("--devices has no effect without --distributed; add it, or leave --devices out")
-    if request is not None:
+    if ranks is not None:
         with reporting(console):
             if under_torchrun():
-                measure_on_ranks(request)
+                measure_on_ranks(ranks)
             else:
-                launch(measure_on_ranks, devices or default_devices(), request)
+                launch(measure_on_ranks, devices or default_devices(), ranks)
         return
     with reporting(console):
-        chosen = _chosen(_recipes(recipe, device), quick, family, only)
-        providers = _providers(provider)
+        chosen = _chosen(_recipes(request.recipes, device), quick, request.families, request.only)
+        providers = _providers(request.providers)
         if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
             raise ValueError(f"--plot-dir {plot_dir} is a file; pass a folder")
+        if plot_dir is not None and not optional.installed("matplotlib"):
+            raise ValueError(f"--plot-dir needs matplotlib; install with {optional.install_command('cli')}")
     with reporting_failures(console):
         _measure(console, device, chosen, providers, quick, json, plot_dir)
 
@@ -193,6 +197,8 @@ def _measure(
     if json is not None:
         console.print(f"wrote {escape(str(json))}", soft_wrap=True)
     if plot_dir is not None:
+        from .plot import plot_families
+
         with writing(plot_dir, "free some space there, or choose another folder with --plot-dir"):
             for path in plot_families(plot_dir, rows, name):
                 console.print(f"wrote {escape(str(path))}", soft_wrap=True)

@@ -1,0 +1,136 @@
+"""Backends of JAX on simulated GPUs, for every row of the table of hardware; `docs/hardware_jax.json` is this as data.
+
+    PYTHONPATH=. python -m tests.jax.hardware_choices > docs/hardware_jax.json
+
+A recipe has the casts of its tensors, of rows in groups, and the three dense products of a linear layer. Recipes with
+one scale per tensor, and none, also have the products of rows in groups. Triton counts as installed, in a release that
+has the native instructions, and in a second column as absent: then XLA remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import jax.numpy as jnp
+
+from transformer_engine.common import formats, optional
+from transformer_engine.common.dispatch import Table
+from transformer_engine.common.hardware import ROWS, Capability, Hardware
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.jax import platform
+from transformer_engine.jax.primitives import gemm, grouped_gemm, grouped_quantize, launching, quantize
+from transformer_engine.jax.primitives.gemm.request import GemmRequest
+from transformer_engine.jax.primitives.grouped_gemm import GroupedGemmRequest
+from transformer_engine.jax.primitives.grouped_quantize import RowsRequest
+
+E4M3, E5M2, E2M1, BFLOAT16 = (
+    jnp.dtype(element) for element in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.bfloat16)
+)
+FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4 = formats.TENSOR_FORMATS
+SIZE = 4096  # rows, columns and contracted elements
+Side = tuple[formats.TensorFormat | None, jnp.dtype]
+# Recipe: what its products need, and (left, right) of the output, the input gradient and the weight gradient.
+PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
+    "none": ("bf16 products", (((None, BFLOAT16), (None, BFLOAT16)),) * 3),
+    "float8": (
+        "fp8 products",
+        (((FLOAT8, E4M3), (FLOAT8, E4M3)),) + (((FLOAT8, E5M2), (FLOAT8, E4M3)),) * 2,
+    ),
+    "block": (
+        "fp8 products",
+        (((BLOCK_1D, E4M3), (BLOCK_2D, E4M3)),) * 2 + (((BLOCK_1D, E4M3), (BLOCK_1D, E4M3)),),
+    ),
+    "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
+    "nvfp4": ("nvfp4 products", (((NVFP4, E2M1), (NVFP4, E2M1)),) * 3),
+}
+PASSES = ("output", "grad_input", "grad_weight")
+
+
+def dense(a: Side, b: Side, hardware: Hardware) -> str:
+    """The backend of a product of two matrices."""
+    elements = a[1], b[1]
+    request = GemmRequest(a[0], b[0], *elements, SIZE, SIZE, SIZE, BFLOAT16, "cuda", hardware, True)
+    return chosen(gemm.TABLE, request)
+
+
+def grouped(a: Side, contracts_rows: bool) -> str:
+    """The backend of a product over 8 groups of rows."""
+    scaled = a[0] is not None
+    request = GroupedGemmRequest(
+        8, SIZE, SIZE, SIZE, a[1], BFLOAT16, contracts_rows, scaled, scaled, "cuda"
+    )  # fmt: skip
+    return chosen(grouped_gemm.TABLE, request)
+
+
+def cast(a: Side, per_tile: bool = False) -> str:
+    """The backend that quantizes a matrix; per_tile: rows in groups, each with a second-level scale."""
+    assert a[0] is not None
+    element = next(one for one in (formats.E4M3, formats.E5M2, formats.E2M1) if one.name in a[0].elements)
+    spec = QuantizeSpec(a[0], element, columnwise=not per_tile)
+    request = quantize.Request(spec, (SIZE, SIZE), BFLOAT16, "cuda", maxima_per_tile=per_tile)
+    return chosen(quantize.TABLE, request)
+
+
+def cast_of_groups(a: Side) -> str:
+    """The backend that quantizes rows in 8 groups."""
+    assert a[0] is not None
+    if a[0] == FLOAT8:
+        return chosen(grouped_quantize.ROWS, RowsRequest(8, SIZE, SIZE, BFLOAT16, "cuda"))
+    return cast(a, per_tile=a[0].levels is not None)
+
+
+def chosen(table: Table, request) -> str:
+    return next(row.name for row in table.candidates(request) if row.rejection_reason(request) is None)
+
+
+@contextlib.contextmanager
+def simulated(hardware: Hardware, with_triton: bool) -> Iterator[None]:
+    """Programs for CUDA are for a GPU of this row."""
+    release = max(hardware.scaled_dot, (3, 6))
+    missing = None if with_triton else "triton is not installed"
+    failure = optional.failure
+    with (
+        mock.patch.dict(os.environ, {"TE_JAX_KERNELS": "1", "XLA_FLAGS": ""}),
+        mock.patch.object(platform, "WITHOUT_GPU", hardware),
+        mock.patch.object(launching, "kernels_unsupported_reason", lambda: missing),
+        mock.patch.object(optional, "release", lambda name: release),
+        mock.patch.object(
+            optional, "failure", lambda name, *names: None if "gluon" in name else failure(name, *names)
+        ),
+        mock.patch("triton.__version__", ".".join(map(str, release)) + ".0"),
+    ):
+        yield
+
+
+def choices(hardware: Hardware, with_triton: bool) -> dict[str, dict[str, str]]:
+    """{recipe: {operation: backend}} on a GPU of this row."""
+    found: dict[str, dict[str, str]] = {}
+    with simulated(hardware, with_triton):
+        for recipe, (_, products) in PRODUCTS.items():
+            of_recipe = found[recipe] = {}
+            left, right = products[0]
+            if recipe != "none":
+                of_recipe |= {"cast": cast(left), "cast of kernels": cast(right)}
+                of_recipe["cast of rows in groups"] = cast_of_groups(left)
+            for name, (a, b) in zip(PASSES, products, strict=True):
+                of_recipe[name] = dense(a, b, hardware)
+                if recipe in ("none", "float8"):
+                    of_recipe[f"grouped {name}"] = grouped(a, name == "grad_weight")
+    return found
+
+
+def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
+    """{architecture: {"with triton" or "without triton": {recipe: {operation: backend}}}} of NVIDIA's rows."""
+    return {
+        row.architecture: {"with triton": choices(row, True), "without triton": choices(row, False)}
+        for row in ROWS
+        if row.vendor == "nvidia"
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(table(), indent=2))

@@ -1,0 +1,69 @@
+"""Arguments that several commands share. Modules of commands import no framework at module level: `te COMMAND --help`
+reads their arguments only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+
+USAGE = "%(prog)s [options] [arguments]"
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that accepts no abbreviated options and reports an error in one line."""
+
+    def __init__(self, prog: str, description: str, **settings: Any):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, usage=USAGE, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and the command that prints the help, and exit with code 2."""
+        self.exit(2, f"error: {message.removeprefix('argument ')}; {self.prog} --help lists all options\n")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Converter to an integer of at least `minimum`, for the `type` of an argument."""
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    convert.__name__ = "int"  # for argparse's message on other text
+    return convert
+
+
+def add_flag(parser: argparse._ActionsContainer, option: str, text: str) -> None:
+    """Add a switch that is off by default."""
+    parser.add_argument(option, action="store_true", help=text)
+
+
+def add_choice(
+    parser: argparse._ActionsContainer,
+    option: str,
+    names: Sequence[str],
+    text: str,
+    default: str | None = None,
+) -> None:
+    """Add an option whose value is one of `names`."""
+    parser.add_argument(option, choices=names, default=default, metavar="|".join(names), help=text)
+
+
+def add_device(parser: argparse._ActionsContainer) -> None:
+    """Add --device."""
+    add_choice(parser, "--device", DEVICES, "auto: CUDA, or the CPU without a GPU (default: auto)", "auto")
+
+
+def torch_device(name: str) -> torch.device:
+    """Resolve "auto", "cpu" or "cuda" to a device of torch."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -1,0 +1,136 @@
+"""The order of scales that matrix instructions read: kernels that write it, and loads of its tiles.
+
+Scales [R, C] of one byte are in tiles of 128 x 4, and byte (r, c) of a tile is at (r % 32) * 16 + r // 32 * 4 + c
+(cuBLAS documentation, "1D block scaling factors layout"). Tiles follow each other row by row.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div, round_up
+from .launch import Launch, Output
+
+TILE_ROWS, TILE_COLUMNS = 128, 4  # scales of a tile in swizzled order
+
+
+def swizzled_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of the swizzled scales [rows, columns]."""
+    return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
+
+
+@triton.jit
+def exponents_of(scale):
+    """Return E8M0 bytes of float32 scales, powers of two from 2^-127 on; infinity and NaN become NaN."""
+    return ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def swizzle_kernel(
+    scale, out, R, C, ROW_STRIDE, COLUMN_STRIDE, TILES: tl.constexpr, BACK: tl.constexpr, UNIT: tl.constexpr
+):
+    """Copy scales [R, C] to swizzled order, with zeros behind both extents; BACK copies swizzled scales to [R, C].
+
+    With UNIT > 0, scales are float32 for UNIT rows and 4 columns; their exponents are copied.
+    """
+    place = tl.arange(0, TILES * 512)
+    byte = place % 512
+    row = tl.program_id(0) * 128 + byte % 16 // 4 * 32 + byte // 16
+    column = (tl.program_id(1) * TILES + place // 512) * 4 + byte % 4
+    tiles_c = tl.cdiv(C, 4)
+    first = (tl.program_id(0).to(tl.int64) * tiles_c + tl.program_id(1) * TILES) * 512
+    inside = (row < R) & (column < C)
+    if UNIT > 0:
+        compact = (row // UNIT).to(tl.int64) * ROW_STRIDE + (column // 4).to(tl.int64) * COLUMN_STRIDE
+    else:
+        compact = row.to(tl.int64) * ROW_STRIDE + column.to(tl.int64) * COLUMN_STRIDE
+    exists = tl.program_id(1) * TILES + place // 512 < tiles_c
+    if BACK:
+        tl.store(out + compact, tl.load(scale + first + place, mask=exists, other=0), mask=inside)
+    elif UNIT > 0:
+        exponents = exponents_of(tl.load(scale + compact, mask=inside, other=0.0))
+        tl.store(out + first + place, exponents, mask=exists)
+    else:
+        tl.store(out + first + place, tl.load(scale + compact, mask=inside, other=0), mask=exists)
+
+
+@triton.jit
+def scales_of_tile(
+    scale, first_row, first_column, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
+):
+    """Load scales [ROWS, COLUMNS] from swizzled memory; fewer than 128 rows are a part of one tile."""
+    if ROWS >= 128:
+        r = tl.arange(0, ROWS // 128)[:, None, None]
+        c = tl.arange(0, COLUMNS // 4)[None, :, None]
+        e = tl.arange(0, 512)[None, None, :]
+        tile_c = first_column // 4 + c
+        places = scale + ((first_row // 128 + r).to(tl.int64) * TILES_C + tile_c) * 512 + e
+        if EVEN:
+            found = tl.load(places)
+        else:
+            found = tl.load(places, mask=tile_c < TILES_C, other=0.0)
+        parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
+        scales = parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
+    else:
+        r = first_row + tl.arange(0, ROWS)[:, None]
+        c = first_column + tl.arange(0, COLUMNS)[None, :]
+        tiles = (r // 128).to(tl.int64) * TILES_C + c // 4
+        places = scale + tiles * 512 + (r % 32 * 16 + r % 128 // 32 * 4 + c % 4)
+        if EVEN:
+            scales = tl.load(places)
+        else:
+            scales = tl.load(places, mask=c // 4 < TILES_C, other=0.0)
+    return scales
+
+
+@triton.jit
+def store_in_tiles(scale, R, C, first_r, first_c, rows, columns, values):
+    """Store one-byte scales (first_r + rows, first_c + columns) of [R, C] in swizzled order, zeros in the padding."""
+    r = first_r + rows
+    c = first_c + columns
+    tiles_c = tl.cdiv(C, 4)
+    places = (r // 128).to(tl.int64)[:, None] * (tiles_c * 512) + (c // 4)[None, :] * 512
+    places += (r % 32 * 16 + r % 128 // 32 * 4)[:, None] + (c % 4)[None, :]
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    exists = (r < tl.cdiv(R, 128) * 128)[:, None] & (c < tiles_c * 4)[None, :]
+    scaled = tl.where(inside, values.to(tl.uint8, bitcast=True), 0)
+    tl.store(scale.to(tl.pointer_type(tl.uint8), bitcast=True) + places, scaled.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def exponents_of_tile(
+    scale, rows, R, block, ROW, COLUMN, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Load the exponents [ROWS, COLUMNS] of 128 columns from float32 scales for UNIT rows of R."""
+    read = (tl.minimum(rows, R - 1) // UNIT).to(tl.int64)
+    exponents = exponents_of(tl.load(scale + read * ROW + block * COLUMN))
+    return tl.broadcast_to(exponents[:, None], (ROWS, COLUMNS))
+
+
+@functools.lru_cache(maxsize=4096)
+def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = False) -> Launch:
+    """Return the launch (scales uint8 [rows, columns] of these strides) -> swizzled bytes; back: the reverse."""
+    tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
+    grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
+    size = (rows * columns,) if back else (swizzled_bytes(rows, columns),)
+    scalars = (rows, columns, *strides)
+    return Launch(swizzle_kernel, grid, (Output(size, "uint8"),), scalars, (tiles, back, 0), warps=4)
+
+
+@functools.lru_cache(maxsize=4096)
+def swizzle_exponents(rows: int, columns: int, strides: tuple[int, int], unit: int) -> Launch:
+    """Return the launch of float32 scales for `unit` rows and 128 elements -> swizzled exponents.
+
+    Args:
+        rows: Rows of the codes.
+        columns: Exponents of a row, one for 32 elements.
+        strides: Elements between scales of consecutive blocks, along the rows and along the columns.
+        unit: Rows that share a scale, 1 or 128.
+    """
+    tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
+    grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
+    output = Output((swizzled_bytes(rows, columns),), "uint8")
+    return Launch(swizzle_kernel, grid, (output,), (rows, columns, *strides), (tiles, False, unit), warps=4)

@@ -1,0 +1,199 @@
+"""Products of codes with block scales by matrix instructions that read the scales, and of other blocks by Triton.
+
+dot_scaled: the kernels of `scaled_product.py` and `promoted_product.py` in common/kernels. MXFP8 and NVFP4 codes run on
+GPUs whose tensor cores read their scales, codes with float32 scales of 128 elements on every GPU with FP8 tensor cores,
+in any pair and extent.
+
+scaled_matmul: XLA's operation of `jax.nn.scaled_matmul`, which it hands to cuDNN. XLA dequantizes what it cannot hand
+over, without a message. The Triton kernels, whose instructions are known, are therefore preferred. The operation is
+called directly: the function of JAX partitions its operands itself, which it cannot do within a primitive.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ....common import optional
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, SWIZZLED_NAMES, TensorFormat
+from ..launching import run, switched_off, unsupported_on
+from ..operand import Operand
+from ..quantize import unpack_e2m1
+from . import block_scales, reference
+from .block_scales import BlockScaledProduct
+from .request import GemmRequest
+
+if TYPE_CHECKING:
+    from ....common.kernels.product_parts import Side
+
+_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_XLA_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_ELEMENTS = {
+    jnp.dtype(jnp.float8_e4m3fn): "e4m3",
+    jnp.dtype(jnp.float8_e5m2): "e5m2",
+    jnp.dtype(jnp.uint8): "e2m1",
+}
+
+
+@dataclass(frozen=True)
+class DotScaledProduct(BlockScaledProduct):
+    """A product by the kernels of common/kernels, which swizzle the scales of one byte first."""
+
+    packs = True
+
+    def product(self, a: Operand, b: Operand) -> Array:
+        from ....common.kernels import promoted_product, scaled_product  # they import triton
+        from ....common.kernels.product_parts import is_swapped
+
+        assert a.format is not None and b.format is not None and a.scale is not None and b.scale is not None
+        depth, dtype = a.codes.shape[1] * a.format.packing, self.dtype.name
+        sides, rows = [_side(operand) for operand in (a, b)], (a.codes.shape[0], b.codes.shape[0])
+        scales, units = (a.scale, b.scale), (a.format.unit_amax, b.format.unit_amax)
+        levels = (None, None)
+        if not a.format.swizzled:
+            launch = promoted_product.block_product(*sides, depth, rows[1], dtype)
+        else:
+            assert a.format.block is not None
+            scales = tuple(map(_swizzled, scales))
+            factor = 1.0
+            if units[0] is not None and units[1] is not None:
+                levels, factor = (a.amax, b.amax), 1.0 / (units[0] * units[1])
+            options = {"length": a.format.block[1], "packing": a.format.packing, "factor": factor}
+            launch = scaled_product.product(*sides, depth, rows[1], dtype, **options)
+        order = slice(None, None, -1) if is_swapped(*rows) else slice(None)
+        inputs = [*(a.codes, b.codes)[order], *scales[order]]
+        inputs += [*levels[order], None, None] if a.format.swizzled else [None, None]
+        out, _ = run(launch, inputs)
+        assert out is not None
+        return out
+
+
+def _side(operand: Operand) -> Side:
+    """Describe a contiguous operand as `product_parts.Side`."""
+    from ....common.kernels.product_parts import Side  # it imports triton
+
+    assert operand.format is not None and operand.scale is not None
+    rows, width = operand.codes.shape
+    levels = 0 if operand.amax is None else operand.amax.size
+    unit, strides = 0, (0, 0)
+    if not operand.format.swizzled:
+        unit, strides = 1 if operand.format == BLOCK_1D else 128, (operand.scale.shape[1], 1)
+    return Side(rows, width, _ELEMENTS[jnp.dtype(operand.codes.dtype)], levels, unit, strides)
+
+
+def _swizzled(scale: Array) -> Array:
+    """Swizzle one-byte scales uint8 [R, C]; see `swizzled_scales.swizzle`."""
+    from ....common.kernels.swizzled_scales import swizzle  # it imports triton
+
+    rows, columns = scale.shape
+    (result,) = run(swizzle(rows, columns, (columns, 1)), [scale])
+    assert result is not None
+    return result
+
+
+def unsupported_reason(request: GemmRequest) -> str | None:
+    if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
+        return reason
+    if (reason := _unsupported_pair(request)) is not None:
+        return reason
+    if request.swizzled:
+        least = request.hardware.scaled_dot
+        if optional.release("triton") < least:
+            place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
+            return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton"
+    if request.dtype not in _RESULTS:
+        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+    return None
+
+
+def _unsupported_pair(request: GemmRequest) -> str | None:
+    """Return the reason why the tensor cores do not multiply two operands with these block scales, or None."""
+    if (reason := block_scales.unsupported_reason(request)) is not None:
+        return reason
+    if (needs := request.block_products) is None:
+        return f"it takes two operands of 1x128 or 128x128 blocks, {SWIZZLED_NAMES}"
+    if (reason := request.hardware.lacks(needs)) is not None:
+        return reason
+    form = request.a_format
+    if form is not None and request.k % form.packing:
+        return f"K={request.k} codes do not fill whole bytes"
+    return None
+
+
+def run_dot_scaled(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    """Compute a [*M, *K] @ b [*N, *K].T in dtype, with partial sums in float32 even if exact is False."""
+    return block_scales.multiplied(DotScaledProduct, a, b, dtype)
+
+
+@dataclass(frozen=True)
+class ScaledMatmulProduct(BlockScaledProduct):
+    """A product by XLA's scaled operation; the second level of NVFP4 is applied to its float32 result."""
+
+    packs = True
+
+    def product(self, a: Operand, b: Operand) -> Array:
+        a, b = (_with_codes(block_scales.with_scale_dtypes(operand)) for operand in (a, b))
+        assert a.scale is not None and b.scale is not None
+        dtype = self.dtype if a.amax is None else jnp.dtype(jnp.float32)
+        result = jax.ShapeDtypeStruct((1, a.codes.shape[0], b.codes.shape[0]), dtype)
+        settings = {
+            "lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": _XLA_NAMES[dtype.name],
+        }  # fmt: skip
+        call = jax.ffi.ffi_call(
+            "__op$block_scaled_dot",
+            result,
+            vmap_method="sequential",
+            custom_call_api_version=2,
+            legacy_backend_config=json.dumps({"scaled_dot_backend_config": settings}),
+        )
+        out = call(*(x[None] for x in (a.codes, b.codes, a.scale, b.scale)))[0]
+        return out if a.amax is None else reference.with_second_level(out, a, b).astype(self.dtype)
+
+
+def _with_codes(operand: Operand) -> Operand:
+    """Return an operand whose packed codes are float4_e2m1fn."""
+    assert operand.format is not None
+    packed = operand.format.packing == 2
+    return replace(operand, codes=unpack_e2m1(operand.codes)) if packed else operand
+
+
+def matmul_unsupported_reason(request: GemmRequest) -> str | None:
+    if request.platform != "cuda":
+        return f"it needs a CUDA device, the program is for {request.platform}"
+    if (reason := switched_off("GemmPrimitive") or _unsupported_pair(request)) is not None:
+        return reason
+    if not request.swizzled:
+        return f"it takes two operands of {SWIZZLED_NAMES}"
+    if request.a_element == request.b_element == jnp.float8_e5m2:
+        return "both operands are E5M2; XLA dequantizes them"
+    length = _length(request.a_format)
+    if request.k % length or request.m % 16 or request.n % 16:
+        return f"M={request.m} or N={request.n} is not a multiple of 16, or K={request.k} of {length}"
+    if request.dtype not in _RESULTS:
+        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+    return optional.failure("jax.nn", "scaled_matmul")  # which XLA's operation came with
+
+
+def _length(form: TensorFormat | None) -> int:
+    """Return the number of elements that share a scale."""
+    assert form is not None and form.block is not None
+    return form.block[1]
+
+
+def run_scaled_matmul(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    """Compute a [*M, *K] @ b [*N, *K].T in dtype; see `ScaledMatmulProduct`."""
+    return block_scales.multiplied(ScaledMatmulProduct, a, b, dtype)
+
+
+DOT_SCALED = Backend[GemmRequest](
+    "dot_scaled", unsupported_reason=unsupported_reason, bind=lambda request: run_dot_scaled
+)
+SCALED_MATMUL = Backend[GemmRequest](
+    "scaled_matmul", unsupported_reason=matmul_unsupported_reason, bind=lambda request: run_scaled_matmul
+)

@@ -1,0 +1,117 @@
+"""Positional calls in the argument order of an earlier release of the original.
+
+Releases have inserted arguments in the middle of a signature. A call by position in an older order is recognized by
+the types of its arguments: `True` cannot be a softcap, nor a text a diagonal's alignment. A call that fits the present
+order is never reordered.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ..runtime.warn_once import warn_once
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Test = Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, (bool, str)) and hasattr(value, "__float__")
+
+
+def _is_integer(value: Any) -> bool:
+    return not isinstance(value, (bool, str)) and hasattr(value, "__index__")
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, (bool, int, float, str))
+
+
+# Whether a value fits an annotation; all others are objects, such as process groups.
+_TESTS: dict[str, Test] = {
+    "bool": lambda value: isinstance(value, bool),
+    "int": _is_integer,
+    "float": _is_number,
+    "str": lambda value: isinstance(value, str),
+    "None": lambda value: value is None,
+    "Tensor": lambda value: isinstance(value, Tensor),
+    "tuple": lambda value: isinstance(value, (tuple, list)),
+    "list": lambda value: isinstance(value, (tuple, list)),
+    "Callable": callable,
+    "Any": _is_object,
+    "torch.device": lambda value: _is_object(value) and not isinstance(value, Tensor),
+}
+
+
+class _Order(NamedTuple):
+    """An argument order: the release that had it last, the names, and the tests of the arguments' types."""
+
+    release: str
+    names: tuple[str, ...]
+    tests: tuple[tuple[Test, ...], ...]
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the arguments have the types of this order, each given once."""
+        if len(args) > len(self.names) or not kwargs.keys().isdisjoint(self.names[: len(args)]):
+            return False
+        return all(any(test(value) for test in tests) for value, tests in zip(args, self.tests, strict=False))
+
+
+def _tests_of(annotation: str) -> tuple[Test, ...]:
+    """Return the tests of the alternatives of an annotation such as "tuple[int, int] | None"."""
+    depth, parts = 0, [""]
+    for character in annotation:
+        depth += (character == "[") - (character == "]")
+        if character == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return tuple(_TESTS.get(part.partition("[")[0].strip(), _is_object) for part in parts)
+
+
+def accepts_older_orders(**inserted: tuple[str, ...]) -> Callable[[Function], Function]:
+    """Decorate a method: accept its positional calls in older argument orders, with one warning per method and order.
+
+    An older order applies if the arguments do not fit the present order by type and fit the older one.
+
+    Args:
+        inserted: By release, newest first, the arguments that the order of the release lacks ("2.19" is `v2_19`).
+    """
+
+    def decorate(function: Function) -> Function:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        names = tuple(parameter.name for parameter in parameters)
+        tests = {parameter.name: _tests_of(str(parameter.annotation)) for parameter in parameters}
+
+        def order(release: str, absent: tuple[str, ...]) -> _Order:
+            kept = tuple(name for name in names if name not in absent)
+            return _Order(release, kept, tuple(tests[name] for name in kept))
+
+        present = order("", ())
+        older = [
+            order(release.removeprefix("v").replace("_", "."), absent) for release, absent in inserted.items()
+        ]
+        # Shorter calls are the same in every order.
+        shared = min(names.index(name) for absent in inserted.values() for name in absent)
+
+        @functools.wraps(function)
+        def reordered(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > shared and not present.fits(args, kwargs):
+                for candidate in older:
+                    if candidate.fits(args, kwargs):
+                        warn_once(
+                            f"{function.__qualname__} in the order of {candidate.release}",
+                            f"{function.__qualname__} is called by position in the argument order of release "
+                            f"{candidate.release}; pass the arguments from {names[shared]!r} on by keyword",
+                        )
+                        return function(self, **dict(zip(candidate.names, args, strict=False)), **kwargs)
+            return function(self, *args, **kwargs)
+
+        return reordered  # pyright: ignore[reportReturnType]
+
+    return decorate

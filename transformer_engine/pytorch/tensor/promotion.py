@@ -1,0 +1,74 @@
+"""The dtype in which an operation reads quantized values: the one that it computes in, not the nominal dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+
+aten = torch.ops.aten
+
+# Operations without the tag `pointwise` that promote the dtypes of their arguments.
+_PROMOTING = frozenset({aten.cat.default, aten.stack.default})
+
+
+def read_arguments(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Callable[[Any, torch.dtype | None], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the arguments of an operation by their values in the dtype that it computes in.
+
+    An operation that promotes dtypes reads values in the promoted dtype, and a copy in the dtype of its target. The
+    nominal dtype would round them first: master weights in float32 would lose bits. Tensors that the operation writes
+    to have their nominal dtype.
+
+    Args:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its keywords.
+        read: Function of a leaf of the arguments and a dtype, None for the nominal one.
+    """
+    dtype = _computed_dtype(func, args, kwargs)
+    arguments = func._schema.arguments
+    written = {argument.name for argument in arguments if writes(argument)}
+
+    def values(name: str, argument: Any) -> Any:
+        return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
+
+    positional = tuple(values(declared.name, given) for declared, given in zip(arguments, args, strict=False))
+    return positional, {name: values(name, argument) for name, argument in kwargs.items()}
+
+
+def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to decode values in that an operation reads in another one: codes times scales are float32."""
+    return dtype if dtype in _DECODED else torch.float32
+
+
+_DECODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def writes(argument: Any) -> bool:
+    """Whether an operation writes to an argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _computed_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that an operation reads values in; None for the nominal dtype."""
+    if func is aten.copy_.default:
+        return args[0].dtype
+    named = kwargs.get("dtype")
+    if isinstance(named, torch.dtype) and named.is_floating_point:
+        return named
+    foreach = func.name().startswith("aten::_foreach_")
+    if not (foreach or torch.Tag.pointwise in func.tags or func in _PROMOTING):
+        return None
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if func is not aten._foreach_copy_.default:
+        tensors = [leaf for leaf in tensors if leaf.dim() > 0] or tensors
+    return functools.reduce(torch.promote_types, [leaf.dtype for leaf in tensors]) if tensors else None

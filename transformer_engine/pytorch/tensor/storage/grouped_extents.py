@@ -1,0 +1,100 @@
+"""Extents of the matrices of a group: common, varying and logical shapes, and offsets in the group's buffers."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from .grouped_layout import GroupLayout, GroupMember, begins_in, ends_of
+
+
+class GroupExtents:
+    """Shapes and offsets of a group, from its layout."""
+
+    _layout: GroupLayout
+    _quantizer: Any
+
+    @property
+    def _members(self) -> tuple[GroupMember, ...]:
+        """Positions of the members; the first access after a cast on the device reads their shapes."""
+        if self._layout.members is None:
+            self._read_shapes()
+        members = self._layout.members
+        assert members is not None
+        return members
+
+    def _read_shapes(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """[n, M, N] for matrices of one shape, otherwise their logical shape."""
+        if self.all_same_shape():
+            return torch.Size((len(self._members), *self._members[0].shape))
+        return self.logical_shape
+
+    @property
+    def num_tensors(self) -> int:
+        return self._layout.count
+
+    @property
+    def tensor_shapes(self) -> list[torch.Size]:
+        return [torch.Size(member.shape) for member in self._members]
+
+    @property
+    def logical_shape(self) -> torch.Size:
+        """(n M, N) for equal shapes; (sum M_i, N), (M, sum N_i) if one extent is common; otherwise (1, total)."""
+        return torch.Size(self._layout.logical)
+
+    @property
+    def offsets(self) -> list[int] | None:
+        """First element of each member's values, and the end; None while only the device knows the shapes."""
+        members = self._layout.members
+        return None if members is None else ends_of([prod(member.shape) for member in members])
+
+    @property
+    def scale_inv_offsets(self) -> list[int] | None:
+        """First row-wise scale of each member, and the end, under the same condition as `offsets`."""
+        return begins_in(self._layout, "scale_inv")
+
+    @property
+    def columnwise_scale_inv_offsets(self) -> list[int] | None:
+        """First column-wise scale of each member, and the end, under the same condition as `offsets`."""
+        return begins_in(self._layout, "columnwise_scale_inv")
+
+    def all_same_first_dim(self) -> bool:
+        return not self._layout.varies[0]
+
+    def all_same_last_dim(self) -> bool:
+        return not self._layout.varies[1]
+
+    def all_same_shape(self) -> bool:
+        return not any(self._layout.varies)
+
+    def varying_both_dims(self) -> bool:
+        return all(self._layout.varies)
+
+    def get_common_first_dim(self) -> int:
+        """Return the first extent of every matrix; RuntimeError if they differ."""
+        return self._common(0, "first")
+
+    def get_common_last_dim(self) -> int:
+        """Return the last extent of every matrix; RuntimeError if they differ."""
+        return self._common(-1, "last")
+
+    def _common(self, axis: int, name: str) -> int:
+        layout = self._layout
+        if not layout.varies[axis]:
+            return (
+                layout.logical[-1] if axis else layout.logical[0] // (1 if layout.varies[1] else layout.count)
+            )
+        extents = [member.shape[axis] for member in self._members]
+        raise RuntimeError(f"the {name} extents {extents} differ; ask all_same_{name}_dim() before")
+
+    @property
+    def quantizer(self) -> Any:
+        """Quantizer of the first matrix; None for plain values."""
+        own = self._quantizer
+        return None if own is None or own.quantizers is None else own.quantizers[0]
