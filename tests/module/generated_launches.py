@@ -47,6 +47,17 @@ LAYERS = {
     "parallel_mlp": lambda: te.LayerNormMLP(
         512, 1024, activation="swiglu", bias=False, set_parallel_mode=True, **_sharded()
     ),
+    "column_bias": lambda: te.Linear(512, 1024, parallel_mode="column", **_sharded()),
+    "overlapped_mlp": lambda: te.LayerNormMLP(
+        512,
+        1024,
+        bias=False,
+        set_parallel_mode=True,
+        ub_overlap_ag=True,
+        ub_overlap_rs=True,
+        ub_bulk_dgrad=True,
+        **_sharded(),
+    ),
     "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
 }
 COMPILED = (

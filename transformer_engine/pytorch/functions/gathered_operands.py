@@ -91,7 +91,8 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
         to be made of the rows of all ranks (`columns_of_rows`).
     """
     if isinstance(dy, QuantizedGradient):
-        return *dy.operands, dy.sums
+        rows, columns = dy.operands
+        return rows, columns, dy.sums
     quantizes = spec.backward == QUANTIZED and not spec.plain
     if spec.parallel.gathers_gradient:
         if quantizes and gathers_gradient_codes(spec):
@@ -106,13 +107,15 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
     if cast is not None:
         # One kernel reads dy for its codes and its column sums.
         codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
-        return *spec.grad_output.adopt(codes, dy.dtype), db
+        rows, columns = spec.grad_output.adopt(codes, dy.dtype)
+        return rows, columns, db
     db = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
     if not quantizes:
         return dy, Matrix(dy), db
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return None, None, db
-    return *cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db
+    rows, columns = cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight)
+    return rows, columns, db
 
 
 def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
@@ -141,7 +144,8 @@ def gathers_again(spec: LinearSpec) -> bool:
 
 def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
     """Begin to gather the saved rows of x: values, codes by rows, or codes by columns [K, M / ranks]."""
-    wait_for_saved(x)
+    if offloading.used:
+        wait_for_saved(x)
     if spec.backward != QUANTIZED or spec.gather_input == VALUES:
         return _begin_gather(x.values if isinstance(x, Matrix) else x, spec)
     by_rows = spec.gather_input == ROW_CODES
@@ -155,7 +159,8 @@ def columns_of_input(x: Any, spec: LinearSpec) -> Any:
     """Columns [K, M] of x for dw, from the saved x, of which all rows may be in transit."""
     if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
         return _columns_again(x, spec)
-    wait_for_saved(x)
+    if offloading.used:
+        wait_for_saved(x)
     return x
 
 
@@ -163,7 +168,7 @@ def _columns_again(x: Any, spec: LinearSpec) -> Any:
     """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
-    if way is None:
+    if way is None and offloading.used:
         wait_for_saved(x)
     keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
     if keeps_values and (way == VALUES or isinstance(x, Matrix)):

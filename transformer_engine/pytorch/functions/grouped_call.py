@@ -66,6 +66,7 @@ class GroupedSpec:
         quantizers: The quantizers of all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
+        inspected: Results that the inspector of some group reads or replaces.
     """
 
     groups: tuple[LinearSpec, ...]
@@ -79,6 +80,7 @@ class GroupedSpec:
     quantizers: GroupedQuantizers
     needs_grad: bool
     scale_update: ScaleUpdate | None
+    inspected: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function, applier
 from .caller_buffers import readable
-from .grouped_call import GroupedCall, GroupedSpec
+from .grouped_call import GroupedCall
 from .grouped_products import (
     bias_gradients,
     cast_groups,
@@ -74,7 +74,8 @@ def grouped_linear_forward(
     y = None
     if multiplies:
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
-        y = inspected_groups(y, call, "output")
+        if "output" in call.spec.inspected:
+            y = inspected_groups(y, call, "output")
     del x_rows
     if layer.backward == HIGH_PRECISION and saves and layer.needs_grad_input:
         saved_weight = converted_weights(w_rows if layer.plain else weights, call)
@@ -110,7 +111,8 @@ def grouped_linear_backward(
     (weight_dtype, bias_dtype), *_ = dtypes
     # Unquantized matrices are read as they are by rows, and as their transpose by columns.
     values = layer.plain or layer.backward != QUANTIZED
-    dy = dense_values(dy)
+    if type(dy) is not Tensor or not dy.is_contiguous():
+        dy = dense_values(dy)
     db = bias_gradients(dy, call, bias_dtype) if layer.needs_grad_bias else None
     rows = columns = dy
     if not values and (layer.needs_grad_input or layer.needs_grad_weight):
@@ -119,15 +121,18 @@ def grouped_linear_backward(
     del dy
     dx = None
     if layer.needs_grad_input:
-        wait_for_saved(w)
+        if offloading.used:
+            wait_for_saved(w)
         if layer.backward == DEQUANTIZED and not layer.plain:
             w = dequantized_groups(w, call)
         dx = product_of_groups(rows, w, call, "grad_input", transposed=values)
-        dx = inspected_groups(dx, call, "grad_input")
+        if "grad_input" in call.spec.inspected:
+            dx = inspected_groups(dx, call, "grad_input")
     del rows, w
     dw = None
     if layer.needs_grad_weight:
-        wait_for_saved(x)
+        if offloading.used:
+            wait_for_saved(x)
         saved_values = layer.plain or layer.keep_input or layer.backward == HIGH_PRECISION
         if layer.backward != QUANTIZED and not saved_values:
             x = dequantized_groups(x, call)
@@ -153,15 +158,10 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _apply(x, call, len(weights), *weights, *(biases or ()))
-    return infer_with(FUNCTIONS, call, _tensors(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
-
-
-def _tensors(
-    spec: GroupedSpec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
-) -> tuple[Any, Any, Any]:
-    """The tensors of the forward pass: x, all weights, and all biases."""
+    spec = call.spec
     bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
-    return x, weights[0] if spec.stacked_weight else list(weights), bias
+    tensors = (x, weights[0] if spec.stacked_weight else list(weights), bias)
+    return infer_with(FUNCTIONS, call, tensors)[0]  # pyright: ignore[reportArgumentType]
 
 
 class _GroupedLinear(Function):
@@ -170,7 +170,9 @@ class _GroupedLinear(Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
         dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
-        tensors = _tensors(call.spec, x, weights, biases)
+        spec = call.spec
+        bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
+        tensors = (x, weights[0] if spec.stacked_weight else list(weights), bias)
         return record(FUNCTIONS, ctx, call, tensors, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod

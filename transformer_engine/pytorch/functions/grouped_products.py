@@ -27,6 +27,7 @@ from ..primitives.grouped_gemm import (
 )
 from ..primitives.grouped_quantize import row_sums
 from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Matrix
 from .caller_buffers import handed_out
 from .grouped_call import GroupedCall, members_of, stacked_gradient
 from .linear_operands import (
@@ -35,7 +36,6 @@ from .linear_operands import (
     input_operands,
     operand_of,
     operands_for_products,
-    read_as,
     weight_operands,
 )
 from .linear_spec import inspects
@@ -140,7 +140,7 @@ def product_of_groups(
         parts = [
             gemm(
                 operand_of(left),
-                operand_of(read_as(right, transposed)),
+                operand_of(Matrix(right) if transposed else right),
                 epilogue if bias is None else Epilogue(dtype, bias=bias, exact=exact),
             )
             for left, right, bias in zip(call.rows_of(a), members_of(b), added, strict=True)
@@ -160,8 +160,6 @@ def product_of_groups(
 
 def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
     """Pass each group's rows to the inspector of the group."""
-    if not any(inspects(group, result) for group in call.groups):
-        return y
     parts = []
     for part, group in zip(call.rows_of(y), call.groups, strict=True):
         parts.append(group.inspector.inspect(result, part) if inspects(group, result) else part)  # pyright: ignore
@@ -192,7 +190,8 @@ def weight_gradients(
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
         if group.needs_grad_weight:
-            left, right = operand_of(read_as(left, transposed[0])), operand_of(read_as(right, transposed[1]))
+            left = operand_of(Matrix(left) if transposed[0] else left)
+            right = operand_of(Matrix(right) if transposed[1] else right)
             destination = group.weight_gradient
             if destination.overwrite and destination.fused and torch.compiler.is_compiling():
                 main_grad = main_grad_of(destination.parameter)

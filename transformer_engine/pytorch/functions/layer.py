@@ -21,7 +21,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
-from .saving import pack, save, take_saved_before_transfer, unpack
+from .saving import keep, pack, take_saved_before_transfer, unpack
 from .sequence import leading_shape
 
 
@@ -53,7 +53,7 @@ def infer_with(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any
     check_transforms(functions.name, tensors)
     if spec.compiled is not None:
         return spec.compiled.forward([*tensors], spec, spec.beside)[0]
-    return forward_results(functions, spec, tensors, False)[0]
+    return _forward_without_autocast(functions, spec, tensors, False)[0]
 
 
 def record(
@@ -74,7 +74,9 @@ def record(
         spec.compiled.save(ctx, outputs[functions.results :], kind, spec.scale_update)
         return outputs[: functions.results]
     results, saved = forward_results(functions, spec, tensors, True)
-    save(ctx, (), saved, spec.scale_update)
+    kept, ctx.forms = pack(*saved)
+    keep(ctx, kept)
+    ctx.scale_update = spec.scale_update
     return results
 
 
@@ -106,7 +108,6 @@ def backward_results(
     return results
 
 
-@without_autocast
 def forward_results(
     functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any], saves: bool
 ) -> tuple[list[Any], list[Any]]:
@@ -120,7 +121,13 @@ def forward_results(
         results, saved = runners[-1](f"forward pass of {functions.name}", functions.forward, arguments)
     else:
         results, saved = functions.forward(*arguments)
+    if len(leading) == 1 and not torch.compiler.is_compiling():
+        return results, saved  # results are matrices
     return _in_shape(results, saved, leading)
+
+
+# Autograd nodes run without torch.autocast; calls without gradients have no node.
+_forward_without_autocast = without_autocast(forward_results)
 
 
 def compiled_functions(
@@ -135,7 +142,7 @@ def compiled_functions(
             return None
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
-        results, saved = forward_results(functions, spec, tensors, spec.needs_grad)
+        results, saved = _forward_without_autocast(functions, spec, tensors, spec.needs_grad)
         kept, forms = pack(*saved) if spec.needs_grad else ([], [])
         return (*results, *kept), forms
 
@@ -179,8 +186,6 @@ def compiled_passes(
 
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """Results with the leading dimensions of the input, and the saved buffers."""
-    if len(leading) == 1 and not torch.compiler.is_compiling():
-        return results, saved  # results are matrices
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
     # autograd notices when the caller writes to it. A view of it, kept by the node that it comes from, would keep the
     # node alive.

@@ -149,7 +149,8 @@ def linear_backward(
     del dy
     dx: Any = None
     if spec.needs_grad_input:
-        wait_for_saved(w)
+        if offloading.used:
+            wait_for_saved(w)
         if spec.backward == DEQUANTIZED:
             w = Matrix(dequantized(w, spec.dtype))
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy by rows, the weight by columns. Partial sums are in transit while dw
@@ -158,7 +159,7 @@ def linear_backward(
         cast = _result_cast(spec, spec.grad_input, "grad_input", "column")
         if gelu_input:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
-            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), *gelu_input, epilogue)
+            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), gelu_input[0], epilogue)
             gelu_input.clear()
         elif _scatters(spec, "grad_input", "column"):
             dx = scattered_product(dy_rows, w, epilogue, parallel)

@@ -38,7 +38,7 @@ def operand_of(value: Operand | Matrix | Tensor) -> Operand:
 
 def read_as(value: Any, transposed: bool) -> Any:
     """Operand of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
-    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value
+    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
 
 
 def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
@@ -98,6 +98,7 @@ def dense_values(x: Any) -> Tensor:
     if not matrix.is_contiguous():
         return x  # readers see the matrix as a view of x
     return result_in(matrix, x.shape)
+
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
@@ -88,7 +89,8 @@ def norm_backward(
         norm: The norm.
     """
     x, gamma, mean, rstdev = saved
-    wait_for_saved(x, gamma, mean, rstdev)
+    if offloading.used:
+        wait_for_saved(x, gamma, mean, rstdev)
     if d_returned is not None:
         dh = dh + d_returned.reshape(dh.shape)
     return norm.backward(plain_matrix(dh), plain_matrix(x), NormStatistics(mean, rstdev), gamma)
@@ -314,7 +316,8 @@ def norm_mlp_backward(
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
     of_fc2 = [dy, a, fc2_weight]
     del dy, a, fc2_weight
-    wait_for_saved(u)
+    if offloading.used:
+        wait_for_saved(u)
     if spec.fusion_modes.gradient == IN_PRODUCT:
         of_fc2.append(u)
         u = None

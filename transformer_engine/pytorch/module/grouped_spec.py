@@ -96,6 +96,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         quantizers,
         call.wants,
         scale_update(call, call.wants),
+        tuple({name for group in groups if group.inspector for name in group.inspector.results}),
     )
 
 

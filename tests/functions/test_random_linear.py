@@ -1,0 +1,169 @@
+"""Random settings of a linear layer: its passes compared with products of dequantized operands, and with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
+from transformer_engine.pytorch.functions.linear import linear
+from transformer_engine.pytorch.functions.linear_spec import IDENTITY, Accumulation, LinearSpec
+from transformer_engine.pytorch.functions.weight_gradient import WeightGradient
+from transformer_engine.pytorch.primitives.quantize import dequantize
+from transformer_engine.pytorch.quantization import RecipeState
+
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "current_e4m3": Float8CurrentScaling(fp8_format=Format.E4M3),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+N, K = 96, 128
+
+
+class Case(NamedTuple):
+    """Settings of a layer, the dimensions of its input before K, and the layout of the output gradient."""
+
+    recipe: str
+    backward: str
+    keep_input: bool
+    plain: bool
+    bias: bool
+    needs: tuple[bool, bool, bool]
+    leading: tuple[int, ...]
+    expanded: bool
+    seed: int
+
+
+cases = st.builds(
+    Case,
+    recipe=st.sampled_from(list(RECIPES)),
+    backward=st.sampled_from(["quantized", "high_precision", "dequantized"]),
+    keep_input=st.booleans(),
+    plain=st.booleans(),
+    bias=st.booleans(),
+    needs=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    leading=st.sampled_from([(64,), (32, 2), (2, 4, 8)]),
+    expanded=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+
+
+def spec_of(case: Case) -> LinearSpec:
+    recipe, quantizers = RECIPES[case.recipe], (IDENTITY, IDENTITY, IDENTITY)
+    if recipe is not None:
+        states = [
+            RecipeState.create(recipe, mode=mode, num_quantizers=count, device="cpu").make_quantizers()
+            for mode, count in (("forward", 3), ("backward", 2))
+        ]
+        quantizers = (states[0][0], states[0][1], states[1][0])
+    needs_grad_input, needs_grad_weight, needs_grad_bias = case.needs
+    return LinearSpec(
+        torch.bfloat16,
+        *quantizers,
+        Accumulation(),
+        TensorParallel(),
+        WeightGradient(),
+        backward=case.backward,  # pyright: ignore[reportArgumentType]
+        keep_input=case.keep_input,
+        needs_grad_input=needs_grad_input,
+        needs_grad_weight=needs_grad_weight,
+        needs_grad_bias=needs_grad_bias and case.bias,
+        plain=case.plain and recipe is None,
+    )
+
+
+def tensors(case: Case) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(case.seed)
+    x = torch.randn(*case.leading, K, dtype=torch.bfloat16, requires_grad=case.needs[0])
+    w = torch.randn(N, K, dtype=torch.bfloat16).mul_(0.05).requires_grad_(case.needs[1])
+    b = torch.randn(N, dtype=torch.bfloat16, requires_grad=case.needs[2])
+    dy = torch.randn(*case.leading, N, dtype=torch.bfloat16)
+    return x, w, b, dy[..., :1].expand(dy.shape) if case.expanded else dy
+
+
+def results(case: Case, spec: LinearSpec | None = None) -> list[torch.Tensor | None]:
+    """y, dx, dw and db."""
+    x, w, b, dy = tensors(case)
+    y = linear(x, w, b if case.bias else None, spec_of(case) if spec is None else spec)
+    if y.requires_grad:
+        y.backward(dy)
+    return [y.detach(), x.grad, w.grad, b.grad]
+
+
+def values(quantizer: Any, matrix: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    """The matrix that a product reads, in float64; by columns its transpose."""
+    if quantizer is IDENTITY:
+        return (matrix.t() if columnwise else matrix).double()
+    operand = quantizer.encode(matrix, not columnwise, columnwise).contract("rows" if columnwise else "cols")
+    return dequantize(operand._replace(dtype=torch.float32)).double()
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases)
+def test_passes_multiply_the_operands_of_their_settings(case: Case):
+    assume(not (case.recipe == "delayed" and case.keep_input))
+    spec = spec_of(case)
+    x, w, b, dy = [tensor.detach() for tensor in tensors(case)]
+    x, dy = x.reshape(-1, K), dy.reshape(-1, N)
+    expected: list[torch.Tensor | None] = [values(spec.input, x, False) @ values(spec.weight, w, False).t()]
+    if case.bias:
+        expected[0] = expected[0] + b.double()  # pyright: ignore[reportOptionalOperand]
+    if case.backward == "quantized":
+        dx = values(spec.grad_output, dy, False) @ values(spec.weight, w, True).t()
+        dw = values(spec.grad_output, dy, True) @ values(spec.input, x, True).t()
+    else:
+        saved_x, saved_w = x.double(), w.double()
+        if case.backward == "dequantized":
+            saved_x = saved_x if case.keep_input else values(spec.input, x, False)
+            saved_w = values(spec.weight, w, False)
+        dx, dw = dy.double() @ saved_w, dy.double().t() @ saved_x
+    expected += [dx, dw, dy.double().sum(0)]
+    for got, wanted, is_needed in zip(results(case), expected, (True, *case.needs), strict=True):
+        if got is None:
+            assert not is_needed or wanted is expected[3], case
+            continue
+        assert wanted is not None
+        # Half a unit in the last place of bfloat16, and a little for the order of float32 sums.
+        atol = 4e-3 * float(wanted.abs().max())
+        torch.testing.assert_close(got.double().view(wanted.shape), wanted, rtol=2**-7, atol=atol)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_a_gradient_does_not_depend_on_which_others_are_computed(case: Case):
+    assume(not (case.recipe == "delayed" and case.keep_input))
+    some, every = results(case), results(case._replace(needs=(True, True, True)))
+    for got, wanted in zip(some, every, strict=True):
+        assert got is None or (wanted is not None and torch.equal(got, wanted))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
+    assume(case.recipe != "delayed")
+    flat = case._replace(leading=(64,), keep_input=case.backward == "dequantized" and case.keep_input)
+    for got, wanted in zip(results(case), results(flat), strict=True):
+        assert (got is None) == (wanted is None)
+        assert got is None or wanted is None or torch.equal(got.view(wanted.shape), wanted)
+
+
+def test_plain_layers_have_the_bits_of_identity_quantizers():
+    case = Case("none", "quantized", False, True, True, (True, True, True), (32, 2), False, 7)
+    plain, identity = results(case), results(case, dataclasses.replace(spec_of(case), plain=False))
+    assert all(torch.equal(a, b) for a, b in zip(plain, identity, strict=True))  # pyright: ignore[reportArgumentType]
