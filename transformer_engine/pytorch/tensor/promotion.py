@@ -34,15 +34,37 @@ def read_arguments(
         kwargs: Its keywords.
         read: Function of a leaf of the arguments and a dtype, None for the nominal one.
     """
-    dtype = _computed_dtype(func, args, kwargs)
     arguments = func._schema.arguments
     written = {argument.name for argument in arguments if writes(argument)}
+    foreach = func.name().startswith("aten::_foreach_")
+    dtype = None if foreach else _computed_dtype(func, args, kwargs)
 
     def values(name: str, argument: Any) -> Any:
-        return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
+        if name in written or not (foreach and isinstance(argument, (list, tuple))):
+            return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
+        # Each entry of the lists is a computation of its own.
+        return [
+            read(leaf, _computed_dtype(func, *_entry_arguments(args, kwargs, index)))
+            for index, leaf in enumerate(argument)
+        ]
 
     positional = tuple(values(declared.name, given) for declared, given in zip(arguments, args, strict=False))
     return positional, {name: values(name, argument) for name, argument in kwargs.items()}
+
+
+def _entry_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], index: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of one entry of a foreach operation: this entry of every list, and the arguments without entries."""
+
+    def entry(argument: Any) -> Any:
+        if not isinstance(argument, (list, tuple)):
+            return argument
+        return argument[index] if index < len(argument) else None
+
+    return [entry(argument) for argument in args], {
+        name: entry(argument) for name, argument in kwargs.items()
+    }
 
 
 def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
