@@ -84,9 +84,13 @@ def keep_if_captured(value: V, device: torch.device) -> V:
 
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
-    return keep_if_captured(_ones(num_elements, dtype, device), torch.device(device))
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # another GPU has another tensor
+    return keep_if_captured(_ones(num_elements, dtype, device), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _ones(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(num_elements, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # later calls may save the tensor for a backward pass
+        return torch.ones(num_elements, dtype=dtype, device=device)
