@@ -107,7 +107,9 @@ def _softcap(limit: float) -> RecordedScoreMod:
 
     function = Softcap()
     program = record(function.forward, ("softcap",), function.backward, ())
-    return RecordedScoreMod(program, {"softcap": torch.tensor(limit, device="cpu")}, {})
+    with torch.inference_mode(False):  # later calls may save the tensor for a backward pass
+        number = torch.tensor(limit, dtype=torch.float32, device="cpu")
+    return RecordedScoreMod(program, {"softcap": number}, {})
 
 
 def unsupported_score_mod(call: AttentionCall) -> str | None:
