@@ -99,6 +99,18 @@ class WeightCache(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)
 
+    def __setitem__(self, name: str, weight: Any) -> None:
+        self._entries.pop(name, None)
+        super().__setitem__(name, weight)
+
+    def __delitem__(self, name: str) -> None:
+        self._entries.pop(name, None)
+        super().__delitem__(name)
+
+    def update(self, *weights: Any, **named: Any) -> None:
+        for name, weight in dict(*weights, **named).items():
+            self[name] = weight
+
     def clear(self) -> None:
         super().clear()
         self._entries.clear()
@@ -106,6 +118,11 @@ class WeightCache(dict[str, Any]):
     def pop(self, name: str, *default: Any) -> Any:
         self._entries.pop(name, None)
         return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        name, weight = super().popitem()
+        self._entries.pop(name, None)
+        return name, weight
 
     def find(self, name: str, columnwise: bool) -> Any:
         """Return a cached weight, or None if it is missing or lacks the requested column direction."""
