@@ -17,7 +17,7 @@ from .self_test_cases import SAMPLE, SelfTestCase, SelfTestSizes, Tensors, cases
 
 # The backend of an operation that the others are compared with.
 REFERENCES = {"gemm_epilogue": "composed", "fp8_attention": "emulated"}
-# Backends that compute in wider arithmetic than the operands have: correct, but not what a GPU was bought for.
+# Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
 EMULATING = ("reference", "widen", "emulated", "composed")
 # Compiled by torch.compile, which takes longer than all other cases together.
 LEFT_OUT = ("flex",)

@@ -33,9 +33,9 @@ def get_device_compute_capability() -> tuple[int, int]:
 
 @functools.cache
 def _architecture(index: int) -> tuple[str, str]:
-    """Return the vendor and the architecture of a device, the key of its row in `hardware.TABLE`."""
+    """Key of a device's row in `hardware.TABLE`: vendor and architecture."""
     if torch.version.hip is not None:
-        # For gfx942 torch reports the compute capability 9.4, which is not a number of NVIDIA's.
+        # For gfx942 torch reports the compute capability 9.4, a number that NVIDIA does not use.
         key = "amd", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
     else:
         key = "nvidia", "{}.{}".format(*_capability(index))
@@ -49,21 +49,21 @@ def _current_architecture() -> tuple[str, str]:
 
 
 def current_hardware() -> Hardware:
-    """Return the row of the current CUDA device in the table of hardware; `NO_GPU` without one."""
-    # A look-up in a module's dict, because a constant of traced code can be a text but not an object with guards.
+    """Hardware-table row of the current CUDA device; `NO_GPU` without one."""
+    # Traced code can have a string as a constant, but not a row, so the row is looked up by its key.
     return TABLE[_current_architecture()]
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of torch.autocast on a kind of device, such as "cuda", while autocast is active there."""
-    # The first query takes 0.1 us, the one of a kind 0.5 us. torch has no autocast for tensors without memory.
+    # The query over all device types takes 0.1 us, the query for one type 0.5 us. Meta tensors have no autocast.
     if not torch._C._is_any_autocast_enabled() or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def autocast_kind(device: torch.device) -> str:
-    """Return the kind of device that torch.autocast accepts for a device: "cpu" for meta, which has no autocast."""
+    """Device type for torch.autocast: "cpu" for meta tensors, which have no autocast."""
     return "cpu" if device.type == "meta" else device.type
 
 
@@ -128,7 +128,7 @@ def _check_available(device: torch.device, name: str) -> None:
 
 
 def _parsed(device: torch.device | str | int, name: str) -> torch.device:
-    """Return a device in any form that torch accepts as a torch.device; raise TypeError or ValueError otherwise."""
+    """Convert a device in any form that torch accepts to torch.device; raise TypeError or ValueError otherwise."""
     if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
         device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):

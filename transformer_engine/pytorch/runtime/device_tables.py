@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 class DeviceTables(Generic[K, V]):
-    """Values by key and stream; the oldest are evicted, except those that a captured graph reads.
+    """Values cached by key and stream; the oldest are evicted, except values that a captured graph reads.
 
     Args:
         build: build(key) -> the value, on the device for which it is requested.
@@ -32,7 +32,7 @@ class DeviceTables(Generic[K, V]):
         self._build = build
         self._most = most
         self._values: OrderedDict[tuple[K, int], V] = OrderedDict()
-        # A graph reads its tables at every replay, for an unknown time.
+        # Every replay reads these values, and the lifetime of the graph is unknown.
         self._captured: dict[K, V] = {}
 
     def __len__(self) -> int:

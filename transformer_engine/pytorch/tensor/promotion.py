@@ -1,4 +1,4 @@
-"""The dtype in which an operation reads quantized values: the one that it computes in, not the nominal dtype."""
+"""Dtypes in which operations read quantized values: the dtype of the computation instead of the nominal dtype."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _entry_arguments(
 
 
 def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to decode values in that an operation reads in another one: codes times scales are float32."""
+    """Dtype in which values are decoded for an operation: its own floating-point dtype, or float32."""
     return dtype if dtype in _DECODED else torch.float32
 
 

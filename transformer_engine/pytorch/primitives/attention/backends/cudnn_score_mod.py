@@ -87,7 +87,7 @@ class Modifier(NamedTuple):
 
 
 def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
-    """Return the record of a softcap or a score_mod; functions of indices, which are plain callables, have none."""
+    """Recorded softcap or score_mod of a call; None for functions of indices, which are plain callables."""
     if call.softcap != 0.0:
         return _softcap(call.softcap)
     return getattr(call.score_mod, "recorded", None)
