@@ -89,8 +89,8 @@ def accepts_older_orders(**inserted: tuple[str, ...]) -> Callable[[Function], Fu
         tests = {parameter.name: _tests_of(str(parameter.annotation)) for parameter in parameters}
 
         def order(release: str, absent: tuple[str, ...]) -> _Order:
-            kept = tuple(name for name in names if name not in absent)
-            return _Order(release, kept, tuple(tests[name] for name in kept))
+            remaining = tuple(name for name in names if name not in absent)
+            return _Order(release, remaining, tuple(tests[name] for name in remaining))
 
         present = order("", ())
         older = [

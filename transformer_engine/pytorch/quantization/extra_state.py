@@ -208,14 +208,13 @@ def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
         for direction in ("fwd", "bwd")
         if fp8_meta.get(f"scaling_{direction}") is not None
     }
-    check_extra_state(
-        decoded, {direction: held[0].scale.shape[0] for direction, held in states.items() if held}
-    )
+    slots = {direction: delayed[0].scale.shape[0] for direction, delayed in states.items() if delayed}
+    check_extra_state(decoded, slots)
     fp8_meta.update(decoded.get("extra_fp8_variables", {}))
     fp8_meta["recipe"] = decoded["recipe"]
-    for direction, held in states.items():
+    for direction, delayed_states in states.items():
         scale, history = decoded.get(f"scale_{direction}"), decoded.get(f"amax_history_{direction}")
-        for delayed in held:
+        for delayed in delayed_states:
             if scale is not None:
                 delayed.scale.copy_(scale)
             if history is not None:

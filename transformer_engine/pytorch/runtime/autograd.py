@@ -116,8 +116,8 @@ class Function(torch.autograd.Function):
                 # A metaclass may watch assignments by users; this one is not by a user.
                 type.__setattr__(cls, name, staticmethod(without_autocast(getattr(cls, name))))
         if "OPERATION" not in vars(cls):
-            named = getattr(cls.backward, "once_differentiable", cls.__name__.lstrip("_"))
-            type.__setattr__(cls, "OPERATION", named)
+            operation_name = getattr(cls.backward, "once_differentiable", cls.__name__.lstrip("_"))
+            type.__setattr__(cls, "OPERATION", operation_name)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

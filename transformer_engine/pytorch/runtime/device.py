@@ -67,16 +67,16 @@ def autocast_kind(device: torch.device) -> str:
     return "cpu" if device.type == "meta" else device.type
 
 
+_CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Cast plain floating-point tensors to the dtype of torch.autocast where it is active; float64 stays."""
     results: list[Tensor | None] = []
     for x in tensors:
         dtype = autocast_dtype(x.device.type) if type(x) is Tensor else None
-        results.append(x if x is None or dtype is None or x.dtype not in _CAST else x.to(dtype))
+        results.append(x if x is None or dtype is None or x.dtype not in _CAST_DTYPES else x.to(dtype))
     return results
-
-
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def _check_available(device: torch.device, name: str) -> None:
         ) from None
 
 
-def _parsed(device: torch.device | str | int, name: str) -> torch.device:
+def _to_device(device: torch.device | str | int, name: str) -> torch.device:
     """Convert a device in any form that torch accepts to torch.device; raise TypeError or ValueError otherwise."""
     if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
         device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
@@ -154,7 +154,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
     Raises:
         TypeError, ValueError: The value is not a device, or is the index of a GPU that does not exist.
     """
-    device = _parsed("cuda" if device is None else device, name)
+    device = _to_device("cuda" if device is None else device, name)
     if device.type not in ("cuda", "cpu", "meta"):
         _check_available(device, name)
     if device.type != "cuda":
@@ -180,4 +180,4 @@ def is_meta(device: torch.device | str | int | None) -> bool:
     Raises:
         TypeError, ValueError: The value is not a device.
     """
-    return device is not None and _parsed(device, "device").type == "meta"
+    return device is not None and _to_device(device, "device").type == "meta"

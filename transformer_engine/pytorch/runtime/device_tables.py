@@ -44,12 +44,12 @@ class DeviceTables(Generic[K, V]):
         A capture cannot copy numbers from the host. It begins with a synchronization, so that it may read the tables of
         every stream.
         """
-        at = (key, stream_of(device))
-        value = self._values.get(at)
+        entry = (key, stream_of(device))
+        value = self._values.get(entry)
         if is_capturing(device):
             return self._captured_value(key, value)
         if value is None:
-            value = self._values[at] = self._build(key)
+            value = self._values[entry] = self._build(key)
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
@@ -58,7 +58,7 @@ class DeviceTables(Generic[K, V]):
         if key in self._captured:
             return self._captured[key]
         if value is None:
-            value = next((other for (known, _), other in self._values.items() if known == key), None)
+            value = next((other for (other_key, _), other in self._values.items() if other_key == key), None)
         if value is not None:
             self._captured[key] = value
         return value
@@ -72,13 +72,13 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-_kept: dict[int, Any] = {}
+_read_by_graphs: dict[int, Any] = {}
 
 
 def keep_if_captured(value: V, device: torch.device) -> V:
     """Return a cached value, and keep it alive if a graph that reads it is being captured on the device."""
     if is_capturing(device):
-        _kept[id(value)] = value
+        _read_by_graphs[id(value)] = value
     return value
 
 

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 # Operations without the tag `pointwise` that promote the dtypes of their arguments.
 _PROMOTING = frozenset({aten.cat.default, aten.stack.default})
+_DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_arguments(
@@ -69,10 +70,7 @@ def _entry_arguments(
 
 def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which values are decoded for an operation: its own floating-point dtype, or float32."""
-    return dtype if dtype in _DECODED else torch.float32
-
-
-_DECODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return dtype if dtype in _DECODED_DTYPES else torch.float32
 
 
 def writes(argument: Any) -> bool:
@@ -84,9 +82,9 @@ def _computed_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """The dtype that an operation reads values in; None for the nominal dtype."""
     if func is aten.copy_.default:
         return args[0].dtype
-    named = kwargs.get("dtype")
-    if isinstance(named, torch.dtype) and named.is_floating_point:
-        return named
+    dtype_argument = kwargs.get("dtype")
+    if isinstance(dtype_argument, torch.dtype) and dtype_argument.is_floating_point:
+        return dtype_argument
     foreach = func.name().startswith("aten::_foreach_")
     if not (foreach or torch.Tag.pointwise in func.tags or func in _PROMOTING):
         return None
