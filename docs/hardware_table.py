@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from generated import ROOT, write
 
@@ -24,6 +26,16 @@ PRODUCTS = {
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
+# Recipes of docs/hardware.json's layers by their name in the table of the page, and operations that may be emulated.
+RECIPES = {
+    "none": "bfloat16",
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
+OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
 NOT_NATIVE = ("reference", "widen", "decoded")
 OTHERS = ("grouped", "cast")  # operations of the files that are no dense products
 # Architectures on which the kernels of this package are run before a release.
@@ -65,7 +77,7 @@ def products() -> str:
         f"| | {' | '.join(PRODUCTS.values())} |",
         f"| --- |{' --- |' * len(PRODUCTS)}",
     ]
-    lines += _rows(CHOICES)
+    lines += _rows(CHOICES, PRODUCTS)
     emulated = " | ".join(["emulated"] * (len(PRODUCTS) - 1))
     lines += [f"| {row.architecture} | native: matmul | {emulated} |" for row in ROWS if row.vendor == "amd"]
     return "\n".join(lines) + "\n"
@@ -73,19 +85,22 @@ def products() -> str:
 
 def jax_products() -> str:
     """Return the table of JAX's products: the backend with Triton, and without it where it differs."""
+    titles = {name: title for name, title in PRODUCTS.items() if name != "block of powers"}
+    titles["block"] = PRODUCTS["block of powers"]  # JAX multiplies by scales of any value
     lines = [
-        f"| | {' | '.join(PRODUCTS.values())} |",
-        f"| --- |{' --- |' * len(PRODUCTS)}",
-        *_rows(JAX_CHOICES),
+        f"| | {' | '.join(titles.values())} |",
+        f"| --- |{' --- |' * len(titles)}",
+        *_rows(JAX_CHOICES, titles),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]]) -> list[str]:
+def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Iterable[str]) -> list[str]:
     lines = []
     for row in NVIDIA:
-        with_library, without = choices[row.architecture].values()
-        cells = [_backends(with_library[recipe], without[recipe]) for recipe in PRODUCTS]
+        found = choices[row.architecture]
+        with_library, without = (found[name] for name in found if name != "layers")
+        cells = [_backends(with_library[recipe], without[recipe]) for recipe in recipes]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     return lines
 
@@ -99,6 +114,26 @@ def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
     dense = [backend for name, backend in with_library.items() if not name.startswith(OTHERS)]
     emulated = all(backend in NOT_NATIVE for backend in dense)
     return f"{'emulated' if emulated else 'native'}: {names}"
+
+
+def layers() -> str:
+    """Return the table of training steps: native, or the operations that are emulated."""
+    lines = [f"| | {' | '.join(RECIPES.values())} |", f"| --- |{' --- |' * len(RECIPES)}"]
+    for row in NVIDIA:
+        found: list[dict[str, Any]] = [*CHOICES[row.architecture]["layers"].values()]
+        cells: list[str] = []
+        for recipe in RECIPES:
+            emulated: set[str] = {
+                str(OPERATIONS.get(operation, operation))
+                for of_libraries in found
+                for of_layer in of_libraries.values()
+                for operations in of_layer.get(recipe, {}).values()
+                for operation, backends in operations.items()
+                if set(NOT_NATIVE) & set(backends.split(", "))
+            }
+            cells.append(f"emulated: {', '.join(sorted(emulated))}" if emulated else "native")
+        lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def attention() -> str:
@@ -119,6 +154,7 @@ if __name__ == "__main__":
     sections = {
         "gpus": gpus(),
         "products": products(),
+        "layers": layers(),
         "attention": attention(),
         "products of JAX": jax_products(),
     }

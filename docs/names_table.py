@@ -1,19 +1,30 @@
 """Write how each name of docs/names.csv stands into that file, and its summary into docs/support.md; --check compares.
 
-python docs/names_table.py [--check]
+python docs/names_table.py [--check] [--original DIRECTORY]
 
-The file lists the public names of release 2.20 of the original: name, kind, status and source. A name is "served" if it
-exists here, "raises" if a call of it raises an error with the replacement, and "absent" otherwise. The reasons of
-absent names are rows of transformer_engine/common/absent.py. The source is clients (published packages that import the
-name), documentation, tests (code written against the original) or reference.
+The file lists the public names of release 2.20 of the original: name, kind, status, source, section and weight. A name
+is "served" if it exists here, "raises" if a call of it raises an error with the replacement, and "absent" otherwise.
+The reasons of absent names are rows of transformer_engine/common/absent.py. The source is clients (published packages
+that import the name), documentation, tests (code written against the original), reference, or installed. Names that a
+release added have the section of its description, and a weight: A for any user, B for a documented feature or a
+client's branch, C for authors of extensions.
+
+--original reads an installed original, whose packages are in DIRECTORY: another process imports its public modules and
+prints names and signatures, no source. Names that the file lacks become rows of source "installed", and the differences
+of signatures from this package are printed; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
 import importlib
+import inspect
 import io
+import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -33,6 +44,8 @@ class Name(NamedTuple):
     kind: str
     status: str
     source: str
+    section: str = ""
+    weight: str = ""
 
     @property
     def package(self) -> str:
@@ -89,6 +102,19 @@ def status(name: str) -> str:
     return "served"
 
 
+def weights(names: list[Name]) -> list[str]:
+    """Return the counts of the names of release 2.20 by section and weight, as lines of Markdown."""
+    counts = Counter((row.section, row.weight, row.status) for row in names if row.weight)
+    lines = ["| section of release 2.20 | weight | names | served | raise | absent |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for section, weight in sorted({key[:2] for key in counts}, key=lambda key: (int(key[0]), key[1])):
+        served, raises, absent = (counts[section, weight, word] for word in ("served", "raises", "absent"))
+        lines.append(
+            f"| {section} | {weight} | {served + raises + absent} | {served} | {raises} | {absent} |"
+        )
+    return lines
+
+
 def summary(names: list[Name]) -> str:
     """Return the counts by package, and the reasons of absent names, as Markdown."""
     reason_for = importlib.import_module("transformer_engine.common.absent")._reason_for
@@ -97,6 +123,7 @@ def summary(names: list[Name]) -> str:
     for package in sorted({row.package for row in names}):
         served, raises, absent = (counts[package, kind] for kind in ("served", "raises", "absent"))
         lines.append(f"| `{package}` | {served + raises + absent} | {served} | {raises} | {absent} |")
+    lines += ["", *weights(names)]
     used = [row for row in names if row.source in USED]
     share = 100 * sum(row.status == "served" for row in used) / len(used)
     lines += [
@@ -112,13 +139,120 @@ def summary(names: list[Name]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def kind(value: Any) -> str:
+    """Return the kind of a row: module, class, function or value."""
+    if inspect.ismodule(value):
+        return "module"
+    if isinstance(value, type):
+        return "class"
+    return "function" if callable(value) else "value"
+
+
+# Prints {name: [kind, parameters or null]} of the public names that modules of the packages define, as JSON.
+_WALK = """
+import importlib, inspect, json, os, pkgutil, sys
+found = {}
+def parameters(value):
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return None
+    kept = []
+    for p in signature.parameters.values():
+        plain = p.default is None or isinstance(p.default, (bool, int, float, str))
+        default = None if p.default is p.empty else repr(p.default) if plain else "..."
+        kept.append([p.name, p.kind.name, default])
+    return kept
+def visit(module):
+    found[module.__name__] = ["module", None]
+    for name, value in list(vars(module).items()):
+        home = getattr(value, "__module__", module.__name__)
+        if name.startswith("_") or inspect.ismodule(value) or not str(home).startswith(PACKAGES):
+            continue
+        word = "class" if isinstance(value, type) else "function" if callable(value) else "value"
+        found[module.__name__ + "." + name] = [word, parameters(value) if callable(value) else None]
+PACKAGES = tuple(sys.argv[2:])
+DIRECTORY = os.path.realpath(sys.argv[1])
+for package in PACKAGES:
+    try:
+        root = importlib.import_module(package)
+    except ImportError as error:
+        print(f"{package}: {error}", file=sys.stderr)
+        continue
+    if not os.path.realpath(root.__path__[0]).startswith(DIRECTORY + os.sep):
+        print(f"{package} is in {root.__path__[0]}, not in {DIRECTORY}", file=sys.stderr)
+        continue
+    visit(root)
+    for info in pkgutil.walk_packages(getattr(root, "__path__", ()), package + ".", onerror=lambda name: None):
+        try:
+            visit(importlib.import_module(info.name))
+        except Exception as error:
+            print(f"{info.name}: {error}", file=sys.stderr)
+print(json.dumps(found))
+"""
+
+
+def installed(directory: Path) -> dict[str, list[Any]]:
+    """Return {name: [kind, parameters]} of the original that is installed in a directory.
+
+    Raises:
+        RuntimeError: The process found no name; its errors are in the message.
+    """
+    environment = os.environ | {"PYTHONPATH": str(directory)}
+    packages = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
+    command = [sys.executable, "-c", _WALK, str(directory), *packages]
+    done = subprocess.run(
+        command, env=environment, cwd=directory, capture_output=True, text=True, check=False
+    )
+    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 and done.stdout else {}
+    if not found:
+        raise RuntimeError(f"no public name was found in {directory}: {done.stderr.strip()[-2000:]}")
+    return found
+
+
+def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]:
+    """Return the rows with one more for each name of an installed original that the file lacks."""
+    known = {row.name for row in names}
+    more = [Name(name, word, "", "installed") for name, (word, _) in found.items() if name not in known]
+    return sorted([*names, *more])
+
+
+def signature_differences(found: dict[str, list[Any]]) -> list[str]:
+    """Return a line for each callable here whose parameters begin with other names, kinds or defaults."""
+    lines = []
+    for name, (_, theirs) in sorted(found.items()):
+        try:
+            own = list(inspect.signature(resolved(name)).parameters.values()) if theirs is not None else None
+        except (AttributeError, TypeError, ValueError, ImportError):
+            continue
+        if own is None:
+            continue
+        ours = [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in own]
+        for place, wanted in enumerate(theirs or ()):
+            match = ours[place] if place < len(ours) else None
+            same_default = match is not None and (wanted[2] in (None, "...") or wanted[2] == match[2])
+            if match is None or match[:2] != wanted[:2] or not same_default:
+                lines.append(f"{name}[{place}]: {wanted} in the original, {match} here")
+                break
+    return lines
+
+
 def main() -> int:
     """Update both files, or compare them."""
-    names = [row._replace(status=status(row.name)) for row in listed()]
+    parser = argparse.ArgumentParser(description="names of the original and how they stand")
+    parser.add_argument("--check", action="store_true", help="compare the files instead of writing them")
+    parser.add_argument("--original", type=Path, help="directory with an installed original")
+    options = parser.parse_args()
+    names = listed()
+    if options.original is not None:
+        found = installed(options.original)
+        names = with_installed(names, found)
+        print("\n".join(signature_differences(found)))
+    names = [row._replace(status=status(row.name)) for row in names]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([Name._fields, *names])
-    if "--check" in sys.argv[1:] and text.getvalue() != NAMES.read_text():
+    if options.check and text.getvalue() != NAMES.read_text():
         print(f"{NAMES.relative_to(ROOT)} is out of date; run python docs/{Path(__file__).name}")
         return 1
     NAMES.write_text(text.getvalue())

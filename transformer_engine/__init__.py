@@ -34,5 +34,17 @@ __getattr__ = absent.getter(
 absent.install()
 
 
+def is_nccl_ep_available() -> bool:
+    """Whether NCCL's device API computes expert parallelism; it does not here: collectives of PyTorch and XLA do."""
+    return False
+
+
+def require_nccl_ep() -> None:
+    """Raise RuntimeError, as expert parallelism does not use NCCL's device API."""
+    raise RuntimeError(
+        "NCCL's device API is not used; transformer_engine.pytorch.ep and transformer_engine.jax.ep run without it"
+    )
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *_FRAMEWORKS})

@@ -128,6 +128,17 @@ from .grouped import (
     splits_to_offsets_multi,
     swizzle_scales_for_gemm_,
 )
+from .grouped_products import (
+    group_requantize_inplace,
+    group_scaled_clamped_swiglu,
+    group_scaled_swiglu,
+    multi_tensor_pad_last_dim,
+    multi_tensor_transpose_to_bhsd,
+    nvfp4_quantize_with_amax,
+    te_general_grouped_gemm_for_discrete_in,
+    te_general_grouped_gemm_for_discrete_out,
+    te_general_grouped_gemm_for_grouped_tensor,
+)
 from .kv_cache import (
     convert_bshd_to_thd,
     convert_thd_to_bshd,

@@ -58,9 +58,12 @@ def failures(names: Sequence[str]) -> dict[str, str]:
     submodules: dict[str, list[str]] = {}
     for name in names:
         submodules.setdefault(name.rpartition(".")[0], []).append(name)
-    roots = submodules[""]
-    # Each root is also imported after a bare `import transformer_engine`.
-    submodules["transformer_engine"] += [root for root in roots if root != "transformer_engine"]
+    # Packages of the other modules, which are imported with them.
+    roots = [name for name in names if name.rpartition(".")[0] not in names]
+    # Each package is also imported after a bare `import transformer_engine`.
+    submodules.setdefault("transformer_engine", []).extend(
+        [root for root in roots if "." not in root and root != "transformer_engine"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         report.touch()

@@ -112,8 +112,9 @@ JAX = (
         7,
         "transformer_engine.jax.products transformer_engine.jax.sources transformer_engine.jax.quantized_mlp "
         "transformer_engine.jax.dense transformer_engine.jax.grouped_dense "
-        "transformer_engine.jax.router transformer_engine.jax.permutation transformer_engine.jax.ep "
-        "transformer_engine.jax.moe transformer_engine.jax.activation transformer_engine.jax.layernorm "
+        "transformer_engine.jax.router transformer_engine.jax.permutation transformer_engine.jax.ragged_exchange "
+        "transformer_engine.jax.ep transformer_engine.jax.ep_exchange transformer_engine.jax.moe "
+        "transformer_engine.jax.moe_experts transformer_engine.jax.activation transformer_engine.jax.layernorm "
         "transformer_engine.jax.layernorm_dense transformer_engine.jax.layernorm_mlp transformer_engine.jax.softmax "
         "transformer_engine.jax.attention transformer_engine.jax.collective",
         "differentiable functions",

@@ -31,6 +31,7 @@ IMPORTS_BY_A_TABLE = {
     "transformer_engine.common.optional": "other libraries",
     "transformer_engine.pytorch": "its own subpackages, on first access",
     "transformer_engine.pytorch.integrations.megatron.equivalents": "modules of Megatron-core",
+    "transformer_engine.pytorch.runtime.plugins": "the user's module that NVTE_PLUGIN names",
 }
 
 

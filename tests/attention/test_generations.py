@@ -11,7 +11,7 @@ from tests.attention.test_cudnn import PACKED, installed, request  # noqa: F401
 from transformer_engine.common.hardware import ROWS, nvidia
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.functions.attention.fp8 import BACKWARD, FORWARD, BackwardRequest
-from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, flash4
+from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, flash2, flash4
 from transformer_engine.pytorch.primitives.attention.choose import preference
 
 WIDE = {"head_dim_qk": 192, "head_dim_v": 192}
@@ -144,6 +144,35 @@ def test_flash4_follows_hardware_and_release(hardware, version, options, words, 
     monkeypatch.setattr(flash4, "VERSION", version)
     monkeypatch.setattr(flash4.optional, "failure", lambda *names: None)
     reason = flash4.BACKEND.rejection_reason(request(hardware=nvidia(*hardware), **options))
+    assert reason is None if words is None else words in str(reason)
+
+
+WITH_DROPOUT = {**LARGEST, "dropout": 0.1}
+INFERENCE = {**WITH_DROPOUT, "needs_gradient": False}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "version", "options", "words"),
+    [
+        ((12, 0), "2.8.3", HEADS, None),
+        ((12, 0), "2.7.2.post1", HEADS, "no kernels for compute capability 12.0, 2.7.3 and higher have"),
+        ((10, 3), "2.7.2", HEADS, "pip install --upgrade --no-build-isolation flash-attn"),
+        ((9, 0), "2.7.2", HEADS, None),
+        ((8, 9), "2.3.6", HEADS, None),
+        ((12, 0), "2.8.3", LARGEST, None),
+        ((12, 1), "2.8.3", WITH_DROPOUT, "heads of size 256 > 192 with dropout on compute capability 12.1"),
+        ((12, 0), "2.8.3", INFERENCE, None),
+        ((8, 6), "2.5.4", LARGEST, "on compute capability 8.6, 2.5.5 and higher have"),
+        ((8, 9), "2.5.5", LARGEST, None),
+        ((8, 0), "2.5.4", WITH_DROPOUT, None),
+        ((11, 0), "2.8.3", WITH_DROPOUT, None),
+        ((12, 0), "2.8.3", {"head_dim_qk": 100, "head_dim_v": 100}, "multiples of 8 up to 256"),
+    ],
+)
+def test_flash2_follows_hardware_and_release(hardware, version, options, words, monkeypatch):
+    monkeypatch.setattr(flash2, "VERSION", version)
+    monkeypatch.setattr(flash2.optional, "failure", lambda *names: None)
+    reason = flash2.BACKEND.rejection_reason(request(hardware=nvidia(*hardware), **options))
     assert reason is None if words is None else words in str(reason)
 
 

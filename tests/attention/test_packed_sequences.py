@@ -107,3 +107,15 @@ def test_lengths_must_be_int32(device):
     bounds = cumulative([3, 5], device).long()
     with pytest.raises(ValueError, match=r"torch.int64; it must be torch.int32"):
         DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")(x, x, x, cu_seqlens_q=bounds)
+
+
+def test_a_buffer_of_padding_alone_is_zero_and_differentiable(device):
+    layer = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    leaves = [torch.randn(4, 2, 8, device=device).requires_grad_() for _ in range(3)]
+    bounds = {
+        "cu_seqlens_q": torch.tensor([0, 0, 0], dtype=torch.int32, device=device),
+        "cu_seqlens_q_padded": torch.tensor([0, 2, 4], dtype=torch.int32, device=device),
+    }
+    out = layer(*leaves, **bounds)
+    assert out.shape == (4, 16) and not out.any()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), leaves))

@@ -355,9 +355,9 @@ def test_calls_in_turns_are_each_timed_by_itself():
 
 
 def test_names_in_the_help_are_the_names_of_the_tables():
-    from transformer_engine.cli.bench import cases, distributed_cases, names, providers
+    from transformer_engine.cli.bench import cases, distributed_cases, options, providers
 
-    assert names.RECIPES == cases.RECIPES
-    assert tuple(cases.FAMILIES) == names.FAMILIES
-    assert tuple(distributed_cases.RANKS_FAMILIES) == names.RANKS_FAMILIES
-    assert tuple(provider.name for provider in providers.PROVIDERS) == names.PROVIDERS
+    assert options.RECIPES == cases.RECIPES
+    assert tuple(cases.FAMILIES) == options.FAMILIES
+    assert tuple(distributed_cases.RANKS_FAMILIES) == options.RANKS_FAMILIES
+    assert tuple(provider.name for provider in providers.PROVIDERS) == options.PROVIDERS

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.command import te as run_te
 from transformer_engine.cli.demo.records import read_metrics
-from transformer_engine.cli.demo.text import printable
+from transformer_engine.cli.progress import printable
 from transformer_engine.common import optional
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]

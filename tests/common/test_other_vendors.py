@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,10 @@ from transformer_engine.common.hardware import ROWS, hardware_named
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
 from transformer_engine.pytorch.primitives.attention.mask import resolve
+from transformer_engine.pytorch.primitives.gemm import Epilogue, cublaslt_library
+from transformer_engine.pytorch.primitives.gemm.composed import GELU, FusedRequest
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
+from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeRequest, QuantizeSpec, backends
 from transformer_engine.pytorch.quantization import families, support
 from transformer_engine.pytorch.runtime import device, launching
@@ -56,11 +61,26 @@ def test_rocm_has_bfloat16_and_no_fp8_for_a_reason(rocm):
 
 
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
-def test_no_product_of_codes_is_native_on_amd(row):
-    found = choices(row, libraries=False)
+@pytest.mark.parametrize("libraries", [True, False], ids=["nvmath", "torch and triton"])
+def test_no_product_of_codes_is_native_on_amd(row, libraries):
+    found = choices(row, libraries)
     for recipe in PRODUCTS.keys() - {"none"}:
         assert set(found[recipe].values()) <= {"reference", "widen"}, recipe
     assert found["none"]["output"] == "matmul"
+
+
+@pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)
+def test_cublaslt_states_why_it_is_not_for_amd(row, monkeypatch):
+    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    matrix = Operand(torch.empty(64, 64, dtype=torch.bfloat16), None, None)
+    request = GemmRequest.of(matrix, matrix, Epilogue(torch.bfloat16))
+    request = dataclasses.replace(request, device="cuda", hardware=row, index=0)
+    for operation, asked in (
+        ("gemm", request),
+        ("gemm_epilogue", FusedRequest(GELU, request, False, None, None, None)),
+    ):
+        verdict = next(v for v in tables[operation].explain(asked) if v.backend == "cublaslt")
+        assert f"AMD {row.architecture} has no cublaslt" in str(verdict.reason), operation
 
 
 @pytest.mark.parametrize("row", AMD, ids=lambda row: row.architecture)

@@ -7,6 +7,7 @@ import types
 import numpy
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from transformer_engine.pytorch.distributed import (
     CudaRNGStatesTracker,
@@ -161,3 +162,50 @@ def test_a_graph_draws_new_numbers_from_a_registered_state_at_every_replay():
     first = x.clone()
     graph.replay()
     assert not torch.equal(first, x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+def test_torchs_checkpoint_repeats_draws_from_trackers(reentrant, nested, tracker, device):
+    """Twice, from two trackers; later draws are the same as without a checkpoint."""
+
+    def trained(checkpointed):
+        torch.manual_seed(5)
+        trackers = [tracker, CudaRNGStatesTracker()]
+        trackers[0].reset()
+        for number, one in enumerate(trackers):
+            one.add("model-parallel-rng", 1 + number)
+        drawn = []
+
+        def function(x):
+            for one in trackers:
+                with one.fork():
+                    drawn.append(_draw(device))
+                    x = x * drawn[-1]
+            return x.sin()
+
+        def call(x):
+            return checkpoint(function, x, use_reentrant=reentrant)
+
+        x = torch.ones(8, device=device, requires_grad=True)
+        y = x
+        for _ in range(2):
+            if not checkpointed:
+                y = function(y)
+            elif nested:
+                y = checkpoint(call, y, use_reentrant=reentrant)
+            else:
+                y = call(y)
+        after = []
+        for one in trackers:
+            with one.fork():
+                after.append(_draw(device))
+        y.sum().backward()
+        for one in trackers:
+            with one.fork():
+                after.append(_draw(device))
+        return [y.detach(), x.grad, *after], get_all_rng_states() is trackers[1].states_
+
+    (expected, registered), (actual, again) = trained(False), trained(True)
+    assert registered == again
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))

@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
-from transformer_engine.pytorch.functions import steps
+from transformer_engine.pytorch.functions import communication
 from transformer_engine.pytorch.functions.linear import linear
 from transformer_engine.pytorch.functions.linear_spec import IDENTITY, Accumulation, LinearSpec
 from transformer_engine.pytorch.functions.weight_gradient import WeightGradient
@@ -170,7 +170,9 @@ def test_a_partial_sum_is_not_quantized_before_it_is_whole(mode, expected, devic
     state = RecipeState.create(RECIPES["delayed"], mode="forward", num_quantizers=3, device=device)
     qx, qw, qy = state.make_quantizers()
     monkeypatch.setattr(TensorParallel, "checked_group", lambda self: None)
-    monkeypatch.setitem(steps.COLLECTIVES, "all_reduce", lambda tensor, group, later: (tensor * 2, None))
+    monkeypatch.setitem(
+        communication.COLLECTIVES, "all_reduce", lambda tensor, group, later: (tensor * 2, None)
+    )
     spec = dataclasses.replace(
         spec_of(torch.bfloat16, qx, qw, IDENTITY, output=qy), parallel=TensorParallel(mode, None, 2)
     )

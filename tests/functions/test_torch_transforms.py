@@ -85,6 +85,24 @@ def test_the_error_names_the_layer(device):
                 torch.func.vmap(layer)(x[None])
 
 
+def test_the_error_names_the_operation_of_rows(device):
+    x, sizes, order = torch.randn(4, 16, device=device), torch.tensor([1, 3]), torch.tensor([1, 0])
+    sizes, order = sizes.to(device), order.to(device)
+    for call, words in (
+        (lambda x: te.moe_sort_chunks_by_index(x, sizes, order), "^moe_sort_chunks_by_index does not"),
+        (
+            lambda x: te.moe_sort_chunks_by_index_with_probs(x, x[:, 0], sizes, order)[0],
+            "^moe_sort_chunks_by_index_with_probs does not",
+        ),
+        (lambda x: te.Fp8Padding(2)(x, [1, 3])[0], "^Fp8Padding does not"),
+        (lambda x: te.Fp8Unpadding(2)(x, [1, 3]), "^Fp8Unpadding does not"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            torch.func.vmap(call)(x[None])
+        with pytest.raises(RuntimeError, match=words):
+            torch.func.grad(lambda x, call=call: call(x).sum())(x)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_do_not_lose_a_tangent(name, device, monkeypatch):
     def dual(device, *shape, dtype=torch.float32, seed=0):

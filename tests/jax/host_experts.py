@@ -193,7 +193,7 @@ def main() -> None:
             found[f"early: {name}"] = early
     found["few tokens: delayed"] = experts_case(
         mesh_of(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], normal(jax.random.key(0), (4, 2, WIDTH)),
-        entered=lambda mesh: mesh, cut={"wi_0": ("ep", None, "tp"), "wi_1": ("ep", None, "tp"), "wo": ("ep", "tp")},
+        entered=lambda mesh: mesh, cut={"wi": ("ep", None, "tp"), "wo": ("ep", "tp")},
     )  # fmt: skip
     if everything:
         found["halves: current"] = experts_case(

@@ -368,11 +368,12 @@ class Experts(nn.Module):
             return lambda x: jnp.einsum("te...k,ekn->te...n", x, kernel) + bias
 
         logits = x.reshape(-1, width) @ self.param("gate_kernel", init, (width, count))
-        gate, linear = affine("wi_0", width, inner), affine("wi_1", width, inner)
+        both = affine("wi", width, 2 * inner)
         last = affine("wo", inner, width)
         bias = self.param("expert_bias", zeros, (count,)) if of("use_expert_routing_bias", False) else 0.0
         tokens = jnp.repeat(x.reshape(-1, 1, width), count, axis=1)
-        hidden = CURVES[of("activation_type", "silu")](gate(tokens)) * linear(tokens)
+        gate, linear = jnp.split(both(tokens), 2, axis=-1)
+        hidden = CURVES[of("activation_type", "silu")](gate) * linear
         weights, chosen = chosen_weights(logits, bias, of)
         # Weights applied before the last product do not scale its bias.
         factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)

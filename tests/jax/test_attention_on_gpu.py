@@ -127,7 +127,7 @@ class Attention:
         self.cotangent = jnp.asarray(draw((BATCH, QUERIES, HEADS, size_v)), dtype)
         self.case, self.dropout = case, dropout
 
-    def out(self, arrays, key=None):
+    def out(self, arrays, key=None, **options):
         case = self.case
         default = AttnBiasType.POST_SCALE_BIAS if "bias" in case else AttnBiasType.NO_BIAS
         return fused_attn(
@@ -135,7 +135,7 @@ class Attention:
             case["descriptor"]() if "descriptor" in case else None, key, case.get("bias_type", default), case["mask"],
             case.get("layout", QKVLayout.BSHD_BSHD_BSHD), case.get("softmax", AttnSoftmaxType.VANILLA_SOFTMAX), 0.2,
             self.dropout, True, max_segments_per_seq=case.get("segments", 1), window_size=case.get("window"),
-            softmax_offset=arrays.get("sink"),
+            softmax_offset=arrays.get("sink"), **options,
         )  # fmt: skip
 
     def both(self, backend: str, arrays=None, key=None):
@@ -186,6 +186,19 @@ def test_our_kernels_give_the_reference_in_bfloat16(name):
 @pytest.mark.skipif(INTERPRETED, reason="cuDNN runs on a GPU alone")
 def test_cudnn_gives_the_reference(name):
     check(name, jnp.bfloat16, "cudnn", 0.02)
+
+
+@pytest.mark.parametrize("name", CASES if not INTERPRETED else FEW)
+def test_our_kernels_return_the_largest_logits_of_the_reference(name):
+    attention = Attention(name, jnp.float32)
+    found = []
+    for backend in ("triton", "reference"):
+        with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
+            run = jax.jit(lambda arrays: attention.out(arrays, return_max_logit=True))
+            found.append(run(attention.arrays))
+    near(found[0][0], found[1][0], 2e-4, "out")
+    assert found[0][1].shape == (HEADS,)
+    near(found[0][1], found[1][1], 1e-4, "logits")
 
 
 def whole(query, key, value):

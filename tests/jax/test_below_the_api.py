@@ -21,7 +21,7 @@ from transformer_engine.common import recipe
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.jax import attention
 from transformer_engine.jax import cpp_extensions as tex
-from transformer_engine.jax.attention import fused
+from transformer_engine.jax.attention import availability
 from transformer_engine.jax.cpp_extensions import activation as tex_activation
 from transformer_engine.jax.cpp_extensions import normalization as tex_normalization
 from transformer_engine.jax.cpp_extensions import quantization as tex_quantization
@@ -230,7 +230,7 @@ def test_no_fused_attention_is_found_where_the_reference_computes(monkeypatch):
             True, dtype, dtype, layout, bias, mask, softmax, 0.0, 8, 8, 128, 128, 64, 64
         ).name
 
-    monkeypatch.setattr(fused, "has_gpu", lambda: False)
+    monkeypatch.setattr(availability, "has_gpu", lambda: False)
     half, whole = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
     assert asked(half, whole) == asked(tex_enums.DType.kByte, whole) == "NVTE_No_Backend"
     with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
@@ -381,7 +381,7 @@ def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equati
 
     given = (query, kv), bias, None, None
     forward = jax.jit(lambda *given, sink: tex.fused_attn_fwd(*given, **SETTINGS, softmax_offset=sink))
-    output, saved, state = forward(*given, sink=sink)
+    output, saved, state, _ = forward(*given, sink=sink)
     want, pullback = jax.vjp(equation, (query, kv), bias, sink)
     np.testing.assert_allclose(output, want, atol=1e-5)
     backward = jax.jit(lambda *given: tex.fused_attn_bwd(*given, None, softmax_offset=sink, **SETTINGS))
@@ -401,7 +401,7 @@ def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_t
         return tex.fused_attn_fwd(qkv, None, None, seed, *settings)[0]
 
     def forward(qkv, seed):
-        output, saved, state = tex.fused_attn_fwd(qkv, None, None, seed, *settings)
+        output, saved, state, _ = tex.fused_attn_fwd(qkv, None, None, seed, *settings)
         return output, (qkv, saved, state, output)
 
     def backward(kept, dout):

@@ -9,10 +9,10 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, ones
+from tests.jax.compiled import ones, unboxed_variables
 from tests.jax.host_compositions import mesh_of
 from tests.jax.host_experts import RECIPES, experts_case, tokens_in_whole_blocks
-from tests.jax.test_sharding import PROGRAM, printed_by
+from tests.jax.test_sharding import PROGRAM, printed_by, run_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
 
@@ -86,16 +86,61 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     )  # fmt: skip
     x = ones((1, 24, 16))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = drawn_variables(model, x)
+        variables = unboxed_variables(model, x)
         params = variables["params"]
-        params = params | {"wi_0": jnp.full((2, 16, 16), -1.0), "wi_0_bias": jnp.full((2, 16), 4.0)}
-        params = params | {"wi_1_bias": jnp.full((2, 16), 4.0)}
+        first = jnp.concatenate((jnp.full((2, 16, 16), -1.0), params["wi"][..., 16:]), axis=-1)
+        params = params | {"wi": first, "wi_bias": jnp.full((2, 32), 4.0)}
 
         def loss(state):
             return model.apply({"params": params, **state}, x)[0].sum()
 
         state = jax.jit(jax.grad(loss))({"fp8_metas": variables["fp8_metas"]})
-    np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
+    np.testing.assert_array_equal(state["fp8_metas"]["x_1_amax_history"], 0.0)
+
+
+CAPACITIES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh
+from tests.jax.compiled import normal, start_on_host_devices
+from transformer_engine.jax import ep
+from transformer_engine.jax.moe import get_moe_recv_capacity_per_rank, moe
+
+start_on_host_devices()
+mesh = Mesh(np.asarray(jax.devices()[:4]), ("ep",))
+x, gate = normal(jax.random.key(0), (8, 64, 16)), normal(jax.random.key(1), (16, 8))
+wi, wo = normal(jax.random.key(2), (8, 16, 48)), normal(jax.random.key(3), (8, 24, 16))
+sizes = {"num_experts": 8, "num_experts_per_tok": 2}
+worst = get_moe_recv_capacity_per_rank(**sizes, max_tokens_per_rank=128, ep_size=4)
+
+def run(capacity):
+    with jax.set_mesh(mesh):
+        call = jax.jit(lambda x: moe(x, gate, wi, wo, **sizes, ep_axis="ep", recv_capacity_per_rank=capacity))
+        y, _, received = call(x)
+    return np.asarray(y), np.asarray(received)
+
+y, received = run(None)
+of_capacity, same = run(worst)
+np.testing.assert_array_equal(of_capacity, y)
+np.testing.assert_array_equal(same, received)
+dropped, same = run(128)
+np.testing.assert_array_equal(same, received)
+assert received.max() > 128 and np.isfinite(dropped).all()
+kept = np.isclose(dropped, y, rtol=1e-4, atol=1e-4).all(axis=-1)
+assert 0.2 < kept.mean() < 0.9, kept.mean()
+assert np.linalg.norm(dropped) < np.linalg.norm(y)
+ep.ep_bootstrap(4, 0, 8, 128, 256, 16)
+try:
+    run(128)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_rows_beyond_the_capacity_of_a_device_are_dropped(tmp_path):
+    program = tmp_path / "capacities.py"
+    program.write_text(CAPACITIES)
+    printed, _ = run_on_host_devices(program)
+    assert "recv_capacity_per_rank=128, and ep_bootstrap was called for 256" in printed
 
 
 def test_a_data_axis_missing_from_the_mesh_is_rejected():

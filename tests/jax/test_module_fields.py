@@ -280,7 +280,15 @@ PASSED_ON = {
     te_flax.LayerNorm: set(),
     te_flax.TransformerLayer: set(SIZES),
     # Devices are in test_sharding.py.
-    te_flax._MoEBlock: {"num_experts", "intermediate_size", "ep_axis", "data_parallelism_axes"},
+    # Recipes and devices: test_moe.py and test_experts_over_devices.py.
+    te_flax._MoEBlock: {
+        "num_experts",
+        "intermediate_size",
+        "ep_axis",
+        "data_parallelism_axes",
+        "recv_capacity_per_rank",
+        "quantization_recipe",
+    },
 }
 NEEDED: dict[type[nn.Module], dict[str, Any]] = {
     te_flax.DenseGeneral: {"features": 12}, te_flax.LayerNormDenseGeneral: {"features": 12},

@@ -18,9 +18,10 @@ from tests.jax.compiled import (
     zeros,
 )
 from transformer_engine.common import recipe
+from transformer_engine.common.formats import ceil_div, round_up
 from transformer_engine.jax import ep, permutation, router
 from transformer_engine.jax.cpp_extensions.topk import topk
-from transformer_engine.jax.moe import moe
+from transformer_engine.jax.moe import get_moe_recv_capacity_per_rank, moe
 
 T, E, H, F = 24, 8, 16, 12
 
@@ -216,15 +217,18 @@ def plain_moe(p, x, k=2):
     return jnp.einsum("te,tef,efh->th", weights, hidden, p["wo"])
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_a_mixture_is_every_expert_weighted(early):
+def test_a_mixture_is_every_expert_weighted(early, halves):
     x, dy = 2 * normal(jax.random.key(2), (2, 2, T // 2, H))
     params = parameters()
 
     def ours(params, x):
+        kernels = params["wi_0"], params["wi_1"]
+        kernels = kernels if halves else (jnp.concatenate(kernels, axis=-1),)
         return moe(
-            x, params["gate_kernel"], params["wi_0"], params["wi_1"], params["wo"], num_experts=E,
-            num_experts_per_tok=2, apply_topk_weights_early=early,
+            x, params["gate_kernel"], *kernels, params["wo"], num_experts=E, num_experts_per_tok=2,
+            apply_topk_weights_early=early,
         )[0]  # fmt: skip
 
     found = values_and_gradients(ours, dy, params, x)
@@ -243,13 +247,159 @@ def test_the_block_has_one_state_per_product_and_expert():
         variables = unboxed_variables(model, x)
         y, loss, received = jax.jit(model.apply)(variables, x)
     assert jax.tree.map(jnp.shape, variables["params"]) == {
-        "gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H), "wi_0_bias": (E, F),
-        "wi_1_bias": (E, F), "wo_bias": (E, H), "expert_bias": (E,),
+        "gate_kernel": (H, E), "wi": (E, H, 2 * F), "wo": (E, F, H), "wi_bias": (E, 2 * F), "wo_bias": (E, H),
+        "expert_bias": (E,),
     }  # fmt: skip
-    assert variables["fp8_metas"]["kernel_2_scale"].shape == (E,)
+    assert variables["fp8_metas"]["kernel_1_scale"].shape == (E,)
     plain, _, _ = jax.jit(model.apply)({"params": variables["params"]}, x)
     assert float(jnp.linalg.norm(y - plain) / jnp.linalg.norm(plain)) < 0.1
     assert loss.shape == () and int(received) == 2 * T
+
+
+def test_halves_of_the_first_kernels_are_accepted_by_keyword_and_with_biases():
+    x, p = normal(jax.random.key(2), (2, T // 2, H)), parameters()
+    biases = {f"wi_{half}_bias": normal(jax.random.key(half), (E, F)) for half in (0, 1)}
+    options = {"num_experts": E, "num_experts_per_tok": 2}
+    fused = {
+        "wi": jnp.concatenate((p["wi_0"], p["wi_1"]), axis=-1),
+        "wi_bias": jnp.concatenate((biases["wi_0_bias"], biases["wi_1_bias"]), axis=-1),
+    }
+    want, _, _ = moe(x, p["gate_kernel"], wo=p["wo"], **fused, **options)
+    kernels = {name: p[name] for name in ("wi_0", "wi_1", "wo")}
+    for got in (
+        moe(x, p["gate_kernel"], **kernels, **biases, **options),
+        moe(x, p["gate_kernel"], p["wi_0"], p["wi_1"], p["wo"], *biases.values(), **options),
+        moe(x, p["gate_kernel"], p["wi_0"], p["wi_1"], wo=p["wo"], **biases, **options),
+    ):
+        np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="one of wi_0 and wi_1"):
+        moe(x, p["gate_kernel"], wi_0=p["wi_0"], wo=p["wo"], **options)
+    with pytest.raises(TypeError, match="each once"):
+        moe(x, p["gate_kernel"], wi_0=p["wi_0"], wi_1=p["wi_1"], wo=p["wo"], **fused, **options)
+    with pytest.raises(ValueError, match="recv_capacity_per_rank=100 is not a multiple of 128"):
+        moe(x, p["gate_kernel"], wo=p["wo"], **fused, **options, recv_capacity_per_rank=100)
+
+
+def test_a_block_reads_variables_of_both_halves():
+    x = normal(jax.random.key(0), (2, T // 2, H))
+    model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
+    variables = unboxed_variables(model, x)
+    want, _, _ = jax.jit(model.apply)(variables, x)
+    params = dict(variables["params"])
+    params["wi_0"], params["wi_1"] = jnp.split(params.pop("wi"), 2, axis=-1)
+    y, _, _ = jax.jit(model.apply)({"params": params}, x)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_recipe_of_the_block_quantizes_its_products():
+    x = normal(jax.random.key(0), (2, T // 2, H))
+    model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
+    variables = unboxed_variables(model, x)
+    with te.autocast(True, recipe.MXFP8BlockScaling()):
+        want, _, _ = jax.jit(model.apply)(variables, x)
+    own = te_flax._MoEBlock(
+        num_experts=E, intermediate_size=F, quantization_recipe=recipe.MXFP8BlockScaling()
+    )
+    np.testing.assert_array_equal(jax.jit(own.apply)(variables, x)[0], want)
+    assert (np.asarray(jax.jit(model.apply)(variables, x)[0]) != np.asarray(want)).any()
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 1.3, 100.0])
+def test_the_capacity_of_a_receive_buffer_holds_every_routing_of_a_balanced_load(factor):
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        ep_size = int(random.choice((1, 2, 4)))
+        experts, tokens = ep_size * int(random.integers(1, 5)), int(random.integers(1, 300))
+        k, alignment = int(random.integers(1, experts + 1)), int(random.choice((1, 16, 128)))
+        local, everywhere = experts // ep_size, ep_size * tokens
+        found = get_moe_recv_capacity_per_rank(
+            num_experts=experts, num_experts_per_tok=k, max_tokens_per_rank=tokens, ep_size=ep_size,
+            recv_capacity_factor=factor, alignment=alignment,
+        )  # fmt: skip
+        # The experts of one device share the rows that it receives in every way that fills them unevenly.
+        sent = everywhere * min(k, local)
+        worst = 0
+        for _ in range(20):
+            counts = np.minimum(random.multinomial(sent, random.dirichlet(np.ones(local))), everywhere)
+            worst = max(worst, sum(round_up(int(count), alignment) for count in counts))
+        assert found % alignment == 0 and found <= local * round_up(everywhere, alignment)
+        if factor in (None, 100.0):
+            assert worst <= found
+        else:
+            balanced = local * round_up(ceil_div(tokens * k, local), alignment)
+            assert found >= min(balanced, sent)
+    with pytest.raises(ValueError, match=r"recv_capacity_factor=0.5 is below 1"):
+        get_moe_recv_capacity_per_rank(
+            num_experts=8, num_experts_per_tok=2, max_tokens_per_rank=4, ep_size=2, recv_capacity_factor=0.5
+        )
+
+
+def test_scores_of_square_roots_of_softplus_agree_with_float64():
+    x = 4 * normal(jax.random.key(1), (T, E))
+    x = x.at[0].set(-200.0)  # softplus underflows
+    bias = normal(jax.random.key(2), (E,))
+    exact = np.sqrt(np.logaddexp(0.0, np.asarray(x, np.float64)))
+    for given in (None, bias):
+        weights, chosen = router.fused_topk_with_score_function(
+            x, 2, score_function="sqrtsoftplus", expert_bias=given
+        )
+        judged = exact if given is None else exact + np.asarray(given, np.float64)
+        best = np.argsort(-judged, axis=-1, kind="stable")[1:, :2]
+        wanted = np.zeros(x.shape, bool)
+        np.put_along_axis(wanted[1:], best, True, axis=-1)
+        np.testing.assert_array_equal(np.asarray(chosen)[1:], wanted[1:])
+        kept = np.where(wanted, exact, 0.0)[1:]
+        np.testing.assert_allclose(weights[1:], kept / kept.sum(axis=-1, keepdims=True), rtol=1e-5)
+    scores, _ = router.fused_topk_with_score_function(
+        x, 2, score_function=router.ScoreFunction.SQRTSOFTPLUS, compute_aux_scores=True
+    )
+    np.testing.assert_allclose(scores[1:], (exact / exact.sum(axis=-1, keepdims=True))[1:], rtol=1e-5)
+
+    def score(logits):
+        return router.fused_topk_with_score_function(logits, E, score_function="sqrtsoftplus")[0][:, 0].sum()
+
+    gradient = np.asarray(jax.jit(jax.grad(score))(x), np.float64)
+    assert np.isfinite(gradient).all()
+    slope = 1.0 / (1.0 + np.exp(-np.asarray(x, np.float64))) / (2.0 * exact)
+    total = exact.sum(axis=-1, keepdims=True)
+    first = np.eye(E)[0]
+    want = slope * (first * total - exact[:, :1]) / total**2
+    np.testing.assert_allclose(gradient[1:], want[1:], rtol=1e-4, atol=1e-6)
+
+
+def test_the_routing_of_a_dispatch_is_prepared_without_the_tokens():
+    cfg = ep.EpLayerConfig(2, 16)
+    capacity = 2 * T + 16 * E
+    placed = ep.ep_bootstrap(None, None, E, T, capacity, H)
+    assert placed.devices == jax.device_count()
+    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
+    picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
+    x = normal(jax.random.key(0), (T, H))
+    if placed.devices == 1:
+        counts, total, handle = jax.jit(lambda picked: ep.ep_prepare(cfg, picked))(picked)
+        rows, _, of_dispatch, *others = ep.ep_dispatch(cfg, picked, x, weights, capacity)
+        for got, want in zip(jax.tree.leaves((handle, counts, total)), [*of_dispatch, *others], strict=True):
+            np.testing.assert_array_equal(got, want)
+        assert ep.ep_handle_mem_size(cfg) == sum(leaf.nbytes for leaf in handle)
+        np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"EpLayerConfig\(top_k=2\) requires 2"):
+        ep.ep_prepare(cfg, picked[:, :1])
+    ep.ep_finalize()
+    with pytest.raises(RuntimeError, match="call ep_bootstrap first"):
+        ep.ep_prepare(cfg, picked)
+
+
+def test_combined_tokens_have_the_shape_of_the_batch():
+    x = normal(jax.random.key(0), (T, H))
+    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
+    picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
+    rows, state, _ = permutation.pure_jax_token_dispatch(x, picked, E, 2)
+    flat = permutation.pure_jax_token_combine(rows, state, weights, 2)
+    shaped = permutation.pure_jax_token_combine(rows, state, weights, 2, 2, T // 2)
+    np.testing.assert_array_equal(shaped, flat.reshape(2, T // 2, H))
+    for sizes in ((2, None), (None, T), (3, T)):
+        with pytest.raises(ValueError, match="their product, or neither"):
+            permutation.pure_jax_token_combine(rows, state, weights, 2, *sizes)
 
 
 def test_arrays_of_numpy_are_taken_operation_by_operation():
@@ -278,7 +428,7 @@ def test_top_elements_of_rows():
         (
             lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=zeros(E)),
             ValueError,
-            "only 'sigmoid' uses it",
+            "only 'sigmoid' and 'sqrtsoftplus' use it",
         ),
         (
             lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=ones(())),

@@ -5,6 +5,7 @@ Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; the 
 
 from __future__ import annotations
 
+import functools
 import os
 
 import jax
@@ -15,9 +16,19 @@ import pytest
 from tests.jax.compiled import array
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, MXFP8, NVFP4, NVFP4_ROWS
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+    NVFP4_ROWS,
+)
 from transformer_engine.common.quantize_spec import QuantizeSpec
-from transformer_engine.jax.primitives.gemm import decoded, reference, scaled_codes
+from transformer_engine.jax.primitives.gemm import decoded, float8, reference, scaled_codes
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.quantize import quantize
 
@@ -100,10 +111,11 @@ def test_operands_of_several_axes_are_multiplied_as_matrices(name):
         np.testing.assert_array_equal(got.reshape(24, 48), want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-gradient", "nvfp4", "nvfp4-rows"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-gradient", "nvfp4", "nvfp4-rows", "tensor"])
 def test_bfloat16_factors_of_codes_are_exact(name):
-    first, second = PAIRS[name]
+    first, second = (PAIRS | {"tensor": ((FLOAT8, E5M2), (FLOAT8, E4M3))})[name]
+    run = float8.run_widened if name == "tensor" else functools.partial(decoded.run, widens=True)
     for m, n, k in SHAPES:
         a, b = operand(*first, 1, m, k), operand(*second, 2, n, k)
-        got = jax.jit(lambda a, b: decoded.run(a, b, jnp.dtype(jnp.float32), True, widens=True))(a, b)
+        got = jax.jit(lambda a, b: run(a, b, jnp.dtype(jnp.float32), True))(a, b)
         check(got, a, b, f"{name} {(m, n, k)}")

@@ -235,7 +235,7 @@ def test_every_function_of_axes_rejects_an_axis_missing_from_the_mesh(mesh):
 def test_an_unknown_field_of_a_resource_is_rejected():
     with (
         sharding.global_shard_guard(te.MeshResource(dp_resource="dp")),
-        pytest.raises(ValueError, match=r"mesh_resource_name='dp' is not a field of .* dp_resource, "),
+        pytest.raises(ValueError, match=r"resource_name='dp' is not a field of .* dp_resource, "),
     ):
         sharding.get_active_resource_axis("dp")
 

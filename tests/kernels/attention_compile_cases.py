@@ -35,7 +35,7 @@ POINTERS = {
 
 
 def problem(
-    shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False
+    shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False, softcap: float = 0.0
 ) -> AttentionProblem:
     """Sequences of 4096 keys, heads of 128."""
     heads, groups, size = 32, 8, 128
@@ -65,6 +65,7 @@ def problem(
         outer=(0, 4096 // page if page else 0),
         varied=biased,
         shared_memory=shared_memory,
+        softcap=softcap,
     )
 
 
@@ -77,8 +78,14 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
     keys = attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1)
     yield "keys", keys, ("bias", *starts)
     yield "pages", attention_decode.stretches(problem(shared, queries=1, page=64), 132)[0], starts
+    capped = problem(shared, softcap=30.0)
+    yield "softcap-forward", attention.forward(capped, True), ("bias", "pages", *starts)
+    yield "softcap-keys", attention_backward.keys(capped, (0, *plain.k), (0, *plain.v), 1), ("bias", *starts)
     if capability != 90:
         return
+    yield "softcap-queries", attention_backward.queries(capped, plain.q), ("bias", *starts)
+    one = problem(shared, queries=1, softcap=30.0)
+    yield "softcap-decode", attention_decode.stretches(one, 132)[0], ("pages", *starts)
     yield "queries", attention_backward.queries(plain, plain.q), ("bias", *starts)
     yield "delta", attention_delta.delta(plain, plain.q), starts
     yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], starts

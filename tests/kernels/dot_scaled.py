@@ -45,6 +45,20 @@ def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options
     return self.tensor(triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type)
 
 
+create_dot = triton_interpreter.InterpreterBuilder.create_dot
+
+
+def dot_of_values(self, a, b, *rest):
+    """The interpreter's product, which multiplies the bits of bfloat16, of their values in float32."""
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = (
+            triton_interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            for x in (a, b)
+        )
+    return create_dot(self, a, b, *rest)
+
+
 def install() -> None:
-    """Replace tl.dot_scaled in the interpreter of this process."""
+    """Replace tl.dot_scaled, and tl.dot of bfloat16, in the interpreter of this process."""
+    setattr(triton_interpreter.InterpreterBuilder, "create_dot", dot_of_values)  # noqa: B010
     setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010

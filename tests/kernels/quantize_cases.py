@@ -47,6 +47,14 @@ SPECS = {
         NVFP4, E2M1, columnwise=True, two_dimensional=True, stochastic=True
     ),
 }
+SPECS |= {
+    "mxfp8-tiled": QuantizeSpec(MXFP8, E4M3, columnwise=True, tiled=True),
+    "mxfp8-tiled-rows": QuantizeSpec(MXFP8, E4M3, tiled=True),
+    "mxfp8-tiled-square": QuantizeSpec(MXFP8, E5M2, columnwise=True, two_dimensional=True, tiled=True),
+    "nvfp4-tiled": QuantizeSpec(NVFP4, E2M1, columnwise=True, tiled=True),
+    "nvfp4-tiled-hadamard": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, tiled=True),
+    "nvfp4-tiled-square": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True, tiled=True),
+}
 CONTENTS = ("normal", "special", "tiny", "zero")
 # (rows, columns, whether a scale is given)
 SHAPES = ((128, 128, False), (144, 66, True), (80, 130, True), (129, 33, False))

@@ -46,6 +46,7 @@ from transformer_engine.common.kernels import (
     nvfp4,
     packed_sequences,
     permutation,
+    promoted_product,
     rope,
     rope_packed,
     router,
@@ -58,7 +59,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
-from transformer_engine.common.kernels.scaled_product import ProductEpilogue
+from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
@@ -267,7 +268,7 @@ def grouped() -> Iterator[Case]:
         launch = mxfp8.matrices(SHAPE, 4, E4M3, rowwise, columnwise, square=True)
         yield f"mxfp8 matrices columnwise={columnwise}", launch, (HALF, ADDRESS)
     launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, ("e4m3", "e4m3"))
-    yield "grouped mxfp8 product", launch, (CODES, CODES, BYTES, BYTES, HALF, INDEX)
+    yield "grouped mxfp8 product", launch, (CODES, CODES, INDEX, BYTES, BYTES, HALF)
     for by_address in (False, True):
         table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
         kind = {"accumulates": by_address, "by_address": by_address}
@@ -308,7 +309,7 @@ def scaled_products() -> Iterator[Case]:
     for unit in (1, 128):
         launch = swizzled_scales.swizzle_exponents(300, 18, (5, 1), unit)
         yield f"swizzled exponents unit={unit}", launch, (FLOAT,)
-    side = scaled_product.Side
+    side = Side
     for rows in (16, 300):  # the result's transpose, and the result
         for accumulates in (False, True):
             end = (None, None, FLOAT, None) if accumulates else (HALF, HALF)
@@ -322,12 +323,12 @@ def scaled_products() -> Iterator[Case]:
             launch = scaled_product.product(*sides, 512, 320, length=16, packing=2, factor=0.5, **options)
             yield f"nvfp4 product {name}", launch, (BYTES, BYTES, BYTES, BYTES, FLOAT, FLOAT, *end)
             sides = (side(rows, 512, "e4m3", 0, 1, (4, 1)), side(320, 512, "e4m3", 0, 128, (4, 1)))
-            launch = scaled_product.block_product(*sides, 512, 320, **options)
+            launch = promoted_product.block_product(*sides, 512, 320, **options)
             yield f"product of blocks {name}", launch, (CODES, CODES, FLOAT, FLOAT, *end)
             launch = scaled_product.exponent_product(*sides, 512, 320, **options)
             yield f"product by exponents {name}", launch, (CODES, CODES, FLOAT, FLOAT, None, None, *end)
             options = {"epilogue": ProductEpilogue(False, "gelu", True), "dtype": "bfloat16"}
-            launch = scaled_product.block_product(*sides, 512, 320, **options)
+            launch = promoted_product.block_product(*sides, 512, 320, **options)
             yield f"product of blocks with gelu {name}", launch, (CODES, CODES, FLOAT, FLOAT, HALF, None)
 
 

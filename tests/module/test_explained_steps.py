@@ -22,12 +22,12 @@ def explained(layer: torch.nn.Module, x: torch.Tensor, recipe: str | None = None
 def test_both_passes_of_a_layer_are_reported(kind, recipe):
     layer = LAYERS[kind](device="cpu")
     forward, backward = explained(layer, sample("cpu"), recipe).passes
-    assert (forward.name, backward.name) == ("forward pass", "backward pass")
+    assert forward.name.startswith("forward pass") and backward.name.startswith("backward pass")
     assert forward.saved and not backward.saved
     for report in (*forward.steps, *backward.steps):
         assert report.results and all("[" in result for result in report.results)
-    made = " ".join(report.step for report in backward.steps)
-    assert "grad_weight" in made and "grad_input" in made
+    results = " ".join(result for report in backward.steps for result in report.results)
+    assert "dw " in results and "dx " in results
 
 
 def test_a_step_names_its_backend_and_the_format_of_its_codes():
@@ -35,9 +35,7 @@ def test_a_step_names_its_backend_and_the_format_of_its_codes():
         te.Linear(32, 32, device="cpu"), torch.randn(16, 32), "current", backward=False
     ).passes
     text = str(forward)
-    assert (
-        "linear.x_row float8 [16, 32]" in text and "quantize: reference" in text and "gemm: reference" in text
-    )
+    assert "x_rows float8 [16, 32]" in text and "quantize: reference" in text and "gemm: reference" in text
 
 
 def test_steps_are_reported_on_request_only():

@@ -90,6 +90,27 @@ def test_tied_modules_accumulate_into_one_main_grad(device):
     check(layer, plain)
 
 
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_that_share_one_main_grad_accumulate_both_gradients(kind, way, device):
+    (first, plain), (second, _) = pair(kind, device), pair(kind, device)
+    second.load_state_dict(first.state_dict())
+    for own, other in zip(weights(first), weights(second), strict=True):
+        other.main_grad = own.main_grad
+    for scale in (1.0, 3.0):  # the second step overwrites the sums of the first one
+        plain.zero_grad()
+        x = (scale * sample(device)).detach().requires_grad_()
+        y = CHECKPOINTS[way](lambda x: call(first, x, True), x)
+        CHECKPOINTS[way](lambda y: call(second, y, True), y).sum().backward()
+        for _ in range(2):
+            z = CHECKPOINTS[way](lambda x: call(first, x, False), x)
+            CHECKPOINTS[way](lambda z: call(second, z, False), z).sum().backward()
+        for _ in range(3):
+            call(plain, call(plain, x)).sum().backward()
+        for got, expected in zip(weights(first), weights(plain), strict=True):
+            torch.testing.assert_close(got.main_grad, expected.grad, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_step_begins_anew(kind, device):
     layer, plain = pair(kind, device)

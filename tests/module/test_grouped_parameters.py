@@ -263,7 +263,9 @@ def test_an_optimizer_trains_plain_groups_as_separate_parameters(optimizer, dtyp
             step.step()
             step.zero_grad()
     single, separate = layers
-    assert same([single.weight.dequantize(), single.bias.dequantize()], stacked(separate, torch.Tensor.detach))
+    assert same(
+        [single.weight.dequantize(), single.bias.dequantize()], stacked(separate, torch.Tensor.detach)
+    )
     assert [p.rowwise_data.data_ptr() for p in single.parameters()] == addresses
 
 
@@ -286,3 +288,28 @@ def test_conversions_keep_groups_of_plain_matrices(device):
         layer = GroupedLinear(GROUPS, IN, OUT, device="meta", **SINGLE)
     layer.reset_parameters()
     assert isinstance(layer.weight, GroupedTensor) and not layer.weight.is_meta
+
+
+def test_views_of_plain_groups_share_their_memory(device):
+    single, _ = pair_of(device)
+    weight = single.weight.detach()
+    flat, member, part = weight.view(-1), weight[1], weight.split(2)[1]
+    assert flat.data_ptr() == weight.rowwise_data.data_ptr() and type(member) is torch.Tensor
+    flat.zero_()
+    part.add_(1.0)
+    assert not member.any() and bool((weight.dequantize()[2:] == 1.0).all())
+
+
+def test_memory_of_a_caller_takes_the_place_of_a_plain_group(device):
+    single, separate = pair_of(device)
+    buffer = torch.empty(single.weight.numel(), device=device)
+    buffer.copy_(single.weight.detach().view(-1))
+    single.weight.data = buffer.view(
+        single.weight.shape
+    )  # as where all parameters become views of one buffer
+    assert single.weight.rowwise_data.data_ptr() == buffer.data_ptr() and isinstance(
+        single.weight, GroupedTensor
+    )
+    assert same(outcome(single, sample(device), None), outcome(separate, sample(device), None))
+    buffer.zero_()
+    assert not single.weight.dequantize().any()

@@ -221,6 +221,28 @@ def test_a_recomputed_forward_quantizes_with_the_scales_of_the_first(device):
     assert module.fp8_meta["scaling_fwd"].scale[0].item() == after
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_forwards_in_any_order_quantize_with_the_scales_of_their_first_runs(reentrant, device):
+    seen = []
+
+    class Watching(OwnAttention):
+        def forward(self, x):
+            with self.prepare_forward_ctx(x, num_gemms=3) as x:
+                seen.append(round(self.quantizers["scaling_fwd"][0].scale.item(), 3))
+                return self.quantizers["scaling_fwd"][0](x).dequantize() @ self.proj_weight.t()
+
+    module = Watching(device)
+    loss = torch.zeros((), device=device)
+    for size in (3.0, 7.0, 11.0):
+        x = torch.full((BATCH * LENGTH, HIDDEN), size, device=device, requires_grad=True)
+        with te.autocast(recipe=DelayedScaling(amax_history_len=1)):
+            loss = loss + te.checkpoint(module, x, use_reentrant=reentrant).sum()
+    after = module.fp8_meta["scaling_fwd"].scale[0].item()
+    loss.backward()  # the last call is repeated first
+    assert seen[3:] == seen[2::-1] and len(set(seen)) == 3
+    assert module.fp8_meta["scaling_fwd"].scale[0].item() == after
+
+
 def test_states_of_one_direction_are_made_kept_and_reset(device):
     module = OwnAttention(device)
     recipe = DelayedScaling(amax_history_len=3)

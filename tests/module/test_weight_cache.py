@@ -226,6 +226,17 @@ def test_memory_that_no_graph_reads_is_freed_with_its_entry(way, device):
     assert all(reference() is None for reference in alive)
 
 
+def test_repeated_captures_of_one_weight_keep_its_memory_once(device, capturing):
+    layer, x = captured_linear(device, "block", capturing)
+    for first in (True, False) * 5:
+        call(layer, x, "block", True).sum().backward()
+        capturing.append(True)
+        call(layer, x, "block", first).sum().backward()
+        capturing.clear()
+    (entries,) = layer.numerics.workspaces._captured.values()
+    assert len(entries) == 1
+
+
 def test_an_update_of_memory_that_a_graph_and_a_pending_backward_pass_read_is_rejected(device, capturing):
     layer, x = captured_linear(device, "current", capturing)
     pending = call(layer, x, "current", False)

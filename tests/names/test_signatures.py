@@ -87,7 +87,7 @@ def test_differences_are_found():
     assert differences(function, {"parameters": "b, a"}) == [
         "b is at 1, not at 0", "a is at 0, not at 1"
     ]  # fmt: skip
-    assert differences(function, {"parameters": "a, b=2, c=2, d"}) == [
+    assert differences(function, {"parameters": "a, b=2, c=2, d=3"}) == [
         "b=1, not 2", "c is keyword-only, not positional or keyword", "d is missing"
     ]  # fmt: skip
     assert differences(function, {"from": 1, "parameters": "b=1"}) == []

@@ -90,3 +90,32 @@ def test_every_name_that_a_client_imports_is_listed(table, client):
     imported = json.loads(SURFACE.read_text())[client]["names"]
     begins = tuple(f"{name}." for name in OF_OTHERS)
     assert [name for name in imported if name not in listed and not name.startswith(begins)] == []
+
+
+@pytest.mark.parametrize("weight", ["A", "B"])
+def test_names_of_the_release_for_users_are_served(table, weight):
+    rows = [row for row in table.listed() if row.weight == weight]
+    assert rows and [row.name for row in rows if row.status != "served"] == []
+
+
+def test_an_installed_original_adds_its_names_and_differences(table, tmp_path):
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pytorch" / "__init__.py").write_text(
+        "def brand_new(a, b=1):\n    pass\n\n\ndef checkpoint(function, other=None):\n    pass\n\n\n_private = 1\n"
+    )
+    (package / "broken.py").write_text("raise RuntimeError('no library')\n")
+    found = table.installed(tmp_path)
+    assert found["transformer_engine.pytorch.brand_new"] == [
+        "function", [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]]
+    ]  # fmt: skip
+    rows = {row.name: row for row in table.with_installed(table.listed(), found)}
+    assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
+    assert "transformer_engine.pytorch._private" not in found and len(rows) > len(table.listed())
+    (line,) = table.signature_differences(found)
+    assert line.startswith(
+        "transformer_engine.pytorch.checkpoint[1]: ['other', 'POSITIONAL_OR_KEYWORD', 'None']"
+    )
+    with pytest.raises(RuntimeError, match="no public name was found"):
+        table.installed(tmp_path / "transformer_engine")

@@ -7,7 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.link import TimedLink
-from transformer_engine.pytorch.functions.steps import OPERATIONS
+from transformer_engine.pytorch.functions import linear, weight_gradient
 from transformer_engine.pytorch.offload import marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import DefaultOffloadSynchronizer
@@ -30,8 +30,8 @@ def clocked(monkeypatch):
 
             return timed
 
-        for name in ("product", "weight_gradient"):
-            monkeypatch.setitem(OPERATIONS, name, taking_time(OPERATIONS[name]))
+        for module in (linear, weight_gradient):
+            monkeypatch.setattr(module, "gemm", taking_time(module.gemm))
 
     return of
 

@@ -3,18 +3,21 @@
     PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
 
 A recipe has the three dense products of a linear layer and the two of a layer of groups. The libraries count as
-installed, and in a second column as absent: then torch and Triton remain.
+installed, and in a second column as absent: then torch and Triton remain. "layers" has the backends of all operations
+of whole layers, by `hardware_layers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 from unittest import mock
 
 import torch
 
 from tests.primitives.cublaslt_on_cpu import CublasLt
+from tests.primitives.hardware_layers import choices_on
 from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import Table
 from transformer_engine.common.hardware import ROWS, Capability, Hardware
@@ -54,6 +57,8 @@ PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
     "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
     "nvfp4": ("nvfp4 products", (((NVFP4, PACKED), (NVFP4, PACKED)),) * 3),
 }
+# Keys of "layers": whether nvmath-python, cudnn-frontend and flash-attn-4 count as installed.
+LIBRARIES = {"with libraries": True, "with torch and Triton": False}
 PASSES = ("output", "grad_input", "grad_weight")
 
 
@@ -118,5 +123,14 @@ def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
     }
 
 
+def whole_table() -> dict[str, dict[str, Any]]:
+    """The table of products, with the layers of a process per row and set of libraries."""
+    return {
+        architecture: products
+        | {"layers": {name: choices_on(architecture, libraries) for name, libraries in LIBRARIES.items()}}
+        for architecture, products in table().items()
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(table(), indent=2))
+    print(json.dumps(whole_table(), indent=2))

@@ -22,18 +22,20 @@ from triton.compiler import ASTSource
 
 from transformer_engine.common import optional
 from transformer_engine.common.hardware import ROWS, Hardware
-from transformer_engine.common.kernels import grouped_gemm, grouped_scaled
+from transformer_engine.common.kernels import grouped_gemm, grouped_scaled, promoted_product
 from transformer_engine.common.kernels import scaled_product as kernels
 from transformer_engine.common.kernels.launch import Launch, compile_options
+from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
 
-COVER = ("8.9", "10.0", "12.0")
-# By kind of product and whether the row has tensor memory.
+COVER = ("8.0", "8.9", "10.0", "12.0")
+# By kind of product and whether the row has tensor memory. Triton 3.9 writes the newer names of the same block sizes.
 INSTRUCTIONS = {
-    ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X",
+    ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.(?:scale_vec::1X|block32)",
     ("mxfp8", False): r"mma\.sync\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X\S*ue8m0",
-    ("nvfp4", True): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X",
+    ("nvfp4", True): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.(?:scale_vec::4X|block16)",
     ("nvfp4", False): r"mma\.sync\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X\S*ue4m3",
     ("block", True): r"tcgen05\.mma\S*kind::f8f6f4",
+    ("decoded", False): r"mma\.sync\.aligned\.m16n8k16\S*bf16\.bf16",
     ("block", False): r"mma\.sync\.aligned\.m16n8k32\S*e4m3\.e4m3",
 }
 HOPPER_BLOCK = r"wgmma\.mma_async\S*e4m3\.e4m3"
@@ -59,33 +61,40 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 continue
             title = f"{name}{' added' * accumulates}"
             end = [None, None, "fp32", None] if accumulates else ["bf16", None, "bf16", "bf16"]
-            after = (
-                kernels.ProductEpilogue(True) if accumulates else kernels.ProductEpilogue(False, "gelu", True)
-            )
+            after = ProductEpilogue(True) if accumulates else ProductEpilogue(False, "gelu", True)
             if row.has("mxfp8 products") and scaled:
-                sides = kernels.Side(m, k, "e4m3"), kernels.Side(n, k, "e4m3")
+                sides = Side(m, k, "e4m3"), Side(n, k, "e4m3")
                 record = kernels.product(*sides, k, n, length=32, epilogue=after)
                 yield "mxfp8", title, record, ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
             if row.has("nvfp4 products") and scaled:
-                sides = kernels.Side(m, k // 2, "e2m1", 1), kernels.Side(n, k // 2, "e2m1", 1)
+                sides = Side(m, k // 2, "e2m1", 1), Side(n, k // 2, "e2m1", 1)
                 record = kernels.product(*sides, k, n, length=16, packing=2, factor=0.1, epilogue=after)
                 yield "nvfp4", title, record, ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
-            for unit in (128, 1):
+            for unit in (128, 1) if row.has("fp8 products") else ():
                 strides = (k // 128, 1) if unit == 128 else (1, n)
-                sides = kernels.Side(m, k, "e4m3", 0, 1, (1, m)), kernels.Side(n, k, "e4m3", 0, unit, strides)
-                record = kernels.block_product(*sides, k, n, epilogue=after)
+                sides = Side(m, k, "e4m3", 0, 1, (1, m)), Side(n, k, "e4m3", 0, unit, strides)
+                record = promoted_product.block_product(*sides, k, n, epilogue=after)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
                 if row.has("mxfp8 products") and scaled:
                     record = kernels.exponent_product(*sides, k, n, epilogue=after)
                     pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
                     yield "mxfp8", f"exponents {title} {unit}", record, pointers
+    if not row.has("fp8 products"):
+        for name, (m, n, k) in SHAPES.items():
+            sides = (
+                Side(m, k, "e4m3", 0, 1, (1, m)),
+                Side(n, k, "e5m2", 0, 128, (k // 128, 1)),
+            )
+            record = promoted_product.block_product(*sides, k, n, decodes=True)
+            yield "decoded", name, record, ["u8", "u8", "fp32", "fp32", "bf16", None, "bf16", None]
+        return
     if row.has("mxfp8 products") and scaled:
         record = grouped_scaled.product_of_rows(4096, 2048, 2080, 8, ("e5m2", "e4m3"))
-        codes = ["fp8e5", "fp8e4nv", "u8", "u8"]
-        yield "mxfp8", "grouped rows", record, [*codes, "bf16", "i32", "bf16"]
+        codes = ["fp8e5", "fp8e4nv"]
+        yield "mxfp8", "grouped rows", record, [*codes, "i32", "u8", "u8", "bf16", "bf16"]
         options = {"accumulates": True, "by_address": True}
         record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, ("e5m2", "e4m3"), **options)
-        yield "mxfp8", "grouped columns", record, [*codes, "i32", "i64", "fp32"]
+        yield "mxfp8", "grouped columns", record, [*codes, "u8", "u8", "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")
@@ -153,7 +162,7 @@ def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) ->
 
 if __name__ == "__main__":
     every = "--all" in sys.argv
-    rows = [row for row in ROWS if row.vendor == "nvidia" and row.has("fp8 products")]
+    rows = [row for row in ROWS if row.vendor == "nvidia"]
     results = {
         f"{row.architecture} {kind} {name}": facts(kind, row, launch, dtypes)
         for row in rows

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -21,7 +22,7 @@ from transformer_engine.common import formats
 from transformer_engine.common.kernels import grouped_scaled, launch, swizzled_scales
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
 from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -34,6 +35,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedPr
 from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matrices, quantize_rows
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import swizzled
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
@@ -62,6 +64,9 @@ CASES = {
     "block 2d x 1d": (BLOCK_2D, BLOCK_1D_GRADIENT, 150, 64, 256),
     "block 2d x 2d": (BLOCK_2D, BLOCK_2D, 200, 150, 130),
     "block swapped": (BLOCK_1D, BLOCK_2D, 3, 140, 256),
+    "decoded 1d x 2d": (BLOCK_1D, BLOCK_2D, 130, 140, 300),
+    "decoded 1d x 1d": (BLOCK_1D_GRADIENT, BLOCK_1D, 129, 64, 256),
+    "decoded swapped": (BLOCK_1D, BLOCK_2D, 3, 140, 256),
     "exponents 1d x 2d": (POWERS_1D, POWERS_2D, 130, 140, 256),
     "exponents 1d x 1d": (POWERS_1D, POWERS_1D, 129, 130, 300),
     "exponents 2d x 1d": (POWERS_2D, GRADIENT_POWERS, 150, 64, 256),
@@ -87,9 +92,8 @@ def products(
     name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int
 ) -> dict[str, float]:
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
-    run = {"block": triton.run_blocks, "exponents": triton.run_exponents}.get(
-        name.partition(" ")[0], triton.run_scaled
-    )
+    special = {"block": triton.run_blocks, "exponents": triton.run_exponents, "decoded": triton.run_decoded}
+    run: Callable[..., torch.Tensor] = special.get(name.partition(" ")[0], triton.run_scaled)
     bias = torch.randn(n).bfloat16()
     results = {name: error(run(a, b, Epilogue(torch.float32, bias)), a, b, bias.double())}
     wide = torch.full((m, n + 3), 2.0)
@@ -97,6 +101,8 @@ def products(
     run(a, b, Epilogue(torch.float32, out=out, accumulate=True))
     results[f"{name}, added"] = error(out, a, b, 2.0)
     results[f"{name}, behind"] = float((wide[:, n:] != 2.0).sum())
+    if name.startswith("decoded"):
+        return results
     # GELU of the rounded product, which is kept, and its gradient at another matrix.
     narrow, kept, x = (
         Epilogue(torch.bfloat16, bias),
@@ -163,12 +169,12 @@ def grouped() -> dict[str, float]:
     start = launch.start
     start(
         grouped_scaled.product_of_rows(*shape, ("e4m3", "e4m3")),
-        (a[0], b[0], a[1], b[1], bias, groups.layout, y),
+        (a[0], b[0], groups.layout, a[1], b[1], bias, y),
         -1,
     )
     start(
         grouped_scaled.product_of_rows(shape[0], k, n, count, ("e5m2", "e4m3")),
-        (grads[0], b_t[0], grads[1], b_t[1], None, groups.layout, dx),
+        (grads[0], b_t[0], groups.layout, grads[1], b_t[1], None, dx),
         -1,
     )
     kinds = ("e5m2", "e4m3")

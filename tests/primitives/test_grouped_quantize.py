@@ -146,7 +146,7 @@ def test_formats_without_a_grouped_form_are_rejected(device):
     x = values(64, device)
     with pytest.raises(ValueError, match="not to nvfp4"):
         quantize_rows(x, groups_of((64,), 64, x.device), QuantizeSpec(NVFP4, E2M1))
-    with pytest.raises(ValueError, match=r"rows are \[24, 40\]; MXFP8 columns need known multiples of 32"):
+    with pytest.raises(ValueError, match=r"rows are \[24, 40\]; mxfp8 columns need known multiples of 32"):
         quantize_rows(x, groups_of((24, 40), 64, x.device), QuantizeSpec(MXFP8, E4M3, columnwise=True))
     with pytest.raises(ValueError, match="not to block1d"):
         quantize_matrices(Matrices.of([x]), QuantizeSpec(BLOCK_1D, E4M3))

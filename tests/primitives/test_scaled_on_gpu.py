@@ -12,9 +12,10 @@ import torch
 
 from transformer_engine.common import formats, optional
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import compact, swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +30,10 @@ SPECS = {
         QuantizeSpec(formats.BLOCK_1D, formats.E4M3),
     ),
     "square blocks": (QuantizeSpec(formats.BLOCK_2D, formats.E4M3),) * 2,
+    "decoded": (
+        QuantizeSpec(formats.BLOCK_1D, formats.E5M2),
+        QuantizeSpec(formats.BLOCK_2D, formats.E4M3),
+    ),
     "exponents": (
         QuantizeSpec(formats.BLOCK_1D, formats.E5M2, power_of_two=True),
         QuantizeSpec(formats.BLOCK_2D, formats.E4M3, power_of_two=True),
@@ -48,7 +53,7 @@ def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, a
     """Compare one product with float64, up to the precision of Hopper's FP8 sums and of the result's dtype."""
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True))
     run = triton.run_blocks if "blocks" in name else triton.run_scaled
-    run = triton.run_exponents if name == "exponents" else run
+    run = {"exponents": triton.run_exponents, "decoded": triton.run_decoded}.get(name, run)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
     whole = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
     out, before = (whole[:, :n], 3.0) if accumulates else (None, 0.0)

@@ -13,12 +13,13 @@ from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import PlanFailure
 from transformer_engine.common.hardware import Hardware, hardware_named, nvidia
 from transformer_engine.common.kernels import launch
-from transformer_engine.pytorch.primitives.gemm import Epilogue, cublaslt, torch_mm, triton
+from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt, torch_mm, triton
 from transformer_engine.pytorch.primitives.gemm.cublaslt_problem import POINTERS, make_descriptor
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
-from transformer_engine.pytorch.primitives.gemm.swizzle import compact, second_level, swizzled, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import second_level, swizzled_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
 
 MXFP8 = QuantizeSpec(formats.MXFP8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.MXFP8, formats.E5M2)
@@ -241,3 +242,17 @@ def test_blocks_are_promoted_where_triton_lacks_the_instruction(with_triton, mon
         request = request_of(a, a, Epilogue(torch.bfloat16), hardware)
         assert triton.unsupported_reason(request) is None
         assert triton.runner(request) is run
+
+
+@pytest.mark.parametrize("architecture", ["8.0", "8.6"])
+def test_blocks_are_decoded_to_bfloat16_without_fp8_products(with_triton, architecture):
+    hardware = hardware_named("nvidia", architecture)
+    general, powers = quantized(BLOCK_1D, 48, 256), quantized(POWERS_1D, 48, 256)
+    for a, chosen in ((general, "decode"), (powers, "widen")):
+        for b in (a, quantized(BLOCK_2D if a is general else POWERS_2D, 128, 256)):
+            assert TABLE.chosen(request_of(a, b, Epilogue(torch.bfloat16), hardware)) == chosen
+    mixed = request_of(general, powers, Epilogue(torch.float32), hardware)
+    assert TABLE.chosen(mixed) == "decode"
+    tensors = quantized(QuantizeSpec(formats.FLOAT8, formats.E4M3), 48, 256)
+    for a in (tensors, quantized(MXFP8, 48, 256), quantized(NVFP4, 48, 256)):
+        assert TABLE.chosen(request_of(a, a, Epilogue(torch.bfloat16), hardware)) == "widen"

@@ -103,7 +103,7 @@ def test_views_without_codes_reach_wider_targets_unrounded(name, view, dtype, de
 @pytest.mark.parametrize("name", ["current", "nvfp4", "mxfp8"])
 def test_views_of_parameters_are_read_unrounded_with_gradients(name, device):
     parameter = torch.nn.Parameter(CASES[name](device)(values(device, *SHAPE) * 0.37))
-    exact = parameter.detach().dequantize(dtype=torch.float32)
+    exact = parameter.detach().dequantize(dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     for view in (lambda t: t.t(), lambda t: t[:, 3:40]):
         part, wide = view(parameter), view(exact)
         assert torch.equal(part.float(), wide)
@@ -112,8 +112,27 @@ def test_views_of_parameters_are_read_unrounded_with_gradients(name, device):
         result.sum().backward()
         expected = torch.zeros_like(exact)
         view(expected).fill_(1.0)
-        assert torch.equal(parameter.grad.float(), expected)
+        assert parameter.grad is not None and torch.equal(parameter.grad.float(), expected)
         parameter.grad = None
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4", "mxfp8"])
+def test_writes_to_views_of_views_raise_before_they_change_anything(name, device):
+    source = CASES[name](device)(values(device, *SHAPE))
+    for view in (source[5:9, 3:40], source.t()[3:9], source[5, 6], source[:, 3:40][1]):
+        before = view.clone()
+        for write in (lambda t: t.fill_(0), lambda t: t.add_(1), lambda t: torch.add(t, 1, out=t)):
+            with pytest.raises(NotImplementedError, match=r"writes to .* which it would not reach"):
+                write(view)
+        assert torch.equal(view, before)
+
+
+def test_gradients_of_products_with_views_are_unrounded(device):
+    source = CASES["current"](device)(values(device, *SHAPE) * 0.37)
+    exact = source.dequantize(dtype=torch.float32).t()
+    wide = torch.ones(exact.shape, device=device, requires_grad=True)
+    (wide * source.t()).sum().backward()
+    assert wide.grad is not None and torch.equal(wide.grad, exact)
 
 
 def test_views_without_codes_keep_the_values_of_their_time(device):

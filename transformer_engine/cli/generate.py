@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from .demo.config import HIGH_PRECISION, RunConfig, saved_config
-from .demo.text import printable
 from .failure import fitting, reporting
 from .options import add_device, add_flag, torch_device
+from .progress import printable
 
 if TYPE_CHECKING:
     from .demo.model import ByteGPT

@@ -161,3 +161,9 @@ def results_table(trainer: Trainer) -> Table:
             f"{result.seconds:.1f} s",
         )
     return table
+
+
+def printable(text: bytes) -> str:
+    """Decode bytes to text; bytes that are not UTF-8 and control characters become the replacement character."""
+    characters = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)

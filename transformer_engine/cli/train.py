@@ -25,11 +25,10 @@ from .demo.config import (
     resolve,
     restore,
 )
-from .demo.text import printable
 from .failure import Failure, fitting, reporting, reporting_failures, writing
 from .invocation import program
 from .options import add_choice, add_device, add_flag, at_least
-from .progress import check_tensorboard, describe, results_table, train_with_progress
+from .progress import check_tensorboard, describe, printable, results_table, train_with_progress
 
 if TYPE_CHECKING:
     from .demo.trainer import Trainer

@@ -1,7 +1,8 @@
 """Code shared by all frameworks: recipes, formats, environment variables and the choice of backends."""
 
 from . import absent, recipe
+from .cudnn import MIN_CUDNN_VERSION, check_cudnn_version, decode_cudnn_version
 
-__all__ = ["recipe"]
+__all__ = ["MIN_CUDNN_VERSION", "check_cudnn_version", "decode_cudnn_version", "recipe"]
 
 absent.install_getters(__name__)

@@ -47,8 +47,27 @@ ABSENT = {
         ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
-    "transformer_engine.jax.moe.get_moe_recv_capacity_per_rank": "te.moe.moe sizes its own buffers; leave the "
-    "capacity out",
+    **dict.fromkeys(
+        (
+            "transformer_engine.jax.cpp_extensions.flex_attention",
+            "transformer_engine.jax.cpp_extensions.router",
+        ),
+        "the original's custom calls; call attention.fused_attn with a score_mod, and the functions of "
+        "transformer_engine.jax.router",
+    ),
+    "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
+    "of transformer_engine.jax.ep, which JAX differentiates",
+    "transformer_engine.jax.debug.experimental.inspect": "its functions are in transformer_engine.jax.debug."
+    "experimental",
+    "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
+    "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
+    **dict.fromkeys(
+        (
+            "transformer_engine.jax.cpp_extensions.gemm.transpose_dims",
+            "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported",
+        ),
+        "a query of the original's custom calls; XLA chooses layouts, and te.explain reports the grouped kernel",
+    ),
     "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
     "ep_bootstrap; leave it out",
     "transformer_engine.jax.update_fp8_metas": "of the original's first versions; the gradient of the collection of "
@@ -59,16 +78,6 @@ ABSENT = {
     "transformer_engine.paddle": "discontinued by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.common.load_framework_extension": "no shared library has to be loaded; import the framework's "
     "package, transformer_engine.pytorch or transformer_engine.jax",
-    **dict.fromkeys(
-        (
-            "transformer_engine.debug.features.disable_fp8_gemm",
-            "transformer_engine.debug.features.disable_fp8_layer",
-            "transformer_engine.debug.features.log_nvfp4_tensor_stats",
-            "transformer_engine.debug.features.per_tensor_scaling",
-        ),
-        "a file of the original; nvdlfw_inspect finds features by class: import the class from disable_quantization, "
-        "fake_quant or log_fp8_tensor_stats of transformer_engine.debug.features",
-    ),
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.custom_recipes.utils",
@@ -91,23 +100,14 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
-    "transformer_engine_torch.te_general_grouped_gemm_*": "products of GroupedTensor operands; call "
-    "te_general_grouped_gemm with their members, or general_grouped_gemm",
+    "transformer_engine_torch.te_general_grouped_gemm_discrete_*": "an earlier name; call "
+    "te_general_grouped_gemm_for_discrete_in or te_general_grouped_gemm_for_discrete_out",
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
     **dict.fromkeys(
         ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2d]*"),
         "one step of the original's quantization of weights from shards; call "
         "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
-    ),
-    "transformer_engine_torch.group_requantize_inplace": "quantizes a group again in place; call quantize() of the "
-    "GroupedTensor",
-    **dict.fromkeys(
-        (
-            "transformer_engine_torch.multi_tensor_transpose_to_bhsd",
-            "transformer_engine_torch.multi_tensor_pad_last_dim",
-        ),
-        "a preparation of the original's MXFP8 attention; fused_attn_fwd and te.DotProductAttention take every layout",
     ),
     "transformer_engine_torch.thd_copy_valid_tokens_from_per_split_to_rank_local": "a step of the original's context "
     "parallelism; call set_context_parallel_group of te.DotProductAttention",
@@ -139,20 +139,9 @@ ABSENT = {
     "call is_cpu_offload_enabled",
     "transformer_engine.pytorch.utils.mark_grouped_tensor": "an annotation for the original's offload of groups; leave "
     "the call out",
-    **dict.fromkeys(
-        ("transformer_engine.is_nccl_ep_available", "transformer_engine.require_nccl_ep"),
-        "a check of NCCL's device API, which expert parallelism does not need; leave it out",
-    ),
+    "transformer_engine.pytorch.dynamo.custom_op": "a part of the original's support of torch.compile; layers compile "
+    "without it",
     "transformer_engine.common._get_shared_object_file": "there is no shared library; leave the call out",
-    "transformer_engine.pytorch.cpp_extensions.general_grouped_gemm_for_grouped_tensor": "products of GroupedTensor "
-    "operands; call general_grouped_gemm with their members",
-    **dict.fromkeys(
-        (
-            "transformer_engine.pytorch.GatedDeltaNet2Attention",
-            "transformer_engine.pytorch.GatedDeltaNetAttention",
-        ),
-        "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
-    ),
 }
 
 

@@ -7,14 +7,17 @@ every form that callers use.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from .numbers import described as described
 from .numbers import to_bool, with_article
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def reject_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
@@ -22,6 +25,33 @@ def reject_keywords(function: str, given: Collection[str], renamed: Mapping[str,
     for name in given:
         remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"
         raise TypeError(f"{function}() takes no {name}=; {remedy}")
+
+
+def accepts_former_keywords(**renamed: str) -> Callable[[Function], Function]:
+    """Decorate a function that also accepts parameters under former keywords.
+
+    Args:
+        **renamed: {former keyword: name of the parameter}. The signature has the present names only.
+
+    Raises:
+        TypeError: A call of the decorated function passes a parameter under both keywords.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def with_present_keywords(*arguments: Any, **options: Any) -> Any:
+            for former in renamed.keys() & options.keys():
+                present = renamed[former]
+                if present in options:
+                    raise TypeError(
+                        f"{function.__name__}() got {present} and {former}, its former name; pass {present} only"
+                    )
+                options[present] = options.pop(former)
+            return function(*arguments, **options)
+
+        return with_present_keywords  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 def whole(name: str, value: Any, least: int = 1) -> None:

@@ -316,6 +316,19 @@ _LAYERS = (
 
 _PLATFORM = (
     _text(
+        "NVTE_PLUGIN",
+        None,
+        "Name of a module that transformer_engine.pytorch imports first, and whose load_plugins() it calls. A "
+        "failure is a RuntimeWarning.",
+    ),
+    _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; MXFP8 casts have one kernel, in Triton."),
+    _text(
+        "NVTE_COMPILE_OP_SIDE_EFFECTS",
+        None,
+        "Accepted; operators declare their writes to torch.compile.",
+    ),
+    _flag("NVTE_JAX_EP_NCCL_COMM_FROM_XLA", False, "Accepted; expert parallelism uses XLA's collectives."),
+    _text(
         "TE_CHECK",
         "0",
         "1: also check sequence lengths, positions, pages and labels on a GPU, without waiting for it; a later "

@@ -61,7 +61,8 @@ class TensorFormat:
         columns: The format of the columnwise direction, if it differs from this one.
         block_products: Capability of GPUs that multiply two matrices with these block scales; formats with an equal
             one multiply each other. None: one scale per tensor, or no kernel.
-        general: The format without the restriction that float32 scales are powers of two; None: unrestricted.
+        general: The format of which this one is a variant, for operands: its float32 scales are powers of two, or its
+            scales of one byte are in swizzled order. None: no variant.
     """
 
     name: str
@@ -91,6 +92,27 @@ class TensorFormat:
         return self.scale in ("e8m0", "e4m3")
 
     @property
+    def power_of_two(self) -> bool:
+        """Whether the float32 scales of an operand are powers of two."""
+        return self.general is not None and not self.swizzled
+
+    @property
+    def by_exponents(self) -> bool:
+        """Whether each block has one scale, an exponent in one byte."""
+        return self.scale == "e8m0"
+
+    @property
+    def length(self) -> int:
+        """Elements along K that share a scale."""
+        assert self.block is not None
+        return self.block[1]
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether an operand's scales are in swizzled order, padded to tiles of 128 x 4."""
+        return self.general is not None and self.swizzled
+
+    @property
     def unit_amax(self) -> float | None:
         """The amax at which the second of two levels of scales is one; None: the format has one level."""
         return None if self.levels is None else self.levels[0].maximum * self.levels[1].maximum
@@ -111,6 +133,9 @@ BLOCK_FORMATS = {  # by whether blocks are square, and whether scales are powers
 MXFP8 = TensorFormat(
     "mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True, block_products="mxfp8 products"
 )
+# What multiplies exponents, and the format whose exponents those of BLOCK_FORMATS become.
+EXPONENTS = MXFP8
+EXPONENT_PRODUCTS: Capability = "mxfp8 products"
 # Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax. The variants
 # differ in the largest block scale and in what shares the second level: `NVFP4_FORMATS[row_scaled, largest scale]`.
 NVFP4 = TensorFormat(
@@ -136,6 +161,11 @@ NVFP4_FORMATS = {
     (form.row_scaled, int(form.levels[1].maximum)): form
     for form in (NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256)
     if form.levels is not None
+}
+
+# Operands whose scales are in swizzled order.
+TILED_FORMATS = {
+    form: replace(form, name=f"{form.name}_tiled", general=form) for form in (MXFP8, *NVFP4_FORMATS.values())
 }
 
 # One format per family; variants of NVFP4 are reached through `NVFP4_FORMATS`.

@@ -23,6 +23,7 @@ Capability = Literal[
     # Kernels and matrix instructions.
     "triton kernels",  # Triton compiles for it
     "bf16 products",
+    "cublaslt",  # the library, which nvmath-python calls
     "fp8 products",  # E4M3 x E4M3 and E4M3 x E5M2
     "fp8 products in all layouts",  # of any contiguous axis, by cuBLASLt and the original's rule
     "fp8 products in all layouts by xla",  # the original's rule for JAX
@@ -43,15 +44,20 @@ Capability = Literal[
     "copy engine",  # tensors of several dimensions by TMA
     # Attention libraries.
     "cudnn attention",
-    "cudnn packed attention",  # THD with deterministic gradients, and through jax.nn
+    "cudnn packed attention",  # THD through jax.nn
+    "cudnn deterministic packed attention",
     "cudnn fp8 attention",
     "cudnn deterministic attention",  # gradients of equal bits in every run
     "cudnn cached attention",  # keys and values of earlier steps
     "cudnn ragged statistics",  # logarithms of packed sequences without padding, which gradients read
     "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
-    "cudnn fp8 gradients of all heads",  # head sizes other than 128
+    "cudnn fp8 gradients of all heads",  # head sizes up to 128 other than 128
+    "cudnn fp8 gradients of two sizes",  # heads of 192/128
+    "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "torch cudnn attention",
     "torch flash attention",
+    "early flash attention 2",  # releases before 2.7.3
+    "flash attention 2 of wide heads",  # gradients of heads above 192 with dropout, or before 2.5.5
     "flash attention 3",
     "flash attention 4",
     "early flash attention 4",  # releases before 4.0.0b36
@@ -82,6 +88,7 @@ class Hardware:
         threads: Threads of a multiprocessor.
         tensor_memory: Columns of tensor memory of 128 x 32 bits; 0 without tensor memory.
         cudnn: First version of cuDNN whose attention supports it; zeros for all versions that the package supports.
+        cudnn_fp8: The same of its FP8 attention.
         scaled_dot: First version of Triton whose tl.dot_scaled becomes the native instruction.
         backward_head: Largest head size of cuDNN's attention gradient.
         likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
@@ -98,6 +105,7 @@ class Hardware:
     backward_head: int = 0
     scaled_dot: tuple[int, int] = (3, 6)
     cudnn: tuple[int, int, int] = (0, 0, 0)
+    cudnn_fp8: tuple[int, int, int] = (0, 0, 0)
     likeness: str = ""
     remark: str = ""
 
@@ -128,18 +136,20 @@ class Hardware:
         return hardware_named, (self.vendor, self.architecture)
 
 
-_ANY = frozenset({"triton kernels", "bf16 products"})
+_WIDE = {"flash attention 2 of wide heads"}
+_ANY = frozenset({"triton kernels", "bf16 products", "early flash attention 2"}) | _WIDE
 _AMD_ANY = _ANY | {"bf16 recipe"}
 _AMPERE = _ANY | {
+    "cublaslt",
     "cast kernels",
     "bf16 recipe",
     "cudnn attention",
     "torch flash attention",
     "cudnn deterministic attention",
     "cudnn cached attention",
-    "cudnn ragged statistics",
 }
-_ADA = (_AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}) - {"cudnn cached attention"}
+_SMALL_AMPERE = _AMPERE - _WIDE
+_ADA = (_SMALL_AMPERE | {"fp8 products", "fp8 casts", "fp8 recipe"}) - {"cudnn cached attention"}
 _AFTER_ADA = _ADA | {
     "cudnn cached attention",
     "triton fp8 casts",
@@ -149,9 +159,12 @@ _AFTER_ADA = _ADA | {
     "torch cudnn attention",
     "fp8_block_scaling recipe",
 }
-_HOPPER = _AFTER_ADA | {
+_HOPPER = _AFTER_ADA | _WIDE
+_HOPPER |= {
     "fp8 block products",
     "hopper instructions",
+    "cudnn ragged statistics",
+    "cudnn deterministic packed attention",
     "cudnn fp8 attention",
     "cudnn gradients of equal wide heads",
     "flash attention 3",
@@ -161,7 +174,8 @@ _HOPPER = _AFTER_ADA | {
     "flash attention 4 of wide heads",
     "flash attention 4 gradients of scores",
 }
-_BLACKWELL = _AFTER_ADA | {
+_BLACKWELL = _AFTER_ADA - {"early flash attention 2"}
+_BLACKWELL |= {
     "mxfp8 products",
     "nvfp4 products",
     "fp4 casts",
@@ -169,24 +183,28 @@ _BLACKWELL = _AFTER_ADA | {
     "nvfp4 recipe",
     "flash attention 4",
 }
-_DATA_CENTER = _BLACKWELL | {
+_DATA_CENTER = _BLACKWELL | _WIDE
+_DATA_CENTER |= {
     "flash attention 4 of a cache",
     "flash attention 4 gradients of scores",
     "fp8 products in all layouts",
     "mxfp8 products in all layouts",
     "tensor memory",
     "mxfp8 recipe",
+    "cudnn ragged statistics",
+    "cudnn fp8 attention",
+    "cudnn fp8 gradients of all heads",
 }
 _B200 = _DATA_CENTER | {
     "early flash attention 4",
     "stochastic casts",
-    "cudnn fp8 attention",
-    "cudnn fp8 gradients of all heads",
+    "cudnn deterministic packed attention",
+    "cudnn fp8 gradients of two sizes",
+    "cudnn linear attention",
 }
 _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
     "cudnn deterministic attention",
     "cudnn cached attention",
-    "cudnn ragged statistics",
 }
 
 _SMALL, _LARGE = 101376, 232448  # bytes of shared memory
@@ -202,48 +220,27 @@ def _nvidia(
     backward_head: int = 256,
     scaled_dot: tuple[int, int] = (3, 6),
     cudnn: tuple[int, int, int] = (0, 0, 0),
+    cudnn_fp8: tuple[int, int, int] = (0, 0, 0),
 ) -> Hardware:
     names = tuple(sorted(capabilities))
     sizes = shared_memory, threads, tensor_memory, backward_head
-    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot, cudnn)
+    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot, cudnn, cudnn_fp8)
 
 
+# fmt: off
 ROWS: tuple[Hardware, ...] = (
     _nvidia("8.0", ("A100", "A30", "A800"), _AMPERE, 166912, 2048, backward_head=128),
-    _nvidia(
-        "8.6", ("RTX 3090", "RTX 3080", "RTX A6000", "A40", "A10"), _AMPERE, _SMALL, 1536, backward_head=128
-    ),
-    _nvidia(
-        "8.9",
-        ("RTX 4090", "RTX 4080", "RTX 4070", "L40S", "L40", "L4", "RTX 6000 Ada"),
-        _ADA,
-        _SMALL,
-        1536,
-        backward_head=128,
-    ),
+    _nvidia("8.6", ("RTX 3090", "RTX 3080", "RTX A6000", "A40", "A10"), _SMALL_AMPERE, _SMALL, 1536, backward_head=128),
+    _nvidia("8.9", ("RTX 4090", "RTX 4080", "RTX 4070", "L40S", "L40", "L4", "RTX 6000 Ada"), _ADA, _SMALL, 1536,
+            backward_head=128),
     _nvidia("9.0", ("H100", "H200", "H800", "H20", "GH200"), _HOPPER, _LARGE, 2048),
     _nvidia("10.0", ("B200", "GB200"), _B200, _LARGE, 2048, 512),
     _nvidia("10.3", ("B300", "GB300"), _B200, _LARGE, 2048, 512),
-    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512, backward_head=128),
-    _nvidia(
-        "12.0",
-        ("RTX 5090", "RTX 5080", "RTX 5070", "RTX 5060", "RTX PRO 6000", "RTX PRO 5000", "RTX PRO 4500"),
-        _WORKSTATION,
-        _SMALL,
-        1536,
-        backward_head=128,
-        cudnn=(9, 18, 1),
-    ),
-    _nvidia(
-        "12.1",
-        ("DGX Spark", "GB10"),
-        _WORKSTATION,
-        _SMALL,
-        1536,
-        backward_head=128,
-        scaled_dot=(3, 8),
-        cudnn=(9, 18, 1),
-    ),
+    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512, backward_head=128, cudnn_fp8=(9, 24, 0)),
+    _nvidia("12.0", ("RTX 5090", "RTX 5080", "RTX 5070", "RTX 5060", "RTX PRO 6000", "RTX PRO 5000", "RTX PRO 4500"),
+            _WORKSTATION, _SMALL, 1536, backward_head=128, cudnn=(9, 18, 1)),
+    _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, backward_head=128, scaled_dot=(3, 8),
+            cudnn=(9, 18, 1)),
     # No kernel of this package was run on either.
     Hardware(
         "amd",
@@ -264,6 +261,7 @@ ROWS: tuple[Hardware, ...] = (
         remark="no kernel of FP8 codes was run on it",
     ),
 )
+# fmt: on
 NO_GPU = Hardware("none", "")
 TABLE: dict[tuple[str, str], Hardware] = {(row.vendor, row.architecture): row for row in (*ROWS, NO_GPU)}
 _NVIDIA = tuple(row for row in ROWS if row.vendor == "nvidia")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .formats import BLOCK_2D, BLOCK_FORMATS, TENSOR_FORMATS, Element, TensorFormat
+from .formats import BLOCK_2D, BLOCK_FORMATS, TENSOR_FORMATS, TILED_FORMATS, Element, TensorFormat
 
 # Errors by which 4over6 chooses between two codings of a block: the sum of absolute or of squared differences. The
 # fast variants omit the second-level scale on both sides instead of multiplying every code by it.
@@ -32,6 +32,7 @@ class QuantizeSpec:
         stochastic: NVFP4: round stochastically; the caller passes the random numbers.
         four_over_six: NVFP4: map each block's maximum to 4 or to 6, whichever has the smaller error of this kind
             (`BLOCK_ERRORS`); empty: always to 6.
+        tiled: MXFP8, NVFP4: scales in swizzled order, padded with zeros to tiles of 128 x 4.
     """
 
     format: TensorFormat
@@ -45,11 +46,14 @@ class QuantizeSpec:
     random_sign: bool = True
     stochastic: bool = False
     four_over_six: str = ""
+    tiled: bool = False
 
     @property
     def operand_format(self) -> TensorFormat:
-        """Format of the operands, which records whether float32 scales of blocks are powers of two."""
+        """Format of the operands, which records powers of two and swizzled order of scales."""
         form = self.format
+        if self.tiled:
+            return TILED_FORMATS[form]
         if not self.power_of_two or form not in BLOCK_FORMATS.values():
             return form
         return BLOCK_FORMATS[form == BLOCK_2D, True]
@@ -62,6 +66,8 @@ class QuantizeSpec:
             raise ValueError(
                 f"format {form.name} cannot hold element {self.element.name}; it takes {' or '.join(form.elements)}"
             )
+        if self.tiled and form not in TILED_FORMATS:
+            raise ValueError(f"tiled=True is for scales of one byte, which {form.name} has not; leave it out")
         if self.two_dimensional and not form.two_dimensional:
             raise ValueError(
                 f"two_dimensional is a choice of {_formats_with('two_dimensional')}, not of {form.name}; "

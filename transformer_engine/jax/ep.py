@@ -1,23 +1,28 @@
 """Expert parallelism: tokens are sent to the device of their expert, and the experts' outputs are sent back.
 
-Call the functions inside shard_map, where the expert axis is manual. GPUs exchange only the filled rows with
-lax.ragged_all_to_all. Other platforms lack that operation and exchange whole buffers with a dense all_to_all.
+Call the functions inside shard_map, where the expert axis is manual.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ..common.checks import described, integer, switch, whole
 from ..common.numbers import with_article
-from .checks import check_array, check_dtype, check_instance, check_integers, check_sizes, check_values
-from .permutation import aligned, room_for
-from .sharding import mesh_resource_or_default, with_sharding_constraint
+from .checks import check_dtype, check_instance, check_integers, check_sizes, check_values
+from .ep_exchange import EpConfig, EpHandle, check_routed, dispatched, planned, returned
+from .permutation import aligned
+from .sharding import (
+    get_mesh_axis_size,
+    is_mesh_available,
+    mesh_resource_or_default,
+    with_sharding_constraint,
+)
 
 __all__ = [
     "EpConfig",
@@ -27,26 +32,9 @@ __all__ = [
     "ep_combine",
     "ep_dispatch",
     "ep_finalize",
+    "ep_handle_mem_size",
+    "ep_prepare",
 ]
-
-
-@dataclass(frozen=True)
-class EpConfig:
-    """Placement of experts on devices.
-
-    Attributes:
-        num_experts: Number of experts on all devices.
-        devices: Number of devices along the axis. Each holds num_experts / devices consecutive experts.
-        axis: Mesh axis over which the experts are sharded.
-    """
-
-    num_experts: int
-    devices: int
-    axis: str = "ep"
-
-    @property
-    def local_experts(self) -> int:
-        return self.num_experts // self.devices
 
 
 @dataclass(frozen=True)
@@ -67,21 +55,6 @@ class EpLayerConfig:
         whole("dispatch_output_per_expert_alignment", self.dispatch_output_per_expert_alignment, 0)
 
 
-class EpHandle(NamedTuple):
-    """Routing of one dispatch, which `ep_combine` reverses.
-
-    Attributes:
-        sent: int32 [T, k], slot of the send buffer for each choice of each token.
-        arrived: int32 [devices * slots], row of the receive buffer for each received slot. A row past the end of
-            the buffer marks a dropped or empty slot.
-        sizes: int32 [2, devices], number of slots sent to each device and received from each device.
-    """
-
-    sent: Array
-    arrived: Array
-    sizes: Array
-
-
 @dataclass(frozen=True)
 class _Bootstrap:
     """Arguments of `ep_bootstrap` that later calls are checked against."""
@@ -94,8 +67,8 @@ _bootstrap: _Bootstrap | None = None  # written by ep_bootstrap and ep_finalize
 
 
 def ep_bootstrap(
-    world_size: int,
-    rank: int,
+    world_size: int | None,
+    rank: int | None,
     num_experts: int,
     max_tokens_per_rank: int,
     recv_capacity_per_rank: int,
@@ -109,8 +82,10 @@ def ep_bootstrap(
     The expert axis is the ep_resource of the current MeshResource, "ep" by default.
 
     Args:
-        world_size: Number of devices along the expert axis.
-        rank: Index of this process's device along the axis.
+        world_size: Number of devices along the expert axis; None for those of the current mesh, or of all processes
+            without a mesh.
+        rank: Index of this process's device along the axis; None derives it from the process. XLA's collectives do not
+            read it.
         num_experts: Number of experts on all devices, a multiple of world_size.
         max_tokens_per_rank: Largest number of tokens that a device may dispatch.
         recv_capacity_per_rank: Largest number of rows of a receive buffer.
@@ -128,6 +103,11 @@ def ep_bootstrap(
         TypeError: max_token_dtype is not a floating-point dtype of at least 16 bits.
         RuntimeError: ep_bootstrap was called before; call ep_finalize first.
     """
+    axis = mesh_resource_or_default().ep_resource or "ep"
+    if world_size is None:
+        world_size = get_mesh_axis_size(axis) if is_mesh_available() else jax.device_count()
+    if rank is None:
+        rank = jax.process_index() % world_size
     for name, value in (
         ("world_size", world_size), ("num_experts", num_experts), ("max_tokens_per_rank", max_tokens_per_rank),
         ("recv_capacity_per_rank", recv_capacity_per_rank), ("hidden_dim", hidden_dim),
@@ -149,10 +129,15 @@ def ep_bootstrap(
     global _bootstrap
     if _bootstrap is not None:
         raise RuntimeError(f"ep_bootstrap was called with {_bootstrap.limits}; call ep_finalize first")
-    config = EpConfig(num_experts, world_size, mesh_resource_or_default().ep_resource or "ep")
+    config = EpConfig(num_experts, world_size, axis)
     limits = {"tokens": max_tokens_per_rank, "capacity": recv_capacity_per_rank, "hidden": hidden_dim}
     _bootstrap = _Bootstrap(config, limits)
     return config
+
+
+def bootstrapped_capacity() -> int | None:
+    """Rows of a receive buffer for which `ep_bootstrap` was called; None without a call."""
+    return None if _bootstrap is None else _bootstrap.limits["capacity"]
 
 
 def ep_finalize() -> None:
@@ -189,21 +174,77 @@ def ep_dispatch(
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
     placement = _placement(cfg)
-    _check_arrays(topk_idx, tokens, topk_weights)
-    align_size = 1
-    if isinstance(cfg, EpLayerConfig):
-        align_size = max(1, cfg.dispatch_output_per_expert_alignment)
-        if topk_idx.shape[1] != cfg.top_k:
-            raise ValueError(
-                f"topk_idx has {topk_idx.shape[1]} columns; EpLayerConfig(top_k={cfg.top_k}) requires {cfg.top_k}, "
-                "one per chosen expert"
-            )
+    check_routed(topk_idx, tokens, topk_weights)
+    align_size = _alignment(cfg, topk_idx)
+    check_sizes_of_bootstrap(topk_idx.shape[0], recv_capacity_per_rank, tokens.shape[-1])
     recv, recv_weights, handle, counts, total = dispatched(
         placement, topk_idx, tokens, topk_weights, recv_capacity_per_rank, align_size, recv_capacity_per_rank
     )
-    ends = jnp.minimum(jnp.cumsum(aligned(counts, align_size)), recv_capacity_per_rank)
-    counts = jnp.diff(ends, prepend=0).astype(jnp.int32)
-    return recv, recv_weights, handle, counts, total
+    return recv, recv_weights, handle, _rows_within(counts, align_size, recv_capacity_per_rank), total
+
+
+def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, Array, EpHandle]:
+    """Exchange the routing of tokens without the tokens.
+
+    Args:
+        cfg: As in `ep_dispatch`. The receive buffer is that of `ep_bootstrap`.
+        topk_idx: As in `ep_dispatch`.
+
+    Returns:
+        A tuple of token_counts, total_recv_tokens and the EpHandle, equal to those of `ep_dispatch`.
+
+    Raises:
+        ValueError: topk_idx is not a matrix with cfg.top_k columns, or the expert axis is not manual here.
+        RuntimeError: ep_bootstrap was not called.
+    """
+    placement = _placement(cfg)
+    check_integers("topk_idx", topk_idx)
+    align_size = _alignment(cfg, topk_idx)
+    capacity = bootstrapped_capacity()
+    if capacity is None:
+        raise RuntimeError(
+            "ep_prepare requires the rows of the receive buffer; call ep_bootstrap first, or ep_dispatch with them"
+        )
+    check_sizes_of_bootstrap(topk_idx.shape[0], capacity, 1)
+    plan = planned(placement, topk_idx, capacity, align_size)
+    return _rows_within(plan.counts, align_size, capacity), plan.counts.sum(), plan.handle
+
+
+def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
+    """Bytes of the EpHandle of a dispatch of the largest number of tokens.
+
+    Args:
+        cfg: Settings of the layer.
+
+    Raises:
+        RuntimeError: ep_bootstrap was not called.
+    """
+    check_instance("cfg", cfg, EpLayerConfig)
+    placement = _placement(cfg)
+    assert _bootstrap is not None
+    tokens = _bootstrap.limits["tokens"]
+    slots = placement.devices * tokens * min(cfg.top_k, placement.local_experts)
+    return jnp.dtype(jnp.int32).itemsize * (tokens * cfg.top_k + slots + 2 * placement.devices)
+
+
+def _rows_within(counts: Array, align_size: int, capacity: int) -> Array:
+    """Rows of each expert within a buffer, including alignment, int32 [local experts]."""
+    ends = jnp.minimum(jnp.cumsum(aligned(counts, align_size)), capacity)
+    return jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
+    """Return the multiple at which experts begin; raise ValueError if topk_idx does not have cfg.top_k columns."""
+    if topk_idx.ndim != 2:
+        raise ValueError(f"topk_idx has shape {topk_idx.shape}; pass [T, k], the experts of each token")
+    if not isinstance(cfg, EpLayerConfig):
+        return 1
+    if topk_idx.shape[1] != cfg.top_k:
+        raise ValueError(
+            f"topk_idx has {topk_idx.shape[1]} columns; EpLayerConfig(top_k={cfg.top_k}) requires {cfg.top_k}, "
+            "one per chosen expert"
+        )
+    return max(1, cfg.dispatch_output_per_expert_alignment)
 
 
 def _placement(cfg: EpLayerConfig | EpConfig) -> EpConfig:
@@ -215,68 +256,6 @@ def _placement(cfg: EpLayerConfig | EpConfig) -> EpConfig:
     if _bootstrap is None:
         raise RuntimeError(f"{cfg} requires the placement of experts; call ep_bootstrap first")
     return _bootstrap.config
-
-
-def dispatched(
-    cfg: EpConfig, topk_idx: Array, tokens: Array, topk_weights: Array, recv_capacity_per_rank: int,
-    align_size: int = 1, rows_of_buffer: int | None = None,
-) -> tuple[Array, Array, EpHandle, Array, Array]:  # fmt: skip
-    """Dispatch as `ep_dispatch`, with token_counts that include dropped rows and exclude alignment.
-
-    Args:
-        cfg: Placement of the experts.
-        topk_idx: As in `ep_dispatch`.
-        tokens: As in `ep_dispatch`.
-        topk_weights: As in `ep_dispatch`.
-        recv_capacity_per_rank: Number of tokens for which the receive buffer has room.
-        align_size: The rows of each expert start at a multiple of this number, with zeros in between.
-        rows_of_buffer: Number of rows of the receive buffer. By default the buffer holds recv_capacity_per_rank
-            tokens for any distribution over the experts.
-
-    Returns:
-        As `ep_dispatch`.
-    """
-    _check_arrays(topk_idx, tokens, topk_weights)
-    _check_axis(cfg)
-    count, picks = topk_idx.shape
-    _check_sizes(count, recv_capacity_per_rank, tokens.shape[-1])
-    room = rows_of_buffer or room_for(recv_capacity_per_rank, cfg.local_experts, align_size)
-    slots = count * min(picks, cfg.local_experts)
-    chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
-    device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
-    # For each slot, the number of earlier slots for the same device.
-    kinds = device.ravel()
-    same = jax.nn.one_hot(kinds, cfg.devices + 1, dtype=jnp.int32)
-    place = (jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1).reshape(
-        count, picks
-    )
-    # Choices that are not sent get an index past the end, which scatter drops; any other index is a slot in use.
-    sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
-    filled = (cfg.devices * slots,)
-    sources = jnp.broadcast_to(jnp.arange(count)[:, None], (count, picks)).ravel()
-    source = jnp.full(filled, count, jnp.int32).at[sent.ravel()].set(sources.astype(jnp.int32), mode="drop")
-    local = jnp.full(filled, cfg.local_experts, jnp.int32)
-    local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
-    weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
-    rows = jnp.asarray(tokens).at[source].get(mode="fill", fill_value=0)
-    # Number of slots sent to each device and received from each device, int32 [2, devices].
-    out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
-    out = jnp.minimum(out, slots)
-    back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
-    sizes = jnp.stack((out, back))
-    rows, weights = (_exchange(x, sizes, 0, cfg) for x in (rows, weights))
-    local = _exchange(local, sizes, cfg.local_experts, cfg)
-    counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
-    padded = aligned(counts, align_size)
-    order = jnp.argsort(local, stable=True)
-    slot = jnp.arange(order.size, dtype=jnp.int32)
-    offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
-    arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[local]
-    arrived = jnp.where(local < cfg.local_experts, arrived, room)
-    inside = jnp.full(room, order.size, jnp.int32).at[arrived].set(slot, mode="drop")
-    recv, recv_weights = (x.at[inside].get(mode="fill", fill_value=0) for x in (rows, weights))
-    counts = counts[:-1]
-    return recv, recv_weights, EpHandle(sent, arrived, sizes), counts, counts.sum()
 
 
 def ep_combine(
@@ -325,65 +304,8 @@ def ep_combine(
     return with_sharding_constraint(sums, out_sharding)
 
 
-def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
-    """Return the experts' outputs [T, k, H] in the order of the tokens' choices; zeros for choices not sent."""
-    slots = expert_out.at[handle.arrived].get(mode="fill", fill_value=0)
-    received = _exchange(slots, handle.sizes[::-1], 0, cfg)
-    return received.at[handle.sent].get(mode="fill", fill_value=0)
-
-
-def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
-    """Exchange slots [devices * slots, ...] between devices; block d of the input is sent to device d.
-
-    sizes is int32 [2, devices], the filled slots of each sent and received block. All other slots hold `empty`.
-    """
-    if cfg.devices == 1:
-        return x
-    slots = x.shape[0] // cfg.devices
-
-    def dense(x: Array, sizes: Array) -> Array:
-        parts = x.reshape(cfg.devices, slots, *x.shape[1:])
-        return lax.all_to_all(parts, cfg.axis, split_axis=0, concat_axis=0).reshape(x.shape)
-
-    def ragged(x: Array, sizes: Array) -> Array:
-        starts = jnp.arange(cfg.devices, dtype=jnp.int32) * slots
-        # Offset of this device's block in the buffer of every receiver.
-        there = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
-        return lax.ragged_all_to_all(
-            x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], there, sizes[1], axis_name=cfg.axis
-        )
-
-    return lax.platform_dependent(x, sizes, cuda=ragged, default=dense)
-
-
-def _check_arrays(topk_idx: Array, tokens: Array, topk_weights: Array) -> None:
-    check_values("tokens", tokens)
-    check_integers("topk_idx", topk_idx)
-    check_array("topk_weights", topk_weights)
-    agree = topk_idx.ndim == tokens.ndim == 2 and topk_idx.shape[0] == tokens.shape[0]
-    if not agree or topk_weights.shape != topk_idx.shape:
-        raise ValueError(
-            f"tokens {tokens.shape}, topk_idx {topk_idx.shape}, topk_weights {topk_weights.shape}; pass [T, H], [T, k] "
-            "and [T, k]"
-        )
-
-
-def _check_axis(cfg: EpConfig) -> None:
-    """Raise ValueError unless the expert axis is manual here and has the number of devices of the config."""
-    if cfg.devices == 1:
-        return
-    try:
-        found = lax.axis_size(cfg.axis)
-    except NameError as error:
-        raise ValueError(
-            f"axis={cfg.axis!r} of the EpConfig is not manual here; call inside shard_map over a mesh with that axis, "
-            "or bootstrap within autocast(mesh_resource=MeshResource(ep_resource=..)), which names it"
-        ) from error
-    if found != cfg.devices:
-        raise ValueError(f"axis {cfg.axis!r} has {found} devices; ep_bootstrap was called for {cfg.devices}")
-
-
-def _check_sizes(tokens: int, capacity: int, hidden: int) -> None:
+def check_sizes_of_bootstrap(tokens: int, capacity: int, hidden: int) -> None:
+    """Raise ValueError if a dispatch is larger than `ep_bootstrap` allows."""
     whole("recv_capacity_per_rank", capacity)
     limits = {} if _bootstrap is None else _bootstrap.limits
     for name, value, key in (

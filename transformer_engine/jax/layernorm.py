@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..common.checks import described, switch
+from ..common.checks import accepts_former_keywords, described, switch
 from ..common.checks import epsilon as check_epsilon
 from .checks import check_optional, check_shaped, check_values
 from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
@@ -23,17 +23,18 @@ __all__ = ["canonicalize_norm_type", "layernorm"]
 _TYPES = ("layernorm", "rmsnorm")
 
 
-def canonicalize_norm_type(norm_type: str) -> str:
+@accepts_former_keywords(norm_type="x")
+def canonicalize_norm_type(x: str) -> str:
     """Return "layernorm" or "rmsnorm" for a name in any case, with - or _.
 
     Args:
-        norm_type: The name, for example "LayerNorm" or "rms-norm".
+        x: The name, for example "LayerNorm" or "rms-norm".
     """
-    if not isinstance(norm_type, str):
-        raise TypeError(f"the norm {described(norm_type)} is not a str; give 'layernorm' or 'rmsnorm'")
-    name = norm_type.lower().replace("-", "").replace("_", "")
+    if not isinstance(x, str):
+        raise TypeError(f"the norm {described(x)} is not a str; give 'layernorm' or 'rmsnorm'")
+    name = x.lower().replace("-", "").replace("_", "")
     if name not in _TYPES:
-        raise ValueError(f"the norm {norm_type!r} is unknown; choose 'layernorm' or 'rmsnorm'")
+        raise ValueError(f"the norm {x!r} is unknown; choose 'layernorm' or 'rmsnorm'")
     return name
 
 

@@ -1,9 +1,14 @@
-"""y = sum over the chosen experts of weight * (act(x @ wi_0[e]) * (x @ wi_1[e])) @ wo[e]: a mixture of experts."""
+"""y = sum over the chosen experts of weight * (act(x @ gate[e]) * (x @ up[e])) @ wo[e]: a mixture of experts.
+
+The kernels of gate and up are the two halves of wi.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,17 +17,18 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from ..common.checks import described, number, switch, text_or_none, whole
-from .activation import activation, check_activation
+from ..common.formats import ceil_div, round_up
+from .activation import check_activation
 from .checks import check_axis_names, check_floating, check_instance, check_values
-from .ep import EpConfig, dispatched, returned
+from .ep import bootstrapped_capacity, check_sizes_of_bootstrap
+from .ep_exchange import EpConfig, dispatched, returned
 from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
-from .grouped_dense import RowsSpec, checked_kernel, plus_bias, product
+from .moe_experts import ALIGN_SIZE, Experts, Routing
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
-from .quantize.grouped import GroupedQuantizer, group_of_rows
+from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantize.settings import key_of
 from .quantize.sharing import over_devices
-from .router import fused_moe_aux_loss, fused_topk_with_score_function
 from .sharding import (
     automatic_axes,
     check_axis,
@@ -31,130 +37,75 @@ from .sharding import (
     with_sharding_constraint_by_logical_axes,
 )
 
-__all__ = ["moe"]
+__all__ = ["get_moe_recv_capacity_per_rank", "moe"]
 
-_ALIGN_SIZE = (
-    128  # rows of an expert are a multiple; it is divisible by all formats' blocks and kernels' tiles
-)
 Axes = tuple[str | None, ...]
+_ALIGN_SIZE = ALIGN_SIZE  # which code for the original reads here
 
 
-@dataclass(frozen=True)
-class Routing:
-    """The choice of experts; see `fused_topk_with_score_function`."""
+def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `moe`, so that it also accepts the kernels wi_0 and wi_1 [E, h, f] in place of wi.
 
-    num_experts: int
-    topk: int
-    use_pre_softmax: bool
-    num_groups: int
-    group_topk: int
-    scaling_factor: float
-    score_function: Any
-    aux_loss_coeff: float
-
-    def __call__(self, logits: Array, expert_bias: Array | None) -> tuple[Array, Array]:
-        return fused_topk_with_score_function(
-            logits, self.topk, self.use_pre_softmax, self.num_groups, self.group_topk, self.scaling_factor,
-            self.score_function, expert_bias,
-        )  # fmt: skip
-
-    def aux_loss(self, logits: Array, chosen: Array, axes: tuple[str, ...]) -> Array | None:
-        """Return the loss of all tokens, including those on other devices along `axes`."""
-        if self.aux_loss_coeff == 0.0:
-            return None
-        scores, _ = fused_topk_with_score_function(
-            logits, self.topk, score_function=self.score_function, compute_aux_scores=True
-        )
-        if axes:
-            chosen = lax.all_gather(chosen, axes, axis=0, tiled=True)
-            scores = lax.all_gather(scores, axes, axis=0, tiled=True)
-        return fused_moe_aux_loss(scores, chosen.sum(axis=0), self.topk, self.aux_loss_coeff)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The computation of the experts.
-
-    Attributes:
-        activation_type: Activation of wi_0's output.
-        weights_early: Multiply the hidden features by the weights of a token, not the output.
-        quantizer_sets: Quantizers of wi_0, wi_1 and wo.
-        over: Axes whose devices hold other rows of the same experts.
+    The positional arguments are then x, gate_kernel, wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias and expert_bias.
+    They are recognized by wo, an array of three axes where otherwise a bias is, or by keywords.
     """
 
-    activation_type: str
-    weights_early: bool
-    quantizer_sets: tuple[QuantizerSet, ...] = field(hash=False, compare=False)
-    over: tuple[str, ...] = ()
+    @functools.wraps(function)
+    def moe(*arguments: Any, **options: Any) -> Any:
+        halves = options.keys() & {"wi_0", "wi_1", "wi_0_bias", "wi_1_bias"}
+        of_three_axes = len(arguments) > 4 and len(getattr(arguments[4], "shape", ())) == 3
+        if not halves and not of_three_axes and not (len(arguments) == 4 and "wo" in options):
+            return function(*arguments, **options)
+        names = ("x", "gate_kernel", "wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias", "expert_bias")
+        if len(arguments) > len(names):
+            raise TypeError(f"moe() takes {len(names)} positional arguments, {len(arguments)} were given")
+        both = {names[place] for place in range(len(arguments))} & options.keys()
+        if both or "wi" in options or "wi_bias" in options:
+            raise TypeError(
+                f"moe() got {', '.join(sorted(both)) or 'wi'} twice; pass wi, or wi_0 and wi_1, each once"
+            )
+        given = dict(zip(names, arguments, strict=False)) | options
+        kernels = given.pop("wi_0", None), given.pop("wi_1", None)
+        if None in kernels:
+            raise TypeError("moe() got one of wi_0 and wi_1; pass both, or wi")
+        biases = given.pop("wi_0_bias", None), given.pop("wi_1_bias", None)
+        given.setdefault("quantizer_sets", (noop_quantizer_set,) * 3)
+        return function(wi=kernels, wi_bias=biases, **given)
 
-    def __call__(self, params: Any, rows: Array, weights: Array, counts: Array) -> Array:
-        """Compute rows [rows, h] -> [rows, h]; with `weights_early`, weights multiply the hidden values.
-
-        Args:
-            params: Kernels and biases.
-            rows: Rows of the experts.
-            weights: Weight of each row.
-            counts: Tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, expert 0 first. The rows
-                between them stay zero up to the last product, because otherwise their biases would count in maxima.
-        """
-        sizes = aligned(counts, _ALIGN_SIZE)
-        experts = _expert_of_rows(sizes, counts, rows.shape[0])
-
-        def linear(rows: Array, name: str, quantizers: QuantizerSet) -> Array:
-            kernel = checked_kernel(rows, params[name], sizes)
-            y = product(rows, kernel, sizes, quantizers, RowsSpec(self.over, aligned=True))
-            bias = params[f"{name}_bias"]
-            return y if bias is None else plus_bias(y, bias, experts)
-
-        first, second, last = self.quantizer_sets
-        halves = linear(rows, "wi_0", first), linear(rows, "wi_1", second)
-        hidden = activation(jnp.stack(halves, axis=-2), (self.activation_type, "linear"))
-        if self.weights_early:
-            hidden = hidden * weights[:, None].astype(hidden.dtype)
-        return linear(hidden, "wo", last)
+    return moe
 
 
-def _expert_of_rows(sizes: Array, counts: Array, rows: int) -> Array:
-    """Return int32 [rows]: the expert of each row's token; the number of experts for a row without a token.
-
-    Args:
-        sizes: Rows of every expert.
-        counts: Tokens of every expert, which are its first rows.
-        rows: Number of rows.
-    """
-    expert = group_of_rows(sizes, rows)
-    ends = jnp.append(jnp.cumsum(sizes) - sizes + counts, 0)
-    return jnp.where(jnp.arange(rows) < ends[expert], expert, sizes.shape[0])
-
-
+@_with_halves
 def moe(
-    x: Array, gate_kernel: Array, wi_0: Array, wi_1: Array, wo: Array, wi_0_bias: Array | None = None,
-    wi_1_bias: Array | None = None, wo_bias: Array | None = None, expert_bias: Array | None = None, *,
-    num_experts: int, num_experts_per_tok: int, activation_type: str = "silu", score_function: Any = "softmax",
-    use_pre_softmax: bool = False, num_groups: int = -1, group_topk: int = -1, scaling_factor: float = 1.0,
-    aux_loss_coeff: float = 0.0, apply_topk_weights_early: bool = False, ep_axis: str | None = None,
-    data_parallelism_axes: tuple[str, ...] = (), input_axes: Axes = (), gate_kernel_axes: Axes = (),
-    wi_kernel_axes: Axes = ("exp", "embed", "mlp"), wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
-    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3, dtype: Any = None,
+    x: Array, gate_kernel: Array, wi: Array, wo: Array, wi_bias: Array | None = None, wo_bias: Array | None = None,
+    expert_bias: Array | None = None, *, num_experts: int, num_experts_per_tok: int, activation_type: str = "silu",
+    score_function: Any = "softmax", use_pre_softmax: bool = False, num_groups: int | None = None,
+    group_topk: int | None = None, scaling_factor: float = 1.0, aux_loss_coeff: float = 0.0,
+    apply_topk_weights_early: bool = False, ep_axis: str | None = None, data_parallelism_axes: tuple[str, ...] = (),
+    input_axes: Axes = (), gate_kernel_axes: Axes = (), wi_kernel_axes: Axes = ("exp", "embed", "mlp"),
+    wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
+    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 2, dtype: Any = None,
+    recv_capacity_per_rank: int | None = None,
 ) -> tuple[Array, Array | None, Array]:  # fmt: skip
     """Mixture of experts: (y [b, s, h], the balancing loss or None, rows that the experts of this device received).
+
+    The former kernels wi_0 and wi_1 [E, h, f], with biases wi_0_bias and wi_1_bias and three quantizer_sets, are also
+    accepted in place of wi.
 
     Args:
         x: Input [b, s, h].
         gate_kernel: Kernel [h, E] of the router.
-        wi_0: Kernels [E, h, f] of the activation.
-        wi_1: Kernels [E, h, f] that the activation's output is multiplied with.
+        wi: Kernels [E, h, 2 f]: those of the activation, then those that the activation's output is multiplied with.
         wo: Kernels [E, f, h].
-        wi_0_bias: Biases [E, f], or None.
-        wi_1_bias: Biases [E, f], or None.
+        wi_bias: Biases [E, 2 f], or None.
         wo_bias: Biases [E, h], or None.
         expert_bias: Bias [E] of the scores that are compared, or None.
         num_experts: Number E of experts.
         num_experts_per_tok: Experts of each token.
-        activation_type: Activation of wi_0's output.
-        score_function: "softmax" or "sigmoid".
+        activation_type: Activation of the first f hidden features.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
         use_pre_softmax: Take the weights of a softmax over all experts.
-        num_groups: Groups of experts; a number below 1 disables the limit.
+        num_groups: Groups of experts; None or a number below 1 disables the limit.
         group_topk: Groups that the experts of a token come from.
         scaling_factor: Factor of the weights.
         aux_loss_coeff: Factor of the balancing loss; 0 returns None.
@@ -163,25 +114,27 @@ def moe(
         data_parallelism_axes: Further mesh axes over which tokens are sharded.
         input_axes: Logical names of the axes of x.
         gate_kernel_axes: Logical names of the axes of gate_kernel.
-        wi_kernel_axes: Logical names of the axes of wi_0 and wi_1.
+        wi_kernel_axes: Logical names of the axes of wi.
         wo_kernel_axes: Logical names of the axes of wo.
-        quantizer_sets: Quantizers of wi_0, wi_1 and wo, created with n_groups.
+        quantizer_sets: Quantizers of wi and wo, created with n_groups.
         dtype: Dtype of the computation, by default that of x.
+        recv_capacity_per_rank: Rows of a device's receive buffer, a multiple of 128; see
+            `get_moe_recv_capacity_per_rank`. Rows beyond it are dropped. None receives all rows. Without an exchange
+            over ep_axis, no row is dropped.
+
+    Raises:
+        ValueError: A shape, a number of experts or recv_capacity_per_rank does not fit.
     """
-    check_values("x", x)
-    check_values("gate_kernel", gate_kernel)
-    for name, value in (("num_experts", num_experts), ("num_experts_per_tok", num_experts_per_tok)):
-        whole(name, value)
-    if x.ndim != 3 or gate_kernel.shape != (x.shape[-1], num_experts):
-        raise ValueError(
-            f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
-        )
+    _check_tokens(x, gate_kernel, num_experts, num_experts_per_tok)
     for name, value in (("scaling_factor", scaling_factor), ("aux_loss_coeff", aux_loss_coeff)):
         number(name, value)
     switch("apply_topk_weights_early", apply_topk_weights_early)
     check_activation((activation_type, "linear"), (2, 1))
-    if not isinstance(quantizer_sets, (tuple, list)) or len(quantizer_sets) != 3:
-        raise ValueError(f"quantizer_sets={described(quantizer_sets)}; give three, of wi_0, wi_1 and wo")
+    names = ("wi_0", "wi_1", "wo") if isinstance(wi, tuple) else ("wi", "wo")
+    if not isinstance(quantizer_sets, (tuple, list)) or len(quantizer_sets) != len(names):
+        raise ValueError(
+            f"quantizer_sets={described(quantizer_sets)}; give {len(names)}, of {', '.join(names)}"
+        )
     for quantizer_set in quantizer_sets:
         check_instance("quantizer_sets", quantizer_set, QuantizerSet)
     for name, axes, ndim in (
@@ -199,14 +152,17 @@ def moe(
         raise ValueError(
             f"ep_axis={ep_axis!r} has {devices} devices, which do not divide num_experts={num_experts}"
         )
+    _check_capacity(recv_capacity_per_rank)
     routing = Routing(
-        num_experts, num_experts_per_tok, use_pre_softmax, num_groups, group_topk, float(scaling_factor),
-        score_function, float(aux_loss_coeff),
+        num_experts, num_experts_per_tok, use_pre_softmax, -1 if num_groups is None else num_groups,
+        -1 if group_topk is None else group_topk, float(scaling_factor), score_function, float(aux_loss_coeff),
     )  # fmt: skip
-    params = {
-        "wi_0": wi_0, "wi_1": wi_1, "wo": wo, "wi_0_bias": wi_0_bias, "wi_1_bias": wi_1_bias, "wo_bias": wo_bias,
-    }  # fmt: skip
-    names = {"wi_0": wi_kernel_axes, "wi_1": wi_kernel_axes, "wo": wo_kernel_axes}
+    kernels, biases = (*wi, wo) if isinstance(wi, tuple) else (wi, wo), (wi_bias, wo_bias)
+    if isinstance(wi_bias, tuple):
+        biases = (*wi_bias, wo_bias)
+    params = dict(zip(names, kernels, strict=True))
+    params |= {f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)}
+    kernel_axes = {name: wo_kernel_axes if name == "wo" else wi_kernel_axes for name in names}
 
     def mixture(x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any) -> Any:
         x = with_sharding_constraint_by_logical_axes(
@@ -215,17 +171,96 @@ def moe(
         gate_kernel = with_sharding_constraint_by_logical_axes(gate_kernel, gate_kernel_axes or None)
         experts = Experts(activation_type, apply_topk_weights_early, sets)
         if ep_axis is None or devices == 1:
-            return _on_one_device(x, gate_kernel, bias, _constrained(params, names), routing, experts)
+            return _on_one_device(x, gate_kernel, bias, _constrained(params, kernel_axes), routing, experts)
         cfg = EpConfig(num_experts, devices, ep_axis)
         return _on_several_devices(
-            x, gate_kernel, bias, params, routing, experts, cfg, tuple(data_parallelism_axes)
-        )
+            x, gate_kernel, bias, params, routing, experts, cfg, tuple(data_parallelism_axes),
+            recv_capacity_per_rank,
+        )  # fmt: skip
 
     replicated = PartitionSpec()
     return with_automatic_axes(
         mixture, x, gate_kernel, expert_bias, params, tuple(quantizer_sets),
         out=lambda: (unique_axes(explicit_entries(x)), replicated if routing.aux_loss_coeff else None, replicated),
     )  # fmt: skip
+
+
+def get_moe_recv_capacity_per_rank(
+    *, num_experts: int, num_experts_per_tok: int, max_tokens_per_rank: int, ep_size: int,
+    recv_capacity_factor: float | None = None, alignment: int = ALIGN_SIZE,
+) -> int:  # fmt: skip
+    """Compute the rows of the receive buffer of a device, a multiple of `alignment`.
+
+    A device receives at most min(k, L) rows of each of the T * ep_size tokens, for L = num_experts / ep_size local
+    experts, of which each begins at a multiple of `alignment`.
+
+    Args:
+        num_experts: Number of experts on all devices, a multiple of ep_size.
+        num_experts_per_tok: Experts k of each token.
+        max_tokens_per_rank: Tokens T of each device.
+        ep_size: Number of devices along the expert axis.
+        recv_capacity_factor: Multiple, at least 1, of the rows of a balanced routing; never more than the worst case.
+            None: the rows of the worst case, of which none is dropped.
+        alignment: Number whose multiples the rows of each expert fill.
+
+    Raises:
+        ValueError: ep_size does not divide num_experts, or recv_capacity_factor is below 1 or not finite.
+    """
+    sizes = {
+        "num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok, "ep_size": ep_size,
+        "max_tokens_per_rank": max_tokens_per_rank, "alignment": alignment,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        whole(name, value)
+    if num_experts % ep_size:
+        raise ValueError(f"ep_size={ep_size} does not divide num_experts={num_experts}; choose a divisor")
+    if num_experts_per_tok > num_experts:
+        raise ValueError(
+            f"num_experts_per_tok={num_experts_per_tok} of {num_experts} experts; choose at most {num_experts}"
+        )
+    local, tokens = num_experts // ep_size, ep_size * max_tokens_per_rank
+    rows = tokens * min(num_experts_per_tok, local)
+    padded_rows = round_up(rows + (alignment - 1) * min(local, rows), alignment)
+    worst = min(local * round_up(tokens, alignment), padded_rows)
+    if recv_capacity_factor is None:
+        return worst
+    number("recv_capacity_factor", recv_capacity_factor)
+    if recv_capacity_factor < 1:
+        raise ValueError(
+            f"recv_capacity_factor={recv_capacity_factor} is below 1, the rows of a balanced routing; give at least 1"
+        )
+    balanced = local * round_up(ceil_div(max_tokens_per_rank * num_experts_per_tok, local), alignment)
+    return min(round_up(math.ceil(balanced * recv_capacity_factor), alignment), worst)
+
+
+def _check_tokens(x: Array, gate_kernel: Array, num_experts: int, num_experts_per_tok: int) -> None:
+    """Raise an error unless tokens [b, s, h] and the router's kernel [h, E] fit together."""
+    check_values("x", x)
+    check_values("gate_kernel", gate_kernel)
+    for name, value in (("num_experts", num_experts), ("num_experts_per_tok", num_experts_per_tok)):
+        whole(name, value)
+    if x.ndim != 3 or gate_kernel.shape != (x.shape[-1], num_experts):
+        raise ValueError(
+            f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
+        )
+
+
+def _check_capacity(recv_capacity_per_rank: int | None) -> None:
+    """Raise ValueError unless the capacity is None, or a multiple of ALIGN_SIZE and equal to that of ep_bootstrap."""
+    if recv_capacity_per_rank is None:
+        return
+    whole("recv_capacity_per_rank", recv_capacity_per_rank)
+    if recv_capacity_per_rank % ALIGN_SIZE:
+        raise ValueError(
+            f"recv_capacity_per_rank={recv_capacity_per_rank} is not a multiple of {ALIGN_SIZE}; "
+            "get_moe_recv_capacity_per_rank returns one"
+        )
+    capacity = bootstrapped_capacity()
+    if capacity not in (None, recv_capacity_per_rank):
+        raise ValueError(
+            f"recv_capacity_per_rank={recv_capacity_per_rank}, and ep_bootstrap was called for {capacity}; pass the "
+            "same number"
+        )
 
 
 def _constrained(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, Any]:
@@ -247,7 +282,7 @@ def _on_one_device(
     tokens = x.reshape(-1, x.shape[-1])
     logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
-    rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
+    rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, ALIGN_SIZE)
     assert row_weights is not None
     outputs = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
     y = token_combine(outputs, row_id_map, None if experts.weights_early else weights, pads)
@@ -273,6 +308,7 @@ def _on_several_devices(
     experts: Experts,
     cfg: EpConfig,
     data_axes: tuple[str, ...],
+    recv_capacity: int | None,
 ) -> tuple[Array, Array | None, Array]:
     """Choose experts for the tokens of every device, exchange the tokens, and sum the returned results.
 
@@ -301,9 +337,13 @@ def _on_several_devices(
         logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)
         picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
         capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
+        check_sizes_of_bootstrap(tokens.shape[0], recv_capacity or capacity, tokens.shape[1])
         rows, row_weights, handle, counts, total = dispatched(
-            cfg, picked, tokens, of_picked, capacity, _ALIGN_SIZE
+            cfg, picked, tokens, of_picked, recv_capacity or capacity, ALIGN_SIZE, recv_capacity
         )
+        if recv_capacity is not None:
+            ends = jnp.minimum(jnp.cumsum(aligned(counts, ALIGN_SIZE)), recv_capacity)
+            counts = jnp.minimum(counts, jnp.diff(ends, prepend=0)).astype(counts.dtype)
         made = returned(cfg, handle, own(params, rows, row_weights, counts)).astype(jnp.float32)
         if not experts.weights_early:
             made = made * of_picked[..., None].astype(jnp.float32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..common.checks import described, whole
+from ..common.checks import accepts_former_keywords, whole
 from .checks import (
     check_array,
     check_instance,
@@ -22,6 +22,11 @@ from .checks import (
     is_symbolic,
 )
 from .explicit_axes import replicating_results
+from .ragged_exchange import (
+    compute_ragged_all_to_all_params,
+    compute_reverse_ragged_all_to_all_params,
+    rows_by_shard,
+)
 
 __all__ = [
     "PureJaxPermState",
@@ -260,15 +265,21 @@ def pure_jax_token_dispatch(
 
 
 def pure_jax_token_combine(
-    expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int
-) -> Array:
-    """Return out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k].
+    expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int,
+    batch_size: int | None = None, sequence_length: int | None = None,
+) -> Array:  # fmt: skip
+    """Compute out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k].
 
     Args:
         expert_outputs: Rows of all experts [rows, H].
         perm_state: State that `pure_jax_token_dispatch` returned.
         routing_weights: Weights of the choices [.., k].
         num_experts_per_tok: Number of choices per token, k.
+        batch_size: With sequence_length, whose product is T: the result is [batch_size, sequence_length, H].
+        sequence_length: Tokens of each sequence.
+
+    Raises:
+        ValueError: Shapes do not match, or only one of batch_size and sequence_length is given.
     """
     check_values("expert_outputs", expert_outputs)
     check_values("routing_weights", routing_weights)
@@ -284,12 +295,19 @@ def pure_jax_token_combine(
             f"routing_weights has shape {routing_weights.shape}; perm_state has {slots} choices, give a weight each, "
             f"num_experts_per_tok={num_experts_per_tok} per token"
         )
+    sizes = (batch_size or 0) * (sequence_length or 0)
+    if (batch_size, sequence_length) != (None, None) and sizes * num_experts_per_tok != slots:
+        raise ValueError(
+            f"batch_size={batch_size} and sequence_length={sequence_length} of {slots // num_experts_per_tok} "
+            "tokens; give both, with the number of tokens as their product, or neither"
+        )
     expert_outputs, routing_weights = jnp.asarray(expert_outputs), jnp.asarray(routing_weights)
     back = jnp.argsort(perm_state.sorted_indices)[: perm_state.num_real_tokens]
     rows = expert_outputs[back].astype(jnp.float32)
     rows = rows.reshape(-1, num_experts_per_tok, expert_outputs.shape[-1])
     weights = routing_weights.reshape(-1, num_experts_per_tok, 1).astype(jnp.float32)
-    return (rows * weights).sum(axis=1).astype(expert_outputs.dtype)
+    out = (rows * weights).sum(axis=1).astype(expert_outputs.dtype)
+    return out if batch_size is None else out.reshape(batch_size, sequence_length, -1)
 
 
 def routing_map_to_selected_experts(
@@ -315,57 +333,6 @@ def routing_map_to_selected_experts(
     return experts.astype(jnp.int32), jnp.take_along_axis(sparse_probs, experts, axis=-1)
 
 
-def compute_ragged_all_to_all_params(
-    all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
-) -> tuple[Array, Array, Array, Array]:
-    """Return (input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one shard.
-
-    Args:
-        all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
-        shard_id: Index of this shard; may be traced.
-        num_expert_shards: Number of shards R.
-    """
-    sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
-    mine = sent[shard_id]
-    before = jnp.cumsum(sent, axis=0) - sent  # rows that earlier shards send to each shard
-    return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
-
-
-def compute_reverse_ragged_all_to_all_params(
-    all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
-) -> tuple[Array, Array, Array, Array]:
-    """Return the arguments of the inverse exchange: received rows are sent back to their origin.
-
-    Args:
-        shard_id: Index of this shard; may be traced.
-
-    The other arguments are those of `compute_ragged_all_to_all_params`.
-    """
-    sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
-    received = sent[:, shard_id]
-    offsets = jnp.cumsum(sent, axis=1) - sent  # offsets at which a shard stores the rows of each shard
-    return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
-
-
-def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """Return [from, to, local expert]: rows sent from a shard to an expert of another shard."""
-    whole("num_expert_shards", shards)
-    check_integers("all_shards_tokens_per_expert", tokens_per_expert)
-    shape = tokens_per_expert.shape
-    if len(shape) != 2 or shape[0] != shards or shape[1] % shards:
-        raise ValueError(
-            f"all_shards_tokens_per_expert has shape {shape}; give [{shards}, experts], of which {shards} is a divisor"
-        )
-    if not is_known(shard_id):
-        return jnp.asarray(tokens_per_expert).reshape(shards, shards, -1)
-    number = np.asarray(shard_id)
-    if number.ndim or not np.issubdtype(number.dtype, np.integer) or not 0 <= number < shards:
-        raise ValueError(
-            f"shard_id={described(shard_id)} of {shards} shards; give a whole number from 0 to {shards - 1}"
-        )
-    return jnp.asarray(tokens_per_expert).reshape(shards, shards, -1)
-
-
 def local_permute_after_a2a(
     x_recv: Array, all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array]:
@@ -377,24 +344,25 @@ def local_permute_after_a2a(
     The other arguments are those of `compute_ragged_all_to_all_params`.
     """
     shards = num_expert_shards
-    counts = _by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
+    counts = rows_by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
     local = counts.shape[1]
     order = jnp.arange(shards * local, dtype=jnp.int32).reshape(shards, local).T.ravel()
     rows, goes_to = sort_chunks_by_index(x_recv, counts.ravel(), order)
     return rows, counts.sum(axis=0), goes_to
 
 
-def local_unpermute_before_a2a(expert_outputs: Array, goes_to: Array) -> Array:
+@accepts_former_keywords(goes_to="state")
+def local_unpermute_before_a2a(expert_outputs: Array, state: Array) -> Array:
     """Return the rows of `local_permute_after_a2a` in the order of reception.
 
     Args:
         expert_outputs: Rows sorted by local expert [rows, H].
-        goes_to: New index of every received row, the third result of `local_permute_after_a2a`.
+        state: New index of every received row, the third result of `local_permute_after_a2a`.
     """
     check_values("expert_outputs", expert_outputs)
-    check_integers("goes_to", goes_to)
-    if expert_outputs.ndim != 2 or goes_to.shape != expert_outputs.shape[:1]:
+    check_integers("state", state)
+    if expert_outputs.ndim != 2 or state.shape != expert_outputs.shape[:1]:
         raise ValueError(
-            f"expert_outputs {expert_outputs.shape} and goes_to {goes_to.shape}; give [rows, H] and [rows]"
+            f"expert_outputs {expert_outputs.shape} and state {state.shape}; give [rows, H] and [rows]"
         )
-    return jnp.asarray(expert_outputs)[goes_to]
+    return jnp.asarray(expert_outputs)[state]

@@ -15,7 +15,7 @@ from .checks import check_array, check_shaped, check_values
 
 __all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
 
-_TINY = 1e-20  # prevents a division by zero for a row of sigmoids that are all zero
+_TINY = 1e-20  # prevents a division by zero for a row of scores that are all zero
 
 
 class ScoreFunction(enum.Enum):
@@ -23,6 +23,7 @@ class ScoreFunction(enum.Enum):
 
     SIGMOID = 0
     SOFTMAX = 1
+    SQRTSOFTPLUS = 2
 
 
 class RoutingMapFormat(enum.Enum):
@@ -53,8 +54,9 @@ def fused_topk_with_score_function(
         num_groups: Number of groups of experts; -1 for none.
         group_topk: Number of best groups that experts are chosen from; -1 for all.
         scaling_factor: Factor of the weights.
-        score_function: "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1.
-        expert_bias: Bias [E] with "sigmoid", which only decides the choice.
+        score_function: "softmax"; or "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(logit))), whose weights are divided
+            by their sum if topk > 1.
+        expert_bias: Bias [E] with "sigmoid" or "sqrtsoftplus", which only decides the choice.
         compute_aux_scores: Return normalized scores of all experts and the plain choice, for the loss.
         routing_map_format: "bytemap" or "bitmap_u8", whose bit e % 8 of byte e // 8 is expert e.
 
@@ -69,13 +71,13 @@ def fused_topk_with_score_function(
     switch("compute_aux_scores", compute_aux_scores)
     wide = logits.astype(jnp.float32)
     if compute_aux_scores:
-        scores = _normalised(wide, softmax)
+        scores = _normalised(wide, function)
         chosen = _chosen(scores, topk)
         return scores.astype(logits.dtype), _stored(chosen, form)
     if softmax:
         scores = jax.nn.softmax(wide) if use_pre_softmax else wide
     else:
-        scores = jax.nn.sigmoid(wide)
+        scores = _scores(wide, function)
     judged = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     if group_topk > 0:
         # -inf outside of the groups with the largest sums of their topk / group_topk best experts.
@@ -126,10 +128,20 @@ def _stored(chosen: Array, form: RoutingMapFormat) -> Array:
     return jnp.packbits(chosen, axis=-1, bitorder="little") if form is RoutingMapFormat.BITMAP_U8 else chosen
 
 
-def _normalised(logits: Array, softmax: bool) -> Array:
-    if softmax:
+def _scores(logits: Array, function: ScoreFunction) -> Array:
+    """Compute scores that do not depend on the logits of other experts."""
+    if function is ScoreFunction.SIGMOID:
+        return jax.nn.sigmoid(logits)
+    # softplus(-inf) is 0, where the gradient of the root is infinite and that of the logarithm 0: their product is NaN.
+    positive = jax.nn.softplus(logits)
+    usable = positive > 0.0
+    return jnp.where(usable, jnp.sqrt(jnp.where(usable, positive, 1.0)), 0.0)
+
+
+def _normalised(logits: Array, function: ScoreFunction) -> Array:
+    if function is ScoreFunction.SOFTMAX:
         return jax.nn.softmax(logits)
-    scores = jax.nn.sigmoid(logits)
+    scores = _scores(logits, function)
     return scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
 
 
@@ -170,7 +182,9 @@ def _check(
     if topk > experts:
         raise ValueError(f"topk={topk} of {experts} experts; choose at most {experts}")
     if expert_bias is not None and softmax:
-        raise ValueError("expert_bias with score_function='softmax'; only 'sigmoid' uses it, give None")
+        raise ValueError(
+            "expert_bias with score_function='softmax'; only 'sigmoid' and 'sqrtsoftplus' use it, give None"
+        )
     if expert_bias is not None:
         check_shaped("expert_bias", expert_bias, (experts,))
     integer("group_topk", group_topk)

@@ -19,7 +19,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..common.checks import described, text_or_none
+from ..common.checks import accepts_former_keywords, described, text_or_none
 from ..common.numbers import with_article
 from .blocks import reusable
 from .checks import check_array, check_axis_names
@@ -430,22 +430,23 @@ def _warn_of_name(name: str) -> None:
     )
 
 
-def get_active_resource_axis(mesh_resource_name: str) -> str | None:
+@accepts_former_keywords(mesh_resource_name="resource_name")
+def get_active_resource_axis(resource_name: str) -> str | None:
     """Return the mesh axis of a field of MeshResource ("tp_resource"); None if it has one device.
 
     Args:
-        mesh_resource_name: Name of a field of MeshResource.
+        resource_name: Name of a field of MeshResource.
 
     Raises:
         ValueError: MeshResource does not have the field.
     """
     fields = vars(global_mesh_resource())
-    if mesh_resource_name not in fields:
+    if resource_name not in fields:
         raise ValueError(
-            f"mesh_resource_name={described(mesh_resource_name)} is not a field of MeshResource; give one of "
+            f"resource_name={described(resource_name)} is not a field of MeshResource; give one of "
             f"{', '.join(fields)}"
         )
-    axis = fields[mesh_resource_name]
+    axis = fields[resource_name]
     return axis if get_mesh_axis_size(axis) > 1 else None
 
 

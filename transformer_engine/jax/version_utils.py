@@ -7,22 +7,28 @@ from importlib.metadata import version
 from packaging.version import InvalidVersion, Version
 
 from ..common import absent
-from ..common.checks import described
+from ..common.checks import accepts_former_keywords, described
 
-__all__ = ["jax_version_meet_requirement"]
+__all__ = ["is_xla_ffi_collectives_supported", "jax_version_meet_requirement"]
 
 __getattr__ = absent.getter(__name__)
 
 
-def jax_version_meet_requirement(least: str) -> bool:
+@accepts_former_keywords(least="requirement")
+def jax_version_meet_requirement(requirement: str) -> bool:
     """Return whether the installed jax has at least a version such as "0.5.3".
 
     Raises:
-        ValueError: least is not a version number.
+        ValueError: requirement is not a version number.
     """
     try:
-        return Version(version("jax")) >= Version(least)
+        return Version(version("jax")) >= Version(requirement)
     except (InvalidVersion, TypeError) as error:
         raise ValueError(
-            f"least={described(least)} is not a version; pass a string such as '0.5.3'"
+            f"requirement={described(requirement)} is not a version; pass a string such as '0.5.3'"
         ) from error
+
+
+def is_xla_ffi_collectives_supported() -> bool:
+    """Return whether the installed jax passes XLA's communicator to custom calls (jax 0.11.2 and newer)."""
+    return jax_version_meet_requirement("0.11.2")

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import requirements  # isort: skip
+from .runtime import plugins  # isort: skip  (loads the plugin of NVTE_PLUGIN)
 from .. import common as common
 from ..common import absent
 from ..common import recipe as recipe
@@ -19,11 +20,14 @@ from . import jit, ops, optimizers, quantization, tensor
 from . import router as router
 from .attention import (
     DotProductAttention,
+    GatedDeltaNet2Attention,
+    GatedDeltaNetAttention,
+    GatedDeltaProductAttention,
     InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from .attention.mla_projection import FusedMLAQUpProjRopeQuant
+from .attention.mla_projection import FusedMLAQUpProjFunction, FusedMLAQUpProjRopeQuant
 from .constants import CPLoadBalancingStrategy, DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy

@@ -24,6 +24,7 @@ from .functions.permutation_checks import (
     checked_chunks,
 )
 from .primitives.permutation import INDEX, MASK, Routes, rows_of_chunks, rows_of_indices, rows_of_mask
+from .runtime.autograd import check_transforms
 from .runtime.checks import tensor, tensor_or_none
 from .runtime.device_checks import demand
 from .runtime.warn_once import warn_once
@@ -180,6 +181,7 @@ def moe_unpermute(
         pad_offsets: Returned by `moe_permute_and_pad_with_probs`; has no effect with "index".
     """
     if probs is not None:
+        warnings.warn("probs is deprecated; give merging_probs", DeprecationWarning, stacklevel=2)
         if merging_probs is not None:
             raise ValueError("probs is merging_probs by its former name; give one of them")
         warnings.warn("probs is called merging_probs now; use that name", UserWarning, stacklevel=2)
@@ -219,6 +221,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
         sorted_index: Order of the chunks, integers [chunks]; like `split_sizes` on the device of `inp` and not read
             by the host.
     """
+    check_transforms("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
     split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
     if inp.numel() == 0:
         return inp.clone()
@@ -236,6 +239,7 @@ def moe_sort_chunks_by_index_with_probs(
     Returns:
         `(y [T, H], permuted_probs [T])`.
     """
+    check_transforms("moe_sort_chunks_by_index_with_probs", inp, probs, split_sizes, sorted_index)
     split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
     tensor("probs", probs)
     if probs.shape == (inp.shape[0], 1):

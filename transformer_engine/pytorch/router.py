@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..common.checks import described, one_of
 from ..common.numbers import to_bool, to_float, to_int, with_article
@@ -25,6 +26,7 @@ __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "mark_qb_bin_bounds_validated",
 ]
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -314,8 +316,33 @@ def check_histogram(
         raise ValueError(f"qb_bin_bounds is {bounds.dtype} {list(bounds.shape)}; give float32 [2]")
     same_device("qb_histogram", histogram, "logits", logits.device)
     same_device("qb_bin_bounds", bounds, "logits", logits.device)
-    demand(_check_bounds, (bounds,))
+    if _validated.get(bounds) != bounds._version:
+        demand(_check_bounds, (bounds,))
     return histogram, bounds
+
+
+# Versions of bounds that a caller has validated on the device.
+_validated: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def mark_qb_bin_bounds_validated(bin_bounds: Tensor) -> None:
+    """Promise that the current values of `qb_bin_bounds` are finite and in order, as after an update on the device.
+
+    The values are not read, so the call can be captured in a CUDA graph. A later write to the tensor ends the promise.
+
+    Args:
+        bin_bounds: float32 [2], contiguous.
+
+    Raises:
+        ValueError: The tensor has another dtype, shape or layout.
+    """
+    tensor("bin_bounds", bin_bounds)
+    if bin_bounds.dtype != torch.float32 or tuple(bin_bounds.shape) != (2,) or not bin_bounds.is_contiguous():
+        raise ValueError(
+            f"bin_bounds is {bin_bounds.dtype} {list(bin_bounds.shape)} with strides {bin_bounds.stride()}; give "
+            "contiguous float32 [2]"
+        )
+    _validated[bin_bounds] = bin_bounds._version
 
 
 def _check_bounds(bounds: list[float]) -> None:

@@ -268,12 +268,15 @@ class TransformerLayer(CheckedLoading):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> Tensor:
         """Return y, shaped like hidden_states, in their dtype or torch.autocast's.
 
-        The masks, windows, positions and biases without the prefix enc_dec apply to the self-attention. cu_seqlens_q,
-        max_seqlen_q and softcap apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross attention.
+        The masks, windows, policies, positions and biases without the prefix enc_dec apply to the self-attention.
+        cu_seqlens_q, max_seqlen_q and softcap apply to both attentions, cu_seqlens_kv and max_seqlen_kv to the cross
+        attention.
 
         Args:
             hidden_states: Input x.
@@ -292,6 +295,7 @@ class TransformerLayer(CheckedLoading):
             attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
+            thd_attention_policies, thd_attention_policy_dispatch,
         )
         of_cross = pack_arguments(
             enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
@@ -352,14 +356,17 @@ class TransformerLayer(CheckedLoading):
             assert normed[0] is not None
             residual = normed[0]
         p = self.hidden_dropout if self.training else 0.0
-        drops_path = self.training and self.drop_path.drop_prob > 0.0
+        # Without a rate the module does nothing, unless somebody has replaced it or waits for its call.
+        drop_path: Any = self.drop_path
+        bare = is_bare(drop_path, DropPath, DropPath.forward)
+        drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
         if not drops_path and x.dtype == residual.dtype:
             return bias_dropout_add(x, bias, residual, p)
         if bias is not None:
             x = x + bias
         if p > 0.0:
             x = dropout(x, p)
-        return residual + (self.drop_path(x) if drops_path else x)
+        return residual + (drop_path(x) if drops_path else x)
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)

@@ -24,8 +24,8 @@ from .roofs import measure_roofs
 from .run import Row, run
 
 
-class Selection(NamedTuple):
-    """Which cases are measured, on which providers.
+class BenchRequest(NamedTuple):
+    """The cases to measure, and the providers.
 
     Attributes:
         families: Names of families; empty: all.
@@ -43,7 +43,7 @@ class Selection(NamedTuple):
 
 
 def measure(
-    selection: Selection,
+    request: BenchRequest,
     *,
     json: Path | None,
     plot_dir: Path | None,
@@ -51,10 +51,10 @@ def measure(
     distributed: bool,
     devices: int | None,
 ) -> None:
-    """Measure and print a selection, on one device or on several ranks; or print the ratios of two files of figures.
+    """Measure and print the cases of a request, on one device or on several ranks; or compare two files of figures.
 
     Args:
-        selection: Cases and providers.
+        request: Cases and providers.
         json: File of the figures.
         plot_dir: Folder of the plots.
         compare: Two files of figures, which are compared without measuring.
@@ -67,29 +67,29 @@ def measure(
             print_comparison(console, *compare)
             return
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        quick = selection.quick or device.type == "cpu"
+        quick = request.quick or device.type == "cpu"
         _check_file(json)
-        request = None
+        ranks = None
         if distributed:
-            _check_distributed(devices, selection.providers, plot_dir)
+            _check_distributed(devices, request.providers, plot_dir)
             recipes = _recipes(
-                selection.recipes or (["bf16", "current"] if device.type == "cpu" else None), device
+                request.recipes or (["bf16", "current"] if device.type == "cpu" else None), device
             )
-            parts = tuple(part for part in selection.only.split(",") if part)
-            request = RanksRequest(device.type, recipes, tuple(selection.families), parts, quick, json)
-            request.cases(devices or default_devices())  # raises before processes are started
+            parts = tuple(part for part in request.only.split(",") if part)
+            ranks = RanksRequest(device.type, recipes, tuple(request.families), parts, quick, json)
+            ranks.cases(devices or default_devices())  # raises before processes are started
         elif devices is not None:
             raise ValueError("--devices has no effect without --distributed; add it, or leave --devices out")
-    if request is not None:
+    if ranks is not None:
         with reporting(console):
             if under_torchrun():
-                measure_on_ranks(request)
+                measure_on_ranks(ranks)
             else:
-                launch(measure_on_ranks, devices or default_devices(), request)
+                launch(measure_on_ranks, devices or default_devices(), ranks)
         return
     with reporting(console):
-        chosen = _chosen(_recipes(selection.recipes, device), quick, selection.families, selection.only)
-        providers = _providers(selection.providers)
+        chosen = _chosen(_recipes(request.recipes, device), quick, request.families, request.only)
+        providers = _providers(request.providers)
         if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
             raise ValueError(f"--plot-dir {plot_dir} is a file; pass a folder")
         if plot_dir is not None and not optional.installed("matplotlib"):

@@ -6,7 +6,45 @@ import argparse
 from pathlib import Path
 
 from ..options import add_flag
-from .names import FAMILIES, PROVIDERS, RANKS_FAMILIES, RECIPES
+
+# The names of the tables, which import the frameworks.
+RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "nvfp4")
+PROVIDERS = ("te", "torch", "torch.compile", "torchao", "liger", "quack", "jax", "xla")
+FAMILIES = (
+    "quantize",
+    "norm",
+    "linear",
+    "dense",
+    "layernorm_linear",
+    "layernorm_mlp",
+    "grouped_linear",
+    "ops",
+    "attention",
+    "layer",
+    "layer_small",
+    "layer_graphed",
+    "layer_recomputed",
+    "layer_observed",
+    "offload",
+    "rope",
+    "permute",
+    "padding",
+    "router",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "adam",
+    "sgd",
+    "kernel",
+)
+RANKS_FAMILIES = (
+    "collective",
+    "attention_cp",
+    "layer_tp",
+    "layer_sp",
+    "layer_ub",
+    "layer_cp",
+    "layers_fsdp",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures."""
-    from .measurement import Selection, measure
+    from .measurement import BenchRequest, measure
 
     measure(
-        Selection(args.family or [], args.recipe, args.only, args.provider, args.quick),
+        BenchRequest(args.family or [], args.recipe, args.only, args.provider, args.quick),
         json=args.json,
         plot_dir=args.plot_dir,
         compare=args.compare,

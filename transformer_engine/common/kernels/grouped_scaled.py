@@ -25,22 +25,22 @@ LENGTH = tl.constexpr(_LENGTH)  # elements of an exponent
 def rows_kernel(
     a,
     b,
+    layout,
     scale_a,
     scale_b,
     bias,
-    layout,
     out,
     N,
     K,
     TILES_M,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
+    STAGES: tl.constexpr,
     FORMAT_A: tl.constexpr,
     FORMAT_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
@@ -50,16 +50,16 @@ def rows_kernel(
         EVEN: K is a multiple of BLOCK_K.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
+    k = tl.arange(0, BLOCK_K)
+    s = tl.arange(0, BLOCK_K // LENGTH)
+    m = tl.arange(0, ROWS)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     group = group_of_tile(layout, tile_m, GROUPS)
     if group >= GROUPS:
         return
     start, rows, first_tile, _ = rows_of_group(layout, group, GROUPS)
     first_m = (tile_m - first_tile) * ROWS
     corner = (start + first_m).to(tl.int64)
-    m = tl.arange(0, ROWS)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    s = tl.arange(0, BLOCK_K // LENGTH)
     # Rows past the end are clamped rather than masked: their results are not stored.
     row_a = corner + tl.minimum(m, rows - first_m - 1)
     row_b = group.to(tl.int64) * N + tl.minimum(n, N - 1)
@@ -154,11 +154,11 @@ def columns_kernel(
         b_codes = tl.load(b_tile, mask=inside, other=0.0)
         a_scales = tl.load(a_scale, mask=exists, other=0)
         b_scales = tl.load(b_scale, mask=exists, other=0)
+        a_scale += BLOCK_M // LENGTH
+        b_scale += BLOCK_M // LENGTH
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
         a_tile += BLOCK_M
         b_tile += BLOCK_M
-        a_scale += BLOCK_M // LENGTH
-        b_scale += BLOCK_M // LENGTH
     places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:
@@ -173,7 +173,7 @@ _SIDE, _STEP, _STAGES, _WARPS = 128, 128, 3, 8
 
 @functools.lru_cache(maxsize=4096)
 def product_of_rows(total: int, width: int, depth: int, groups: int, elements: tuple[str, str]) -> Launch:
-    """Return the launch (a [total, depth], b, scale_a, scale_b, bias | None, layout) -> out [total, width].
+    """Return the launch (a [total, depth], b, layout, scale_a, scale_b, bias | None) -> out [total, width].
 
     Args:
         elements: Elements of both operands, "e4m3" or "e5m2".
@@ -184,7 +184,7 @@ def product_of_rows(total: int, width: int, depth: int, groups: int, elements: t
         (tiles_m * ceil_div(width, _SIDE), 1, 1),
         (Output((total, width), None),),
         (width, depth, tiles_m),
-        (groups, *elements, _SIDE, _STEP, 8, _STAGES, depth % _STEP == 0),
+        (depth % _STEP == 0, groups, _STAGES, *elements, _SIDE, _STEP, 8),
         _WARPS,
     )
 
@@ -207,13 +207,11 @@ def product_of_columns(
         accumulates: Add to the values of out.
         by_address: The table's matrices are written; out is one of them, for its dtype.
     """
+    grid = (groups * ceil_div(width, _SIDE) * ceil_div(depth, _SIDE), 1, 1)
+    outputs = () if by_address or accumulates else (Output((groups, width, depth), None),)
+    constants = (groups, *elements, accumulates, _SIDE, _SIDE, _STEP, 8, _STAGES)
     return Launch(
-        columns_kernel,
-        (groups * ceil_div(width, _SIDE) * ceil_div(depth, _SIDE), 1, 1),
-        () if by_address or accumulates else (Output((groups, width, depth), None),),
-        (total, width, depth),
-        (groups, *elements, accumulates, _SIDE, _SIDE, _STEP, 8, _STAGES),
-        _WARPS,
+        *(columns_kernel, grid, outputs, (total, width, depth), constants, _WARPS),
         in_place=(6,) if accumulates and not by_address else (),
         tables=(AddressTable(5, (WRITTEN,)),) if by_address else (),
     )

@@ -8,12 +8,13 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from ..formats import Element, ceil_div
+from ..formats import Element, ceil_div, round_up
 from . import tile
 from .conversion import NATIVE
 from .grouped_gemm import base_of
 from .launch import READ, AddressTable, Launch, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, to_codes
+from .swizzled_scales import TILE_COLUMNS, TILE_ROWS, store_in_tiles
 
 _GROUP = 32
 GROUP = tl.constexpr(_GROUP)
@@ -40,6 +41,16 @@ def _multiplier(exponent):
 
 
 @triton.jit
+def _store_exponents(
+    scale, R, C, first_r, first_c, rows, columns, exponents, EVEN: tl.constexpr, TILED: tl.constexpr
+):
+    if TILED:
+        store_in_tiles(scale, R, C, first_r, first_c, rows, columns, exponents)
+    else:
+        tile.store_rows(scale, R, C, first_r, first_c, rows, columns, exponents, EVEN)
+
+
+@triton.jit
 def _store_row_blocks(
     codes,
     scale,
@@ -55,6 +66,7 @@ def _store_row_blocks(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Store codes and exponents of the given rows of a tile; bits [ROWS, GROUPS] are the amax of their blocks."""
@@ -63,27 +75,37 @@ def _store_row_blocks(
     narrow = to_codes(scaled.reshape(ROWS, GROUPS * GROUP), codes.dtype.element_ty, CONVERSION)
     tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
     group = tl.arange(0, GROUPS)
-    tile.store_rows(
-        scale, M, tl.cdiv(K, GROUP), first_m, first_k // GROUP, rows, group, exponent.to(tl.uint8), EVEN
+    _store_exponents(
+        scale,
+        M,
+        tl.cdiv(K, GROUP),
+        first_m,
+        first_k // GROUP,
+        rows,
+        group,
+        exponent.to(tl.uint8),
+        EVEN,
+        TILED,
     )
 
 
 @triton.jit
-def _quantize_tile(
+def _tile_of_blocks(
     x,
     codes,
     scale,
     codes_t,
     scale_t,
+    program,
     M,
     K,
-    program,
-    INVERSE_MAXIMUM: tl.constexpr,
-    SQUARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PAIRS: tl.constexpr,
+    SQUARE: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INVERSE_MAXIMUM: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize one tile of a matrix; see `block_kernel`."""
@@ -91,7 +113,7 @@ def _quantize_tile(
     GROUPS_M: tl.constexpr = BLOCK_M // GROUP
     GROUPS_K: tl.constexpr = BLOCK_K // GROUP
     SPAN: tl.constexpr = GROUP // 2  # pairs of rows in a block of a column
-    tiles_k = tl.cdiv(K, BLOCK_K)
+    tiles_k = tl.cdiv(K, 128) * (128 // BLOCK_K) if TILED else tl.cdiv(K, BLOCK_K)
     half = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K)
     first_m = (program // tiles_k * BLOCK_M).to(tl.int64)
@@ -127,6 +149,7 @@ def _quantize_tile(
             HALF,
             GROUPS_K,
             EVEN,
+            TILED,
             CONVERSION,
         )
         _store_row_blocks(
@@ -144,6 +167,7 @@ def _quantize_tile(
             HALF,
             GROUPS_K,
             EVEN,
+            TILED,
             CONVERSION,
         )
     if codes_t is not None:
@@ -155,7 +179,7 @@ def _quantize_tile(
         group = tl.arange(0, GROUPS_M)
         width = tl.cdiv(M, GROUP)
         exponent_t = tl.trans(exponent).to(tl.uint8)
-        tile.store_rows(scale_t, K, width, first_k, first_m // GROUP, k, group, exponent_t, EVEN)
+        _store_exponents(scale_t, K, width, first_k, first_m // GROUP, k, group, exponent_t, EVEN, TILED)
 
 
 @triton.jit
@@ -173,13 +197,14 @@ def block_kernel(
     BLOCK_K: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
     # fmt: off
-    _quantize_tile(
-        x, codes, scale, codes_t, scale_t, M, K, tl.program_id(0),
-        INVERSE_MAXIMUM, SQUARE, BLOCK_M, BLOCK_K, PAIRS, EVEN, CONVERSION,
+    _tile_of_blocks(
+        x, codes, scale, codes_t, scale_t, tl.program_id(0), M, K,
+        BLOCK_M, BLOCK_K, SQUARE, EVEN, TILED, PAIRS, INVERSE_MAXIMUM, CONVERSION,
     )
     # fmt: on
 
@@ -200,6 +225,7 @@ def matrices_kernel(
     BLOCK_K: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize as `block_kernel` every matrix of a table of addresses, or of a stack x, into stacks."""
@@ -215,9 +241,9 @@ def matrices_kernel(
         codes_t += place * size
         scale_t += place * K * tl.cdiv(M, GROUP)
     # fmt: off
-    _quantize_tile(
-        x, codes, scale, codes_t, scale_t, M, K, tl.program_id(0) % tiles,
-        INVERSE_MAXIMUM, SQUARE, BLOCK_M, BLOCK_K, PAIRS, EVEN, CONVERSION,
+    _tile_of_blocks(
+        x, codes, scale, codes_t, scale_t, tl.program_id(0) % tiles, M, K,
+        BLOCK_M, BLOCK_K, SQUARE, EVEN, TILED, PAIRS, INVERSE_MAXIMUM, CONVERSION,
     )
     # fmt: on
 
@@ -240,9 +266,14 @@ def matrices(
 
 @functools.lru_cache(maxsize=4096)
 def blocks(
-    shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool
-) -> Launch:
-    """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)]."""
+    shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool, tiled: bool = False
+) -> Launch:  # fmt: skip
+    """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)].
+
+    Args:
+        square: 32 x 32 elements share an exponent.
+        tiled: Scales are in swizzled order, padded to tiles of 128 x 4.
+    """
     rows, depth = shape
     dtype = codes_dtype(element)
     # H200, 8192 x 14336 bfloat16 to e4m3: both directions 64 x 64 with 4 warps 0.182 ms, 128 x 64 0.193, 64 x 128
@@ -250,13 +281,15 @@ def blocks(
     block_m, block_k, warps = (64, 64, 4) if columnwise else (32, 128, 4)
     outputs = (
         Output((rows, depth), dtype) if rowwise else None,
-        Output((rows, ceil_div(depth, _GROUP)), "uint8") if rowwise else None,
+        Output(_extents(rows, ceil_div(depth, _GROUP), tiled), "uint8") if rowwise else None,
         Output((depth, rows), dtype) if columnwise else None,
-        Output((depth, ceil_div(rows, _GROUP)), "uint8") if columnwise else None,
+        Output(_extents(depth, ceil_div(rows, _GROUP), tiled), "uint8") if columnwise else None,
     )
+    # Further programs write the padding of whole tiles.
+    covered = (round_up(rows, 128), round_up(depth, 128)) if tiled else shape
     return Launch(
         block_kernel,
-        grid=(ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1),
+        grid=(ceil_div(covered[0], block_m) * ceil_div(covered[1], block_k), 1, 1),
         outputs=outputs,
         scalars=(rows, depth),
         constants=(
@@ -265,8 +298,14 @@ def blocks(
             block_m,
             block_k,
             rows % 2 == 0,
-            rows % block_m == 0 and depth % block_k == 0,
+            covered == shape and rows % block_m == 0 and depth % block_k == 0,
+            tiled,
             NATIVE,
         ),
         warps=warps,
     )
+
+
+def _extents(rows: int, columns: int, tiled: bool) -> tuple[int, int]:
+    """Return the shape of scales [rows, columns], padded to whole tiles if `tiled`."""
+    return (round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)) if tiled else (rows, columns)

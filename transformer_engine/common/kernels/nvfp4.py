@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div
+from ..formats import ceil_div, round_up
 from ..quantize_spec import QuantizeSpec
 from . import tile
 from .cast import absolute_maximum, row_maxima
@@ -32,6 +32,7 @@ from .fp4_blocks import (
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
 from .rounding import as_float, magnitude_bits, to_scale_codes, to_values
+from .swizzled_scales import TILE_COLUMNS, TILE_ROWS, store_in_tiles
 
 _TILE = 64
 
@@ -94,6 +95,7 @@ def _store_direction(
     COLUMNS: tl.constexpr,
     RANGE: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Store codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
@@ -132,16 +134,19 @@ def _store_direction(
     )
     width = tl.cdiv(C, GROUP)
     group = tl.arange(0, GROUPS)
-    inside = inside_r[:, None] & (first_c // GROUP + group < width)[None, :]
-    corner = scale + (first_r * width + first_c // GROUP)
-    tile.store(corner + (r[:, None] * width + group[None, :]), block_scale, inside, EVEN)
+    if TILED:
+        store_in_tiles(scale, R, width, first_r, first_c // GROUP, r, group, block_scale)
+    else:
+        inside = inside_r[:, None] & (first_c // GROUP + group < width)[None, :]
+        corner = scale + (first_r * width + first_c // GROUP)
+        tile.store(corner + (r[:, None] * width + group[None, :]), block_scale, inside, EVEN)
 
 
 @triton.jit
-def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
+def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False):
     """Return (values [TILE, TILE], first row, first column) of this program's tile of x [M, K]."""
     program = tl.program_id(0)
-    tiles_k = tl.cdiv(K, TILE)
+    tiles_k = tl.cdiv(K, 128) * (128 // TILE) if TILED else tl.cdiv(K, TILE)
     m = tl.arange(0, TILE)
     k = tl.arange(0, TILE)
     first_m = (program // tiles_k * TILE).to(tl.int64)
@@ -180,6 +185,7 @@ def block_kernel(
     ERROR: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
+    TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
     """Quantize both directions of a TILE x TILE tile.
@@ -192,7 +198,7 @@ def block_kernel(
         ERROR: Error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6.
     """
     GROUPS: tl.constexpr = TILE // GROUP
-    values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
+    values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN, TILED)
     bits = tl.max(magnitude_bits(values).reshape(TILE, GROUPS, GROUP), 2)
     four, square_four = None, None
     if SQUARE:
@@ -219,7 +225,7 @@ def block_kernel(
                 )
         _store_direction(
             values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN,
-            CONVERSION,
+            TILED, CONVERSION,
         )  # fmt: skip
     if codes_t is not None:
         turned = tl.trans(values)
@@ -243,7 +249,7 @@ def block_kernel(
                 )
         _store_direction(
             turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
-            RANGE, EVEN, CONVERSION,
+            RANGE, EVEN, TILED, CONVERSION,
         )  # fmt: skip
 
 
@@ -280,6 +286,7 @@ class Options:
         per_row: The rowwise direction has one second-level scale per row.
         largest_scale: Largest scale of a block: 448 or 256.
         four_over_six: Error by which a block's maximum maps to 4 or to 6; empty: always to 6.
+        tiled: Scales are in swizzled order, padded to tiles of 128 x 4.
         by_tile: The rowwise direction has one second-level scale per row, the columnwise direction one per 16 rows.
     """
 
@@ -289,6 +296,7 @@ class Options:
     per_row: bool = False
     largest_scale: float = 448.0
     four_over_six: str = ""
+    tiled: bool = False
     by_tile: bool = False
 
     @classmethod
@@ -302,6 +310,7 @@ class Options:
             spec.format.row_scaled,
             spec.format.levels[1].maximum,
             spec.four_over_six,
+            spec.tiled,
             by_tile,
         )
 
@@ -321,15 +330,23 @@ def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Opt
     [K, ceil(M/16)].
     """
     rows, depth = shape
+    # Further programs write the padding of whole tiles.
+    covered = (round_up(rows, 128), round_up(depth, 128)) if options.tiled else shape
+
+    def extents(rows: int, columns: int) -> tuple[int, int]:
+        padded = round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)
+        return padded if options.tiled else (rows, columns)
+
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,
-        Output((rows, ceil_div(depth, BLOCK)), "float8_e4m3fn") if rowwise else None,
+        Output(extents(rows, ceil_div(depth, BLOCK)), "float8_e4m3fn") if rowwise else None,
         Output((depth, rows // 2), "uint8") if columnwise else None,
-        Output((depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
+        Output(extents(depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
     )
-    constants = (*options.constants, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0, NATIVE)
+    even = covered == shape and rows % _TILE == 0 and depth % _TILE == 0
+    constants = (*options.constants, _TILE, even, options.tiled, NATIVE)
     return Launch(
-        block_kernel, _grid(shape), outputs, shape, constants, warps=4, fuses=not options.four_over_six
+        block_kernel, _grid(covered), outputs, shape, constants, warps=4, fuses=not options.four_over_six
     )
 
 

@@ -1,70 +1,22 @@
 """out [M, N] = a [M, K] @ b [N, K].T of codes with block scales.
 
-`product` multiplies MXFP8 and NVFP4 codes by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute
+MXFP8 and NVFP4 codes are multiplied by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute
 capability 10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled (`swizzled_scales.py`), or they
 are the exponents of float32 scales of 1x128 or 128x128 blocks.
-
-`block_product` multiplies FP8 codes with float32 scales for 1x128 or 128x128 elements, of any value. It promotes the
-sum of every 128 products to float32, on every GPU with FP8 tensor cores.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
-from .activation import curve, curve_and_slope
-from .launch import Launch, Output
+from .launch import Launch
+from .product_parts import NO_EPILOGUE, ProductEpilogue, Side, finish, is_swapped, tile_of
 from .swizzled_scales import exponents_of_tile, scales_of_tile
-
-
-@triton.jit
-def finish(
-    total,
-    bias,
-    x,
-    out,
-    kept,
-    m,
-    n,
-    M,
-    N,
-    ROW_STRIDE,
-    COLUMN_STRIDE,
-    ALONG_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n.
-
-    ACTIVATION "gelu" stores gelu(y) of the rounded sum y, and y in `kept` if present; "gelu_gradient" multiplies y by
-    the derivative of GELU at `x`. Both have the layout of `out`.
-    """
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    if bias is not None:
-        if ALONG_ROWS:
-            total += tl.load(bias + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
-        else:
-            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    places = m.to(tl.int64)[:, None] * ROW_STRIDE + n.to(tl.int64)[None, :] * COLUMN_STRIDE
-    if ACCUMULATE:
-        total += tl.load(out + places, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
-        rounded = total.to(out.dtype.element_ty)
-        if kept is not None:
-            tl.store(kept + places, rounded, mask=inside)
-        total = rounded.to(tl.float32)
-        if ACTIVATION == "gelu":
-            total = curve(total, "gelu")
-        else:
-            _, slope = curve_and_slope(tl.load(x + places, mask=inside, other=0.0).to(tl.float32), "gelu")
-            total = total * slope
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -166,131 +118,6 @@ def product_kernel(
     )
 
 
-@triton.jit
-def block_kernel(
-    a,
-    b,
-    scale_a,
-    scale_b,
-    bias,
-    x,
-    out,
-    kept,
-    M,
-    N,
-    K,
-    LEADING_A,
-    LEADING_B,
-    ROW_A,
-    COLUMN_A,
-    ROW_B,
-    COLUMN_B,
-    ROW_STRIDE,
-    COLUMN_STRIDE,
-    UNIT_A: tl.constexpr,
-    UNIT_B: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Compute out [M, N] of FP8 codes with a float32 scale for UNIT_A (1 or 128) rows of a and BLOCK_K = 128 columns.
-
-    Args:
-        scale_a: Element (row // UNIT_A, column // 128) at row // UNIT_A * ROW_A + column // 128 * COLUMN_A.
-    """
-    tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the end are clamped rather than masked: their results are not stored.
-    read_m, read_n = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
-    a_tile = a + (read_m.to(tl.int64)[:, None] * LEADING_A + k[None, :])
-    b_tile = b + (read_n.to(tl.int64)[:, None] * LEADING_B + k[None, :])
-    # A tile's rows share one scale of 128 rows, because a tile has at most 128 rows and they are aligned.
-    if UNIT_A == 1:
-        scale_a += read_m.to(tl.int64) * ROW_A
-    else:
-        scale_a += (tile_m * BLOCK_M // UNIT_A).to(tl.int64) * ROW_A
-    if UNIT_B == 1:
-        scale_b += read_n.to(tl.int64) * ROW_B
-    else:
-        scale_b += (tile_n * BLOCK_N // UNIT_B).to(tl.int64) * ROW_B
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for block in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
-        if EVEN:
-            a_codes = tl.load(a_tile)
-            b_codes = tl.load(b_tile)
-        else:
-            inside = (k < K - block * BLOCK_K)[None, :]
-            a_codes = tl.load(a_tile, mask=inside, other=0.0)
-            b_codes = tl.load(b_tile, mask=inside, other=0.0)
-        product = tl.dot(a_codes, b_codes.T)
-        by_a = tl.load(scale_a + block * COLUMN_A)
-        by_b = tl.load(scale_b + block * COLUMN_B)
-        if UNIT_A == 1 and UNIT_B == 1:
-            total += product * by_a[:, None] * by_b[None, :]
-        elif UNIT_A == 1:
-            total += product * (by_a * by_b)[:, None]
-        elif UNIT_B == 1:
-            total += product * (by_a * by_b)[None, :]
-        else:
-            total += product * (by_a * by_b)
-        a_tile += BLOCK_K
-        b_tile += BLOCK_K
-    finish(
-        total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
-    )
-
-
-class Side(NamedTuple):
-    """One operand of a product, without its tensors.
-
-    Attributes:
-        rows: Number of rows.
-        leading: Bytes from one row of codes to the next.
-        element: Name of the element: "e4m3", "e5m2" or "e2m1".
-        levels: Number of second-level scales: 0, 1 or `rows`.
-        unit: Rows that share a float32 scale of 128 columns; 0 for swizzled scales of one byte.
-        strides: Elements between float32 scales of consecutive blocks, along the rows and along the columns.
-    """
-
-    rows: int
-    leading: int
-    element: str
-    levels: int = 0
-    unit: int = 0
-    strides: tuple[int, int] = (0, 0)
-
-
-class ProductEpilogue(NamedTuple):
-    """The operations after a product, without their tensors.
-
-    Attributes:
-        accumulates: Add to the values of the result.
-        activation: "", "gelu" or "gelu_gradient".
-        keeps: Also store the input of GELU.
-    """
-
-    accumulates: bool = False
-    activation: str = ""
-    keeps: bool = False
-
-    def outputs(self, shape: tuple[int, int], dtype: str | None) -> tuple[Output | None, ...]:
-        """Return the results that a launch allocates."""
-        if self.accumulates:
-            return ()
-        return Output(shape, dtype), Output(shape, dtype) if self.keeps else None
-
-
-NO_EPILOGUE = ProductEpilogue()
-
-
 @functools.lru_cache(maxsize=4096)
 def product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
@@ -310,7 +137,7 @@ def product(
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile(right.rows)
+    rows, columns, stages, warps = tile_of(right.rows)
     step = 128 * packing
     constants = (
         left.element, right.element, length, packing, left.unit, right.unit,
@@ -344,43 +171,3 @@ def exponent_product(
 ) -> Launch:  # fmt: skip
     """Return `product` of FP8 codes whose float32 scales of 1x128 or 128x128 blocks are powers of two."""
     return product(a, b, depth, out, dtype, length=32, epilogue=epilogue)
-
-
-@functools.lru_cache(maxsize=4096)
-def block_product(
-    a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
-    *, epilogue: ProductEpilogue = NO_EPILOGUE,
-) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`."""
-    swapped = is_swapped(a.rows, b.rows)
-    left, right = (b, a) if swapped else (a, b)
-    strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile(right.rows)
-    constants = (
-        left.unit, right.unit, swapped, epilogue.accumulates, epilogue.activation,
-        rows, columns, 128, 8, stages, depth % 128 == 0,
-    )  # fmt: skip
-    return Launch(
-        block_kernel,
-        (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
-        epilogue.outputs((a.rows, b.rows), dtype),
-        (left.rows, right.rows, depth, left.leading, right.leading, *left.strides, *right.strides, *strides),
-        constants,
-        warps,
-        in_place=(6,) if epilogue.accumulates else (),
-    )
-
-
-def is_swapped(rows: int, columns: int) -> bool:
-    """Return whether the result is computed as its transpose, since it has few rows."""
-    return rows <= 64 and columns > rows
-
-
-def _tile(columns: int) -> tuple[int, int, int, int]:
-    """Return (rows, columns, stages, warps) of a program's tile; `columns` are those of the result."""
-    # Compiled for every row of the table of hardware with Triton 3.7. On 10.x and 11.0 tl.dot_scaled becomes a bfloat16
-    # product below 128 rows. 8 warps need 94 to 244 registers and no stack; 4 warps up to 900 bytes of stack on 12.x.
-    # Three stages fit the 99 KiB of 8.9 and 12.x.
-    if columns > 64:
-        return 128, 128, 3, 8
-    return 128, max(16, triton.next_power_of_2(columns)), 3, 4

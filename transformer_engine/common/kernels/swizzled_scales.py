@@ -87,6 +87,20 @@ def scales_of_tile(
 
 
 @triton.jit
+def store_in_tiles(scale, R, C, first_r, first_c, rows, columns, values):
+    """Store one-byte scales (first_r + rows, first_c + columns) of [R, C] in swizzled order, zeros in the padding."""
+    r = first_r + rows
+    c = first_c + columns
+    tiles_c = tl.cdiv(C, 4)
+    places = (r // 128).to(tl.int64)[:, None] * (tiles_c * 512) + (c // 4)[None, :] * 512
+    places += (r % 32 * 16 + r % 128 // 32 * 4)[:, None] + (c % 4)[None, :]
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    exists = (r < tl.cdiv(R, 128) * 128)[:, None] & (c < tiles_c * 4)[None, :]
+    scaled = tl.where(inside, values.to(tl.uint8, bitcast=True), 0)
+    tl.store(scale.to(tl.pointer_type(tl.uint8), bitcast=True) + places, scaled.to(tl.uint8), mask=exists)
+
+
+@triton.jit
 def exponents_of_tile(
     scale, rows, R, block, ROW, COLUMN, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

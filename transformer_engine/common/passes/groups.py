@@ -5,32 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .step import Pass, Step
-from .vocabulary import CastSettings, Layer
 
 GROUPED = "grouped_"  # prefix of the operations that work on all groups of rows in one step
 _OVER_GROUPS = frozenset(
     {"cast", "convert", "dequantize", "product", "inspect", "weight_gradient", "column_sum"}
 )
-
-
-def saving_trained_groups(forward: Pass, layer: str) -> Pass:
-    """Return a forward pass over groups that saves no input codes of groups whose weights are frozen.
-
-    A pass saves the codes that its product reads, of all groups, if the backward pass multiplies dequantized values.
-    Codes that are made for the backward pass alone are not made for frozen weights.
-
-    Args:
-        forward: The pass, after `over_groups`.
-        layer: Name of the linear layer that has a weight per group.
-    """
-    cast = CastSettings(layer, "input", True, False)
-    (codes,) = [step.results[0] for step in forward.steps if step.settings == cast] or (None,)
-    if codes is None or codes not in forward.saved:
-        return forward
-    kept = f"{layer}.x_trained"
-    steps = (*forward.steps, Step(f"{GROUPED}trained", (codes,), (kept,), Layer(layer)))
-    saved = tuple([kept if name == codes else name for name in forward.saved])
-    return Pass(forward.inputs, forward.results, saved, steps)
 
 
 def over_groups(pass_: Pass, layers: Collection[str]) -> Pass:

@@ -54,8 +54,9 @@ class DumpTensors(TEConfigAPIMapper):
 
     @api_method
     def inspect_tensor(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, tensor: Tensor, iteration: int,
-        rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int, tp_group: Any,
+        tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None, tp_size: int = 1,
     ) -> None:  # fmt: skip
         """Write the file."""
         content: dict[str, Any] = {}

@@ -45,22 +45,26 @@ def fake_quantize(tensor: Tensor, fp8_format: str, out: Tensor | None = None) ->
     return values if out is None else out.copy_(values)
 
 
-def per_tensor_cast(tensor: Tensor, dtype: Any, margin: int = 0, columnwise: bool = False) -> Any:
+def per_tensor_cast(
+    tensor: Tensor, fp8_dtype: Any, out: Any = None, *, margin: int = 0, columnwise: bool = False
+) -> Any:
     """Quantize a tensor to FP8 with one scale, by its own maximum.
 
     Args:
         tensor: The tensor.
-        dtype: The element format.
+        fp8_dtype: The element format.
+        out: Quantized tensor that receives the codes.
         margin: The scale maps the maximum times 2^margin to the largest code.
         columnwise: Make the column-wise codes instead of the row-wise codes.
     """
     directions = {"rowwise": not columnwise, "columnwise": columnwise}
     if margin == 0:
-        return Float8CurrentScalingQuantizer(dtype, **directions)(tensor)
+        return Float8CurrentScalingQuantizer(fp8_dtype, **directions).quantize(tensor, out=out)
     amax = tensor.abs().amax().float().reshape(1)
     usable = (amax > 0) & amax.isfinite()
-    scale = torch.where(usable, _LARGEST[dtype] / torch.where(usable, amax, 1.0) / 2.0**margin, 1.0)
-    return Float8Quantizer(scale, torch.zeros_like(scale), dtype, **directions)(tensor)
+    scale = torch.where(usable, _LARGEST[fp8_dtype] / torch.where(usable, amax, 1.0) / 2.0**margin, 1.0)
+    quantizer = Float8Quantizer(scale, torch.zeros_like(scale), fp8_dtype, **directions)
+    return quantizer.quantize(tensor, out=out)
 
 
 @feature
@@ -85,7 +89,7 @@ class FakeQuant(TEConfigAPIMapper):
 
     @api_method
     def modify_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Return True for the tensors of the configuration."""
         if config.get("quant_format") not in FORMATS:
@@ -115,7 +119,7 @@ class PerTensorScaling(TEConfigAPIMapper):
 
     @api_method
     def modify_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Return True for the tensors of the configuration."""
         if tensor_name not in ("activation", "weight", "gradient"):
@@ -145,5 +149,7 @@ class PerTensorScaling(TEConfigAPIMapper):
             ("weight", "dgrad"),
             ("gradient", "wgrad"),
         )
-        made = per_tensor_cast(tensor, default_quantizer.dtype, int(config.get("margin", 0)), columnwise)
+        made = per_tensor_cast(
+            tensor, default_quantizer.dtype, margin=int(config.get("margin", 0)), columnwise=columnwise
+        )
         return made if out is None else out.copy_(made)

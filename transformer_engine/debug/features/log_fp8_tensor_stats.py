@@ -134,9 +134,9 @@ class LogFp8TensorStats(TEConfigAPIMapper):
 
     @api_method
     def inspect_tensor(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, tensor: Tensor,
-        rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None, quantizer: Any =
-        None, tp_group: Any = None, tp_size: int = 1,
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int, tp_group: Any,
+        tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None, tp_size: int = 1,
     ) -> None:  # fmt: skip
         """Add the statistics of a tensor to those of the step; a tensor that is not quantized is left out."""
         stats = _read(config["stats"], self.statistics, self.recipes)

@@ -195,15 +195,13 @@ class DebugQuantizer(Observing):
         """The quantizer of the layer's recipe; None if the recipe does not quantize the tensor."""
         return None if self.quantizer.is_identity else self.quantizer
 
-    @property
-    def layer_name(self) -> str:
-        """Name of the layer."""
-        return self.location.layer_name
+    @parent_quantizer.setter
+    def parent_quantizer(self, quantizer: Quantizer | None) -> None:
+        """Quantize by another quantizer from now on."""
+        self.quantizer = IdentityQuantizer() if quantizer is None else quantizer
 
-    @property
-    def tensor_name(self) -> str:
-        """Name of the tensor."""
-        return self.location.tensor_name
+    layer_name = property(lambda self: self.location.layer_name, doc="Name of the layer.")
+    tensor_name = property(lambda self: self.location.tensor_name, doc="Name of the tensor.")
 
     def any_feature_enabled(self) -> bool:
         """Return whether the plan differs from quantization by the layer's own quantizer."""

@@ -16,7 +16,8 @@ from ..primitives.attention.enums import (
     canonicalize_attn_mask_type,
 )
 from ..primitives.attention.masks import make_swa_mask, run_length_fill
-from .fused import fused_attn, fused_attn_thd, is_fused_attn_kernel_available
+from .availability import is_fused_attn_kernel_available
+from .fused import fused_attn, fused_attn_thd
 
 __all__ = [
     "AttnBiasType",

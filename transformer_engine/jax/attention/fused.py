@@ -14,23 +14,23 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ...common.checks import drop_rate, member, switch, text_or_none, whole
-from ..checks import check_dtype, is_symbolic
+from ...common.checks import member, switch, text_or_none
+from ..checks import is_symbolic
 from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..manual_axes import varies_over
-from ..platform import has_gpu
-from ..primitives.attention import TABLE, AttentionOperands, AttentionRequest, attention
+from ..primitives.attention import AttentionOperands, AttentionRequest, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
+from ..primitives.attention.reference import largest_logits
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import automatic_axes, is_mesh_available, with_sharding_constraint
 from .arguments import check_attention, dropout_of, separated, sink_of
 
-__all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
+__all__ = ["fused_attn", "fused_attn_thd"]
 
 
 def fused_attn(
@@ -57,7 +57,8 @@ def fused_attn(
     score_mod_bprop: Callable[..., Array] | None = None,
     score_mod_tensors: Any = None,
     score_mod_bprop_tensors: Any = None,
-) -> Array:
+    return_max_logit: bool = False,
+) -> Any:
     """Attention: out [b, q, h, dv] in the dtype of the query. Rows without a visible key are zero.
 
     Args:
@@ -88,7 +89,18 @@ def fused_attn(
             q, kv, **tensors) -> gradient; by default automatic.
         score_mod_tensors: Arrays for score_mod. Those of a graph have one element, or broadcast to [b, h, q, k].
         score_mod_bprop_tensors: Arrays for score_mod_bprop.
+        return_max_logit: Return a pair of out and the largest scaled and visible logits [h] of all rows, in the dtype
+            of the query and without a gradient. Over context-parallel devices the logits are computed once more, with
+            memory for all of them.
+
+    Raises:
+        ValueError: Arguments do not fit together, such as return_max_logit with a score_mod.
     """
+    switch("return_max_logit", return_max_logit)
+    if return_max_logit and score_mod is not None:
+        raise ValueError(
+            "return_max_logit=True with a score_mod, which changes the logits; leave one of them out"
+        )
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)
     text_or_none("context_checkpoint_name", context_checkpoint_name)
@@ -130,21 +142,24 @@ def fused_attn(
         key.shape[2], query.shape[1], key.shape[1], query.shape[3], value.shape[3], window, is_training, "cpu",
         _rows(sequence_descriptor, attn_mask_type, qkv_layout, window), score_mod is not None,
         segments_at_most(sequence_descriptor, max_segments_per_seq),
-        batch=_least_rows(query.shape[0]),
+        batch=_least_rows(query.shape[0]), max_logit=return_max_logit and plan is None,
     )  # fmt: skip
-    out = (
-        attention(request, call)
-        if plan is None
-        else _over_devices(plan, request, call, sequence_descriptor, extents)
-    )
-    return checkpoint_name(out, context_checkpoint_name)
+    if plan is not None:
+        out = checkpoint_name(
+            _over_devices(plan, request, call, sequence_descriptor, extents), context_checkpoint_name
+        )
+        return (out, largest_logits(call)) if return_max_logit else out
+    result = attention(request, call)
+    if not return_max_logit:
+        return checkpoint_name(result, context_checkpoint_name)
+    return checkpoint_name(result[0], context_checkpoint_name), result[1]
 
 
 def fused_attn_thd(
     qkv: tuple[Array, ...], bias: Array | None, q_seq_lens: Array, kv_seq_lens: Array, q_seq_offsets: Array,
     kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
     qkv_layout: QKVLayout, *arguments: Any, **options: Any,
-) -> Array:  # fmt: skip
+) -> Any:  # fmt: skip
     """`fused_attn` of packed rows under its former arguments.
 
     Args:
@@ -273,69 +288,6 @@ def _dropout(seed: Array | None, rate: float) -> Callable[[Array], Array] | None
     if seed is None:
         raise ValueError(f"dropout_probability={rate} without a seed; give a key of jax.random")
     return dropout_of(seed, rate)
-
-
-def is_fused_attn_kernel_available(
-    is_training: bool,
-    q_dtype: Any,
-    kv_dtype: Any,
-    qkv_layout: QKVLayout,
-    attn_bias_type: AttnBiasType,
-    attn_mask_type: AttnMaskType,
-    softmax_type: AttnSoftmaxType,
-    dropout_probability: float,
-    q_num_heads: int,
-    kv_num_heads: int,
-    q_max_seqlen: int,
-    kv_max_seqlen: int,
-    head_dim_qk: int,
-    head_dim_v: int,
-    window_size: Window | None = None,
-    *,
-    batch_size: int | None = None,
-    max_segments_per_seq: int | None = None,
-) -> bool:
-    """Return whether a backend other than the reference computes such a call on this machine.
-
-    Args:
-        q_dtype: Dtype of queries.
-        kv_dtype: Dtype of keys and values.
-        q_num_heads: Heads of queries.
-        kv_num_heads: Heads of keys and values.
-        q_max_seqlen: Length of queries; None accepts symbolic lengths.
-        kv_max_seqlen: Length of keys.
-        head_dim_qk: Head size of queries and keys.
-        head_dim_v: Head size of values.
-        batch_size: Rows on each device; None or a symbolic number accepts any.
-
-    The other arguments are those of `fused_attn`.
-    """
-    check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
-    switch("is_training", is_training)
-    drop_rate("dropout_probability", dropout_probability)
-    for name, extent in (
-        ("q_num_heads", q_num_heads), ("kv_num_heads", kv_num_heads), ("q_max_seqlen", q_max_seqlen),
-        ("kv_max_seqlen", kv_max_seqlen), ("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v),
-    ):  # fmt: skip
-        if not is_symbolic(extent):
-            whole(name, extent, 0)
-    for name, extent in (("batch_size", batch_size), ("max_segments_per_seq", max_segments_per_seq)):
-        if extent is not None and not is_symbolic(extent):
-            whole(name, extent, 0)
-    if check_dtype("q_dtype", q_dtype) != check_dtype("kv_dtype", kv_dtype):
-        return False
-    if is_symbolic(q_max_seqlen) or is_symbolic(kv_max_seqlen):
-        return False
-    request = AttentionRequest(
-        jnp.dtype(q_dtype), qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability,
-        q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v, check_window(window_size),
-        is_training, "cuda" if has_gpu() else "cpu",
-        segments=1 if max_segments_per_seq is None or is_symbolic(max_segments_per_seq) else max_segments_per_seq,
-        batch=1 if batch_size is None or is_symbolic(batch_size) else batch_size,
-    )  # fmt: skip
-    return any(
-        b.name != "reference" and b.rejection_reason(request) is None for b in TABLE.candidates(request)
-    )
 
 
 def _least_rows(batch: int) -> int:

@@ -3,6 +3,7 @@
 from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
 from . import misc as misc
 from .activation import act_lu, dact_lu, dact_lu_dbias, quantize_dact_dbias
+from .amax import AmaxScope, calculate_amax, calculate_post_rht_amax
 from .attention import FusedAttnHelper, fused_attn_bwd, fused_attn_fwd, make_fused_attn_score_mod_config
 from .base import BasePrimitive, register_primitive
 from .gemm import (
@@ -20,7 +21,7 @@ from .normalization import (
     rmsnorm_bwd,
     rmsnorm_fwd,
 )
-from .quantization import AmaxScope, grouped_dbias, grouped_quantize, quantize, quantize_dbias
+from .quantization import grouped_dbias, grouped_quantize, quantize, quantize_dbias
 from .softmax import (
     is_softmax_kernel_available,
     scaled_masked_softmax_bwd,
@@ -39,6 +40,8 @@ __all__ = [
     "CollectiveOpSet",
     "FusedAttnHelper",
     "act_lu",
+    "calculate_amax",
+    "calculate_post_rht_amax",
     "collective_gemm_bootstrap",
     "dact_lu",
     "dact_lu_dbias",

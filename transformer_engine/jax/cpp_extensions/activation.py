@@ -11,8 +11,9 @@ from ..activation import check_activation
 from ..checks import check_shaped, check_values
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..quantize.quantizers import Quantizer
+from .amax import AmaxScope
 from .base import BasePrimitive
-from .quantization import by_reference, quantize, quantize_dbias
+from .quantization import by_reference, quantize_dbias, quantize_result
 
 
 class ActLuPrimitive(BasePrimitive):
@@ -26,32 +27,52 @@ class DActLuDBiasQuantizePrimitive(BasePrimitive):
 def act_lu(
     x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the activation [..., h] of x [..., n, h], quantized, or as a NoScaleTensor without a quantizer."""
+    """Compute the activation [..., h] of x [..., n, h], quantized, or as a NoScaleTensor without a quantizer.
+
+    Args:
+        x: Input [..., n, h].
+        activation_type: Names of the n activations, whose results are multiplied.
+        quantizer: Quantizer of the output, or None.
+        act_params: Parameters of clamped activations.
+        amax_scope: Devices that share the maximum inside shard_map.
+        transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
+        output_amax_when_no_scaling: Whether a NoScaleTensor contains the absolute maximum of the output.
+    """
     check_values("x", x)
     y = activation_forward(x, check_activation(activation_type, x.shape), ActivationParams.of(act_params))
-    return quantize(y, quantizer)
+    return quantize_result(y, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling)
 
 
 def dact_lu(
     dz: Array, x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
 ) -> Any:  # fmt: skip
     """Return the gradient dx [..., n, h] for dz [..., h] and x [..., n, h], quantized as in `act_lu`.
 
     dx has x's dtype. dz is converted to that dtype, which is the dtype of the forward pass's output.
     """
     dx = _gradient(dz, x, activation_type, act_params)
-    return quantize(dx, quantizer, flatten_axis=-2)
+    return quantize_result(
+        dx, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling, flatten_axis=-2
+    )
 
 
 def dact_lu_dbias(
     dz: Array, x: Array, activation_type: Sequence[str], is_dbias: bool = True, quantizer: Quantizer | None = None,
-    act_params: ActivationParams | Mapping[str, float] | None = None,
+    act_params: ActivationParams | Mapping[str, float] | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array | None]:  # fmt: skip
     """Return dx [..., n, h] as `dact_lu`, and its sums [n, h] over the other axes, or None unless is_dbias."""
     dx = _gradient(dz, x, activation_type, act_params)
-    return quantize_dbias(dx, quantizer, is_dbias, flatten_axis=-2)
+    tensor = quantize_result(
+        dx, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling, flatten_axis=-2
+    )
+    return tensor, quantize_dbias(dx, None, is_dbias, flatten_axis=-2)[1]
 
 
 def _gradient(
@@ -69,9 +90,14 @@ def _gradient(
 def quantize_dact_dbias(
     dz: Array, x: Array, activation_type: Sequence[str] = ("gelu",), is_dbias: bool = True,
     quantizer: Quantizer | None = None, act_params: ActivationParams | Mapping[str, float] | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array | None]:  # fmt: skip
     """Return the results of `dact_lu_dbias`, under the original's name of the fused operation."""
-    return dact_lu_dbias(dz, x, activation_type, is_dbias, quantizer, act_params)
+    return dact_lu_dbias(
+        dz, x, activation_type, is_dbias, quantizer, act_params, amax_scope, transpose_batch_sequence,
+        output_amax_when_no_scaling,
+    )  # fmt: skip
 
 
 _jax_act_lu = by_reference(act_lu)

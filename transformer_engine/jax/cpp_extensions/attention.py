@@ -103,7 +103,7 @@ class _SoftmaxAux:
 def fused_attn_fwd(
     qkv: tuple[Array, ...], bias: Array | None, sequence_descriptor: SequenceDescriptor | Array | None,
     seed: Array | None, *arguments: Any, **options: Any,
-) -> tuple[Array, Any, Array | None]:  # fmt: skip
+) -> tuple[Array, Any, Array | None, Array | None]:  # fmt: skip
     """Compute attention and the saved arrays of `fused_attn_bwd`, as the forward half of a derivative rule.
 
     Args:
@@ -116,16 +116,18 @@ def fused_attn_fwd(
 
     Returns:
         The output [b, q, h, dv]; softmax_aux, a pytree of the saved arrays, which may be a residual of jax.custom_vjp
-        or a result of jax.jit; and the seed.
+        or a result of jax.jit; the seed; and the largest logits [h] with return_max_logit=True, otherwise None.
     """
     bound = inspect.signature(fused_attn).bind(qkv, bias, sequence_descriptor, seed, *arguments, **options)
     call = bound.arguments
 
-    def attend(qkv: tuple[Array, ...], bias: Array | None, softmax_offset: Array | None) -> Array:
-        return fused_attn(**{**call, "qkv": qkv, "bias": bias, "softmax_offset": softmax_offset})
+    def attend(qkv: tuple[Array, ...], bias: Array | None, softmax_offset: Array | None) -> tuple[Array, Any]:
+        result = fused_attn(**{**call, "qkv": qkv, "bias": bias, "softmax_offset": softmax_offset})
+        return result if call.get("return_max_logit") else (result, None)
 
-    output, pullback = jax.vjp(attend, qkv, bias, call.get("softmax_offset"))
-    return output, _SoftmaxAux(pullback), seed
+    offset = call.get("softmax_offset")
+    output, pullback, max_logit = jax.vjp(attend, qkv, bias, offset, has_aux=True)
+    return output, _SoftmaxAux(pullback), seed, max_logit
 
 
 def fused_attn_bwd(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,25 @@ from ..checks import (
     check_sizes,
     check_values,
 )
-from ..collective import CollectiveOp
+from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
 from ..dense import dense, grouped_dense
 from ..primitives.grouped_gemm import grouped_contraction
 from ..quantize.grouped import GroupedQuantizer
 from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
 from ..quantize.tensors import AbstractBaseTensor, NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
 from .base import BasePrimitive
+
+__all__ = [
+    "CollectiveOp",
+    "CollectiveOpSet",
+    "collective_gemm_bootstrap",
+    "gemm",
+    "get_non_contracting_dims",
+    "grouped_gemm",
+    "grouped_gemm_copy_group_sizes",
+    "noop_collective_op_set",
+    "sanitize_dims",
+]
 
 _OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))  # contracting_dims that contract the rows
 
@@ -139,36 +152,62 @@ def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]
     return operand.values() if isinstance(operand, ScaledTensor1x) else jnp.asarray(operand, jnp.float32)
 
 
-def grouped_gemm(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Array | None = None,
-    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
-    bias: Array | None = None,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    preferred_element_type: Any = None,
-    group_offset: Array | None = None,
-    quantizer_set: QuantizerSet = noop_quantizer_set,
-) -> Array:
-    """Return the product [M, N] of the rows of group g of lhs [M, K] and rhs[g] [K, N] (+ bias[g]).
+def _with_group_sizes(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Decorate `grouped_gemm`, so that it accepts group_sizes as the third argument, an array or None."""
 
-    With contracting_dims=((0,), (0,)), return one matrix per group [G, K, N]: the rows of group g of lhs [M, K],
+    @functools.wraps(function)
+    def grouped_gemm(lhs: Any, rhs: Any, *arguments: Any, **options: Any) -> Array:
+        third = bool(arguments) and (arguments[0] is None or hasattr(arguments[0], "shape"))
+        if third or "group_sizes" in options:
+            if not third:
+                arguments = (options.pop("group_sizes"), *arguments)
+            options.pop("use_async_d2h_group_sizes", None)
+            return _product_of_groups(lhs, rhs, *arguments, **options)
+        return function(lhs, rhs, *arguments, **options)
+
+    return grouped_gemm
+
+
+@_with_group_sizes
+def grouped_gemm(
+    lhs: Any, rhs: Any, contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Array | None = None, precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None, group_offset: Array | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set, use_async_d2h_group_sizes: bool = False,
+) -> Array:  # fmt: skip
+    """Compute the product [M, N] of the rows of group g of lhs [M, K] and rhs[g] [K, N] (+ bias[g]).
+
+    With contracting_dims=((0,), (0,)), compute one matrix per group [G, K, N]: the rows of group g of lhs [M, K],
     transposed, times those of rhs [M, N]. This is the gradient of the matrices of the other product.
 
+    Calls with group_sizes, int32 [G], as the third argument or by keyword are also accepted, for rows in a plain array.
+
     Args:
-        lhs: Rows in groups: an array, a grouped quantized tensor or a GroupedNoScaleTensor.
+        lhs: Rows in groups: a grouped quantized tensor or a GroupedNoScaleTensor, which holds their sizes.
         rhs: One matrix per group [G, K, N], or rows in groups: an array or a grouped quantized tensor.
-        group_sizes: Rows per group, int32 [G]; None uses the sizes that lhs holds.
         contracting_dims: ((0,), (0,)), or as in `grouped_dense`, as are the following arguments.
         bias: Bias [G, N], or None.
         precision: Has no effect; partial sums are float32.
         preferred_element_type: dtype of the result; None means lhs's.
         group_offset: Must be None.
         quantizer_set: Quantizers of operands in high precision.
+        use_async_d2h_group_sizes: Has no effect; the kernels read the sizes on the device.
 
     Raises:
-        ValueError: Extents do not match, or neither group_sizes nor lhs states the rows per group.
+        ValueError: Extents do not match, or lhs does not hold the rows per group.
     """
+    switch("use_async_d2h_group_sizes", use_async_d2h_group_sizes)
+    return _product_of_groups(
+        lhs, rhs, None, contracting_dims, bias, precision, preferred_element_type, group_offset, quantizer_set
+    )
+
+
+def _product_of_groups(
+    lhs: Any, rhs: Any, group_sizes: Array | None = None, contracting_dims: Any = ((1,), (1,)),
+    bias: Array | None = None, precision: Any = jax.lax.Precision.DEFAULT, preferred_element_type: Any = None,
+    group_offset: Array | None = None, quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> Array:  # fmt: skip
+    """See `grouped_gemm`; group_sizes: rows per group, None for those that lhs holds."""
     if group_sizes is None:
         rows = lhs.rowwise_tensor if isinstance(lhs, ScaledTensor2x) else lhs
         group_sizes = getattr(rows, "group_sizes", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import Array
@@ -11,8 +13,9 @@ from ..layernorm import canonicalize_norm_type, check_norm
 from ..primitives.norm import norm_backward, norm_forward
 from ..quantize.quantizers import Quantizer
 from ..quantize.scaling_modes import ScalingMode
+from .amax import AmaxScope
 from .base import BasePrimitive
-from .quantization import by_reference, quantize
+from .quantization import by_reference, quantize_result
 
 
 class NormFwdPrimitive(BasePrimitive):
@@ -24,24 +27,29 @@ class NormBwdPrimitive(BasePrimitive):
 
 
 def layernorm_fwd(
-    x: Array,
-    gamma: Array,
-    beta: Array,
-    zero_centered_gamma: bool,
-    epsilon: float,
-    quantizer: Quantizer | None = None,
-) -> tuple[Any, Array, Array]:
+    x: Array, gamma: Array, beta: Array, zero_centered_gamma: bool, epsilon: float,
+    quantizer: Quantizer | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
+) -> tuple[Any, Array, Array]:  # fmt: skip
     """Return layernorm(x [..., width]), quantized as in `quantize`, and mean and rstdev [...] in float32."""
-    y, mean, rstdev = normalization_fwd(x, gamma, beta, zero_centered_gamma, epsilon, "layernorm", quantizer)
+    y, mean, rstdev = normalization_fwd(
+        x, gamma, beta, zero_centered_gamma, epsilon, "layernorm", quantizer, amax_scope, transpose_batch_sequence,
+        output_amax_when_no_scaling,
+    )  # fmt: skip
     assert mean is not None
     return y, mean, rstdev
 
 
 def rmsnorm_fwd(
-    x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None = None
-) -> tuple[Any, Array]:
+    x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
+) -> tuple[Any, Array]:  # fmt: skip
     """Return rmsnorm(x [..., width]), quantized as in `quantize`, and rstdev [...] in float32."""
-    y, _, rstdev = normalization_fwd(x, gamma, None, zero_centered_gamma, epsilon, "rmsnorm", quantizer)
+    y, _, rstdev = normalization_fwd(
+        x, gamma, None, zero_centered_gamma, epsilon, "rmsnorm", quantizer, amax_scope, transpose_batch_sequence,
+        output_amax_when_no_scaling,
+    )  # fmt: skip
     return y, rstdev
 
 
@@ -53,6 +61,9 @@ def normalization_fwd(
     epsilon: float,
     norm_type: str,
     quantizer: Quantizer | None = None,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array | None, Array]:
     """Normalize x over its last axis.
 
@@ -64,6 +75,9 @@ def normalization_fwd(
         epsilon: Added to the variance.
         norm_type: "layernorm" or "rmsnorm".
         quantizer: Quantizer of the output, or None.
+        amax_scope: Devices that share the maximum inside shard_map.
+        transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
+        output_amax_when_no_scaling: Whether a NoScaleTensor contains the absolute maximum of the output.
 
     Returns:
         A tuple of the output, a quantized tensor or a NoScaleTensor; the mean [...], None for rmsnorm; and the
@@ -71,15 +85,32 @@ def normalization_fwd(
     """
     layernorm = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon) == "layernorm"
     y, mean, rstdev = norm_forward(x, gamma, beta, layernorm, zero_centered_gamma, float(epsilon))
-    return quantize(y, quantizer), None if mean is None else mean[..., 0], rstdev[..., 0]
+    output = quantize_result(y, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling)
+    return output, None if mean is None else mean[..., 0], rstdev[..., 0]
 
 
+def _with_former_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a gradient, so that it accepts calls without beta; then the sixth argument is a bool."""
+
+    @functools.wraps(function)
+    def gradient(*arguments: Any, **options: Any) -> Any:
+        if len(arguments) > 5 and isinstance(arguments[5], bool):
+            arguments = (*arguments[:5], options.pop("beta", None), *arguments[5:])
+        elif len(arguments) < 6:
+            options.setdefault("beta", None)
+        return function(*arguments, **options)
+
+    return gradient
+
+
+@_with_former_arguments
 def normalization_bwd(
     dz: Array,
     x: Array,
     mu: Array | None,
     rsigma: Array,
     gamma: Array,
+    beta: Array | None,
     zero_centered_gamma: bool,
     epsilon: float,
     norm_type: str,
@@ -92,13 +123,14 @@ def normalization_bwd(
         mu: Mean [...] from the forward pass; None for rmsnorm.
         rsigma: Reciprocal standard deviation [...] from the forward pass.
         gamma: Scale [width].
+        beta: Bias [width] of layernorm, or None; only its dtype is read. Calls may leave it out.
         zero_centered_gamma: As in the forward pass.
         epsilon: As in the forward pass, which added it; rsigma contains it.
         norm_type: "layernorm" or "rmsnorm".
 
     Returns:
-        A tuple of dx in x's dtype, dgamma [width], and dbeta [width], None for rmsnorm. dgamma and dbeta have the
-        dtype of gamma.
+        A tuple of dx in x's dtype, dgamma [width] in gamma's dtype, and dbeta [width] in the dtype of beta, by default
+        that of gamma; None for rmsnorm.
     """
     layernorm = canonicalize_norm_type(norm_type) == "layernorm"
     check_norm(x, gamma, gamma if layernorm else None, norm_type, zero_centered_gamma, epsilon)
@@ -106,17 +138,21 @@ def normalization_bwd(
     for name, statistic in (("mu", mu), ("rsigma", rsigma)) if layernorm else (("rsigma", rsigma),):
         check_shaped(name, statistic, x.shape[:-1])
     mean = None if mu is None or not layernorm else mu[..., None]
-    # beta does not enter the gradients except for its dtype, which is gamma's.
-    return norm_backward(
-        dz, x, gamma, gamma if layernorm else None, mean, rsigma[..., None], zero_centered_gamma
-    )
+    if beta is not None:
+        check_shaped("beta", beta, gamma.shape)
+    shift = (gamma if beta is None else beta) if layernorm else None
+    return norm_backward(dz, x, gamma, shift, mean, rsigma[..., None], zero_centered_gamma)
 
 
+@_with_former_arguments
 def layernorm_bwd(
-    dz: Array, x: Array, mu: Array, rsigma: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float
-) -> tuple[Array, Array, Array]:
+    dz: Array, x: Array, mu: Array, rsigma: Array, gamma: Array, beta: Array | None, zero_centered_gamma: bool,
+    epsilon: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return the gradients dx, dgamma and dbeta of `layernorm_fwd`; `normalization_bwd` documents the arguments."""
-    dx, dgamma, dbeta = normalization_bwd(dz, x, mu, rsigma, gamma, zero_centered_gamma, epsilon, "layernorm")
+    dx, dgamma, dbeta = normalization_bwd(
+        dz, x, mu, rsigma, gamma, beta, zero_centered_gamma, epsilon, "layernorm"
+    )
     assert dbeta is not None
     return dx, dgamma, dbeta
 
@@ -125,7 +161,9 @@ def rmsnorm_bwd(
     dz: Array, x: Array, rsigma: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float
 ) -> tuple[Array, Array]:
     """Return the gradients dx and dgamma of `rmsnorm_fwd`; `normalization_bwd` documents the arguments."""
-    dx, dgamma, _ = normalization_bwd(dz, x, None, rsigma, gamma, zero_centered_gamma, epsilon, "rmsnorm")
+    dx, dgamma, _ = normalization_bwd(
+        dz, x, None, rsigma, gamma, None, zero_centered_gamma, epsilon, "rmsnorm"
+    )
     return dx, dgamma
 
 

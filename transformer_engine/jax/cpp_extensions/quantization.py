@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from ..checks import check_optional, check_sizes, check_values
 from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from ..quantize.quantizers import Quantizer
 from ..quantize.tensors import NoScaleTensor, positive_axis
-from ..sharding import automatic_axes, is_mesh_available, mesh_resource_or_default
+from .amax import AmaxScope, calculate_amax
 from .base import BasePrimitive
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,26 +41,12 @@ def by_reference(function: Function) -> Function:
     return plain  # pyright: ignore[reportReturnType]
 
 
-class AmaxScope(enum.Enum):
-    """Devices that share the absolute maximum of a scale, for calls inside shard_map.
-
-    LOCAL is this device, TPSP the devices along MeshResource.tpsp_resource, and FSDP the devices along
-    MeshResource.fsdp_resource.
-    """
-
-    LOCAL = 1
-    TPSP = 2
-    FSDP = 3
-
-    def axes(self) -> tuple[str, ...]:
-        """Return the mesh axis of the scope if it is manual here; outside of shard_map maxima include all devices."""
-        resource = mesh_resource_or_default()
-        axis = {AmaxScope.TPSP: resource.tpsp_resource, AmaxScope.FSDP: resource.fsdp_resource}.get(self)
-        return () if axis is None or not is_mesh_available() or axis in automatic_axes() else (axis,)
-
-
 def quantize(
-    x: Array, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope: AmaxScope = AmaxScope.LOCAL
+    x: Array,
+    quantizer: Quantizer | None,
+    flatten_axis: int = -1,
+    amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
 ) -> Any:
     """Quantize x and advance the state of the quantizer.
 
@@ -70,10 +55,12 @@ def quantize(
         quantizer: Quantizer, or None.
         flatten_axis: First column axis of x.
         amax_scope: Devices that share the maximum inside shard_map.
+        transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
 
     Returns:
         The quantized tensor; a NoScaleTensor without a quantizer.
     """
+    switch("transpose_batch_sequence", transpose_batch_sequence)
     check_values("x", x)
     check_optional("quantizer", quantizer, Quantizer)
     member("amax_scope", amax_scope, AmaxScope)
@@ -88,6 +75,7 @@ def quantize_dbias(
     is_dbias: bool = True,
     flatten_axis: int = -1,
     amax_scope: AmaxScope = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
 ) -> tuple[Any, Array | None]:
     """Return dz quantized, and its sums over the axes before flatten_axis in dz's dtype, or None unless is_dbias."""
     check_values("dz", dz)
@@ -96,7 +84,26 @@ def quantize_dbias(
     if is_dbias:
         rows = tuple(range(positive_axis(flatten_axis, dz.ndim)))
         dbias = dz.astype(jnp.float32).sum(axis=rows).astype(dz.dtype)
-    return quantize(dz, quantizer, flatten_axis, amax_scope), dbias
+    return quantize(dz, quantizer, flatten_axis, amax_scope, transpose_batch_sequence), dbias
+
+
+def quantize_result(
+    y: Array,
+    quantizer: Quantizer | None,
+    amax_scope: AmaxScope,
+    transpose_batch_sequence: bool,
+    output_amax_when_no_scaling: bool,
+    flatten_axis: int = -1,
+) -> Any:
+    """Quantize the result of an operation as `quantize`.
+
+    Without a quantizer, the NoScaleTensor contains its absolute maximum if output_amax_when_no_scaling.
+    """
+    switch("output_amax_when_no_scaling", output_amax_when_no_scaling)
+    tensor = quantize(y, quantizer, flatten_axis, amax_scope, transpose_batch_sequence)
+    if quantizer is None and output_amax_when_no_scaling:
+        return NoScaleTensor(y, calculate_amax(y, amax_scope, transpose_batch_sequence))
+    return tensor
 
 
 def grouped_dbias(grad: Array, group_sizes: Array) -> Array:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, number, whole
+from ...common.checks import accepts_former_keywords, member, number, whole
 from ..checks import check_dtype, check_shaped, check_values
 from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, softmax
@@ -20,12 +24,28 @@ def scaled_softmax_fwd(logits: Array, scale_factor: float) -> Array:
     return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED)
 
 
-def scaled_softmax_bwd(dz: Array, softmax_out: Array, scale_factor: float) -> Array:
+def _without_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Decorate a gradient, so that it accepts calls without the inputs of the forward pass, which it does not read."""
+    names = [*inspect.signature(function).parameters][2:-1]
+
+    @functools.wraps(function)
+    def gradient(dz: Array, softmax_out: Array, *arguments: Any, **options: Any) -> Array:
+        if len(arguments) < len(names) + 1 and all(isinstance(value, Real) for value in arguments):
+            given = dict(zip(("scale_factor",), arguments, strict=False)) | options
+            return function(dz, softmax_out, **dict.fromkeys(names) | given)
+        return function(dz, softmax_out, *arguments, **options)
+
+    return gradient
+
+
+@_without_inputs
+def scaled_softmax_bwd(dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float) -> Array:
     """Return the gradient of the logits, scale_factor * p * (dz - sum(p * dz)), in softmax_out's dtype.
 
     Args:
         dz: Gradient of the probabilities, with the shape of softmax_out.
         softmax_out: Probabilities p [b, h, q, k] of the forward pass.
+        logits: Input of the forward pass, which is not read; calls may leave it out.
         scale_factor: Factor of the forward pass.
 
     Raises:
@@ -47,9 +67,15 @@ def scaled_masked_softmax_fwd(logits: Array, mask: Array, scale_factor: float) -
     return softmax(logits, mask, scale_factor, SoftmaxFusionType.SCALED_MASKED)
 
 
-def scaled_masked_softmax_bwd(dz: Array, softmax_out: Array, scale_factor: float) -> Array:
-    """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0."""
-    return scaled_softmax_bwd(dz, softmax_out, scale_factor)
+@_without_inputs
+def scaled_masked_softmax_bwd(
+    dz: Array, softmax_out: Array, logits: Array | None, mask: Array | None, scale_factor: float
+) -> Array:
+    """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0.
+
+    logits and mask are not read; calls may leave them out.
+    """
+    return scaled_softmax_bwd(dz, softmax_out, logits, scale_factor)
 
 
 def scaled_upper_triang_masked_softmax_fwd(logits: Array, scale_factor: float) -> Array:
@@ -57,13 +83,17 @@ def scaled_upper_triang_masked_softmax_fwd(logits: Array, scale_factor: float) -
     return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)
 
 
-def scaled_upper_triang_masked_softmax_bwd(dz: Array, softmax_out: Array, scale_factor: float) -> Array:
+@_without_inputs
+def scaled_upper_triang_masked_softmax_bwd(
+    dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float
+) -> Array:
     """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0."""
-    return scaled_softmax_bwd(dz, softmax_out, scale_factor)
+    return scaled_softmax_bwd(dz, softmax_out, logits, scale_factor)
 
 
+@accepts_former_keywords(fusion_type="softmax_fusion_type")
 def is_softmax_kernel_available(
-    fusion_type: SoftmaxFusionType,
+    softmax_fusion_type: SoftmaxFusionType,
     softmax_type: AttnSoftmaxType,
     batch: int,
     heads: int,
@@ -76,7 +106,7 @@ def is_softmax_kernel_available(
     The kernel has blocks of 128 threads. A warp processes two rows of up to 128 keys, or one longer row.
 
     Args:
-        fusion_type: Scaling and masking.
+        softmax_fusion_type: Scaling and masking.
         softmax_type: Denominator; the kernel supports VANILLA_SOFTMAX.
         batch: Batch size; batch * heads must be a multiple of 4.
         heads: Number of heads.
@@ -84,7 +114,7 @@ def is_softmax_kernel_available(
         k_seqlen: Number of keys, from 16 to 16384.
         dtype: dtype of the scores, of 16 bits.
     """
-    member("fusion_type", fusion_type, SoftmaxFusionType)
+    member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     member("softmax_type", softmax_type, AttnSoftmaxType)
     for name, extent in (("batch", batch), ("heads", heads), ("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
         whole(name, extent)

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ...common import env
 from ...common.checks import described, drop_rate, member, switch, whole
 from ..attention.arguments import check_attention, dropout_of, separated, sink_of
-from ..attention.fused import fused_attn, hidden_of, is_fused_attn_kernel_available
+from ..attention.availability import is_fused_attn_kernel_available
+from ..attention.fused import fused_attn, hidden_of
 from ..checks import broadcasts, check_values
 from ..context_parallel.plan import plan_of
 from ..context_parallel.reorder import CPStrategy
@@ -94,6 +95,7 @@ class _UnfusedDotProductAttention(nn.Module):
     scale: float
     bias_type: AttnBiasType
     softmax_type: AttnSoftmaxType
+    return_max_logit: bool
 
     @nn.compact
     def __call__(
@@ -104,15 +106,16 @@ class _UnfusedDotProductAttention(nn.Module):
         bias: Array | None,
         hidden: Array | None,
         seed: Array | None,
-    ) -> Array:
+    ) -> Any:
         """Attend; `seed` is the key of the dropout mask, None for no dropout."""
         heads = query.shape[2]
         offset = softmax_offset(self, self.softmax_type, heads)
         dropped = None if seed is None else dropout_of(seed, self.attention_dropout)
         sink = sink_of(self.softmax_type, offset, heads)
         return reference.attend(
-            query, key, value, bias, self.bias_type, hidden, self.scale, sink, dropped, self.float32_logits
-        )
+            query, key, value, bias, self.bias_type, hidden, self.scale, sink, dropped, self.float32_logits,
+            max_logit=self.return_max_logit,
+        )  # fmt: skip
 
 
 class _FusedDotProductAttention(nn.Module):
@@ -132,12 +135,13 @@ class _FusedDotProductAttention(nn.Module):
     context_checkpoint_name: str
     score_mod: Callable[..., Array] | None
     score_mod_bprop: Callable[..., Array] | None
+    return_max_logit: bool
 
     @nn.compact
     def __call__(
         self, query: Array, key: Array, value: Array, descriptor: SequenceDescriptor | Array | None, bias: Array | None,
         seed: Array | None, deterministic: bool, score_mod_tensors: Any, score_mod_bprop_tensors: Any,
-    ) -> Array:  # fmt: skip
+    ) -> Any:  # fmt: skip
         rate = 0.0 if seed is None else self.attention_dropout
         return fused_attn(
             (query, key, value), bias, descriptor, seed, self.bias_type, self.mask_type, self.layout,
@@ -145,7 +149,7 @@ class _FusedDotProductAttention(nn.Module):
             self.max_segments_per_seq, self.window, self.strategy, self.balanced, self.axis,
             self.context_checkpoint_name, softmax_offset(self, self.softmax_type, query.shape[2]),
             score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop, score_mod_tensors=score_mod_tensors,
-            score_mod_bprop_tensors=score_mod_bprop_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors, return_max_logit=self.return_max_logit,
         )  # fmt: skip
 
 
@@ -174,6 +178,7 @@ class DotProductAttention(nn.Module):
         softmax_type: "vanilla", "off_by_one" or "learnable".
         score_mod: Function of the scores before the softmax, see `attention.fused_attn`.
         score_mod_bprop: Its derivative, see `attention.fused_attn`.
+        return_max_logit: Return a pair of the attention and the largest logits [h], see `attention.fused_attn`.
     """
 
     head_dim: int
@@ -197,6 +202,7 @@ class DotProductAttention(nn.Module):
     softmax_type: str = "vanilla"
     score_mod: Callable[..., Array] | None = None
     score_mod_bprop: Callable[..., Array] | None = None
+    return_max_logit: bool = False
 
     @nn.compact
     def __call__(
@@ -211,7 +217,7 @@ class DotProductAttention(nn.Module):
         mask: Array | None = None,
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
-    ) -> Array:
+    ) -> Any:
         """Return the attention of query to key and value, with the shapes of qkv_layout.
 
         Args:
@@ -267,12 +273,12 @@ class DotProductAttention(nn.Module):
                 self.attention_dropout, scale, layout.to_separate(), bias_type, mask_type,
                 softmax_type, window, self.max_segments_per_seq, self.context_parallel_causal_load_balanced,
                 self.context_parallel_axis, strategy, self.context_checkpoint_name, self.score_mod,
-                self.score_mod_bprop,
+                self.score_mod_bprop, self.return_max_logit,
             )(
                 query, key, value, sequence_descriptor, bias, seed, deterministic, score_mod_tensors,
                 score_mod_bprop_tensors,
             )  # fmt: skip
-            return jnp.swapaxes(out, 0, 1) if self._transposed() else out
+            return self._result(out)
         hidden = hidden_of(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
             self.attention_dropout,
@@ -280,9 +286,16 @@ class DotProductAttention(nn.Module):
             scale,
             bias_type,
             softmax_type,
+            self.return_max_logit,
         )(query, key, value, bias, hidden, seed)
-        out = checkpoint_name(out, self.context_checkpoint_name)
-        return jnp.swapaxes(out, 0, 1) if self._transposed() else out
+        return self._result(out, self.context_checkpoint_name)
+
+    def _result(self, found: Any, name: str | None = None) -> Any:
+        """Return the output in the module's layout, with `name` for recomputation, and the largest logits if any."""
+        out, *largest = found if self.return_max_logit else (found,)
+        out = out if name is None else checkpoint_name(out, name)
+        out = jnp.swapaxes(out, 0, 1) if self._transposed() else out
+        return (out, *largest) if largest else out
 
     def _uses_fused_attention(
         self,
@@ -305,7 +318,7 @@ class DotProductAttention(nn.Module):
         return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(
             not deterministic, query.dtype, key.dtype, layout.to_separate(), bias_type, mask_type, softmax_type,
             0.0 if deterministic else self.attention_dropout, query.shape[2], key.shape[2], query.shape[1],
-            key.shape[1], query.shape[3], value.shape[3], window,
+            key.shape[1], query.shape[3], value.shape[3], window, return_max_logit=self.return_max_logit,
         )  # fmt: skip
 
     def _strategy(self) -> CPStrategy:

@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import whole
+from ...common.recipe import Recipe
 from ..moe import moe
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 
@@ -17,17 +18,18 @@ from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_i
 class _MoEBlock(TransformerEngineBase):
     """Mixture of experts: (y [b, s, h], the balancing loss or None, received rows), in the dtype of x.
 
-    The variables are gate_kernel [h, E], wi_0 and wi_1 [E, h, f] and wo [E, f, h]; with use_ffn_bias also wi_0_bias,
-    wi_1_bias and wo_bias; with use_expert_routing_bias also expert_bias [E] in float32.
+    The variables are gate_kernel [h, E], wi [E, h, 2 f] and wo [E, f, h]; with use_ffn_bias also wi_bias and wo_bias;
+    with use_expert_routing_bias also expert_bias [E] in float32. The former variables wi_0 and wi_1 [E, h, f], the
+    halves of wi, are read if they are given.
 
     Args:
         num_experts: Number E of experts.
         num_experts_per_tok: Experts of each token.
         intermediate_size: Size f of the hidden features.
-        activation_type: Activation of wi_0's output, which multiplies wi_1's output.
-        score_function: "softmax" or "sigmoid".
+        activation_type: Activation of the first f hidden features, which multiplies the other f.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
         use_pre_softmax: Take the weights of a softmax over all experts.
-        num_groups: Groups of experts; a number below 1 disables the limit.
+        num_groups: Groups of experts; None or a number below 1 disables the limit.
         group_topk: Groups that the experts of a token come from.
         scaling_factor: Factor of the weights.
         use_expert_routing_bias: Learn a bias of the scores that are compared.
@@ -38,12 +40,14 @@ class _MoEBlock(TransformerEngineBase):
         bias_init: Initializer of the biases.
         input_axes: Logical names of the axes of x.
         gate_kernel_axes: Logical names of the axes of gate_kernel.
-        wi_kernel_axes: Logical names of the axes of wi_0 and wi_1.
+        wi_kernel_axes: Logical names of the axes of wi.
         wo_kernel_axes: Logical names of the axes of wo.
         ep_axis: Mesh axis over which experts are sharded.
         data_parallelism_axes: Further mesh axes over which tokens are sharded.
         dtype: Dtype of the parameters.
         quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
+        recv_capacity_per_rank: Rows of a device's receive buffer; see `moe`.
+        quantization_recipe: Recipe of the products instead of that of autocast.
     """
 
     num_experts: int = 8
@@ -52,8 +56,8 @@ class _MoEBlock(TransformerEngineBase):
     activation_type: str = "silu"
     score_function: str = "softmax"
     use_pre_softmax: bool = False
-    num_groups: int = -1
-    group_topk: int = -1
+    num_groups: int | None = None
+    group_topk: int | None = None
     scaling_factor: float = 1.0
     use_expert_routing_bias: bool = False
     aux_loss_coeff: float = 0.0
@@ -69,6 +73,8 @@ class _MoEBlock(TransformerEngineBase):
     data_parallelism_axes: tuple[str, ...] = ()
     dtype: Any = jnp.float32
     quantization_checkpoint_name: str | None = None
+    recv_capacity_per_rank: int | None = None
+    quantization_recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype)
@@ -89,21 +95,23 @@ class _MoEBlock(TransformerEngineBase):
         # Axes [E, in, out]: an expert's fan-in is that of its matrix.
         init: Any = self.kernel_init
         gate = parameter(self, "gate_kernel", init, self.gate_kernel_axes, (width, count), self.dtype)
-        shapes = {"wi_0": (count, width, inner), "wi_1": (count, width, inner), "wo": (count, inner, width)}
-        kernels, biases, sets = [], [], []
+        shapes = {"wi": (count, width, 2 * inner), "wo": (count, inner, width)}
+        if self.has_variable("params", "wi_0"):
+            shapes = {"wi_0": (count, width, inner), "wi_1": (count, width, inner), "wo": shapes["wo"]}
+        kernels, biases, sets = {}, {}, []
         for place, (name, shape) in enumerate(shapes.items()):
             axes = self.wo_kernel_axes if name == "wo" else self.wi_kernel_axes
-            kernels.append(parameter(self, name, _by_expert(init), axes, shape, self.dtype))
+            kernels[name] = parameter(self, name, _by_expert(init), axes, shape, self.dtype)
             bias = None
             if self.use_ffn_bias:
                 bias_axes = (axes[0], axes[-1]) if axes else ()
                 bias = parameter(
                     self, f"{name}_bias", self.bias_init, bias_axes, (count, shape[-1]), self.dtype
                 )
-            biases.append(bias)
+            biases[f"{name}_bias"] = bias
             sets.append(
                 self.generate_quantizer_set(
-                    f"_{place}", None, self.quantization_checkpoint_name, n_groups=count
+                    f"_{place}", None, self.quantization_checkpoint_name, self.quantization_recipe, count
                 )
             )
         bias = None
@@ -117,10 +125,11 @@ class _MoEBlock(TransformerEngineBase):
                          "group_topk", "scaling_factor", "aux_loss_coeff", "apply_topk_weights_early")
         }  # fmt: skip
         return moe(
-            inputs, gate, kernels[0], kernels[1], kernels[2], biases[0], biases[1], biases[2], bias, num_experts=count,
-            ep_axis=self.ep_axis, data_parallelism_axes=self.data_parallelism_axes, input_axes=self.input_axes,
+            inputs, gate, **kernels, **biases, expert_bias=bias, num_experts=count, ep_axis=self.ep_axis,
+            data_parallelism_axes=self.data_parallelism_axes, input_axes=self.input_axes,
             gate_kernel_axes=self.gate_kernel_axes, wi_kernel_axes=self.wi_kernel_axes,
-            wo_kernel_axes=self.wo_kernel_axes, quantizer_sets=tuple(sets), **routing,
+            wo_kernel_axes=self.wo_kernel_axes, quantizer_sets=tuple(sets),
+            recv_capacity_per_rank=self.recv_capacity_per_rank, **routing,
         )  # fmt: skip
 
 

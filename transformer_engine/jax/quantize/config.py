@@ -15,7 +15,7 @@ from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
 
-from ...common.checks import described, member, reject_keywords, switch
+from ...common.checks import accepts_former_keywords, described, member, reject_keywords, switch
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
@@ -229,21 +229,20 @@ def _check_recipe(name: str, recipe: Any) -> None:
         )
 
 
-def get_quantization_recipe(recipe_name: str) -> Recipe:
+@accepts_former_keywords(recipe_name="name")
+def get_quantization_recipe(name: str) -> Recipe:
     """Return a new recipe with default settings.
 
     Args:
-        recipe_name: Name of a class of transformer_engine.common.recipe, such as "DelayedScaling".
+        name: Name of a class of transformer_engine.common.recipe, such as "DelayedScaling".
 
     Raises:
         ValueError: transformer_engine.jax has no recipe of that name.
     """
     classes = {cls.__name__: cls for cls in recipes.FAMILIES}
-    if not isinstance(recipe_name, str) or recipe_name not in classes:
-        raise ValueError(
-            f"recipe_name={described(recipe_name)} is not a recipe; choose one of {', '.join(classes)}"
-        )
-    return classes[recipe_name]()
+    if not isinstance(name, str) or name not in classes:
+        raise ValueError(f"name={described(name)} is not a recipe; choose one of {', '.join(classes)}")
+    return classes[name]()
 
 
 def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...common.checks import switch
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, of_rows
 from .scaling_modes import ScalingMode, TensorUsage
@@ -90,6 +91,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         original_shape: Shape [M, K] of grouped rows; None: that of data.
         first_dims: Argument of the constructor: another name of group_sizes.
         last_dims: Argument of the constructor: group_sizes of transposed data.
+        pre_swizzled: Argument of the constructor: False, since products swizzle the scales.
 
     The other arguments are those of `ScaledTensor1x`.
     """
@@ -111,8 +113,11 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         scaling_mode: ScalingMode = ScalingMode.NO_SCALING, dq_dtype: Any = jnp.bfloat16, is_colwise: bool = False,
         data_layout: str = "N", flatten_axis: int = 1, has_rht_applied: bool = False, *,
         first_dims: Array | None = None, last_dims: Array | None = None,
-        original_shape: tuple[int, ...] | None = None,
+        original_shape: tuple[int, ...] | None = None, pre_swizzled: bool = False,
     ):  # fmt: skip
+        switch("pre_swizzled", pre_swizzled)
+        if pre_swizzled:
+            raise ValueError("pre_swizzled=True, but scale_inv is stored row by row; leave pre_swizzled out")
         # The fields are not checked, since the leaves of a pytree may be tracers, shapes or arbitrary objects.
         ragged = first_dims if first_dims is not None else last_dims
         self.data, self.scale_inv, self.amax = data, scale_inv, amax  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -198,7 +203,9 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "amax", "group_sizes"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "amax", "first_dims", "last_dims"],
+    meta_fields=["original_shape"],
 )
 @dataclass
 class GroupedNoScaleTensor(AbstractBaseTensor1x):
@@ -207,12 +214,30 @@ class GroupedNoScaleTensor(AbstractBaseTensor1x):
     Args:
         data: Rows of all groups, or a stack with the groups as first axis.
         amax: Absolute maxima, or None.
-        group_sizes: Rows per group, int32 [G]; None for a stack.
+        first_dims: Rows per group, int32 [G]; None for a stack. Also accepted as group_sizes.
+        last_dims: Columns per group of groups along the last axis, or None.
+        original_shape: Shape of the values, by default that of data.
     """
 
     data: Array
-    amax: Array | None = None
-    group_sizes: Array | None = None
+    amax: Array | None
+    first_dims: Array | None
+    last_dims: Array | None
+    original_shape: tuple[int, ...] | None
+
+    def __init__(
+        self, data: Array, amax: Array | None = None, first_dims: Array | None = None,
+        last_dims: Array | None = None, original_shape: tuple[int, ...] | None = None, *,
+        group_sizes: Array | None = None,
+    ):  # fmt: skip
+        self.data, self.amax, self.last_dims = data, amax, last_dims  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.first_dims = group_sizes if first_dims is None else first_dims
+        self.original_shape = original_shape
+
+    @property
+    def group_sizes(self) -> Array | None:
+        """Extents of the groups, int32 [G]; None for a stack."""
+        return self.last_dims if self.first_dims is None else self.first_dims
 
     @property
     def ndim(self) -> int:

@@ -40,6 +40,7 @@ from .dot_product_attention.plan import (
     check_arguments,
     plan_of,
 )
+from .dot_product_attention.policies import check_policies
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
 from .dot_product_attention.settings import (
     NO_ARGUMENTS,
@@ -174,6 +175,10 @@ def check_layer_call(
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
+    if ours and arguments.thd_attention_policies is not None and isinstance(x, Tensor):
+        # The core plans an attention for each policy.
+        check_policies(core._config, arguments, x.device, state, False)
+        return rotation, None
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         floating("hidden_states", x)
     encoder = None

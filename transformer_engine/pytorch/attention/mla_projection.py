@@ -1,4 +1,8 @@
-"""FusedMLAQUpProjRopeQuant: the up projection, rotation and cast of latent attention's queries in one kernel."""
+"""The up projection, rotation and cast of latent attention's queries: the original's names, which are unsupported.
+
+The original's kernel needs a GPU of compute capability 10 and a library of that vendor. Clients test `is_supported` and
+take their separate steps otherwise.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +24,20 @@ class FusedMLAQUpProjRopeQuant(nn.Module):
     def is_supported(*_: Any, **__: Any) -> bool:
         """Return False: the three steps run one by one."""
         return False
+
+
+class FusedMLAQUpProjFunction:
+    """The differentiable form of `FusedMLAQUpProjRopeQuant`; it is supported nowhere."""
+
+    @staticmethod
+    def is_supported(*_: Any, **__: Any) -> bool:
+        """Return False: the steps run one by one."""
+        return False
+
+    @staticmethod
+    def apply(*_: Any, **__: Any) -> Any:
+        """Raise NotImplementedError with the replacement."""
+        raise NotImplementedError(
+            "FusedMLAQUpProjFunction has no kernel here, is_supported() is False; use te.RMSNorm, te.Linear, "
+            "apply_rotary_pos_emb and a quantizer"
+        )

@@ -223,30 +223,19 @@ class MultiheadAttention(CheckedLoading):
 
     @accepts_older_orders(v2_11=("bottom_right_diagonal",))
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-        encoder_output: Tensor | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        is_first_microbatch: bool | None = None,
-        checkpoint_core_attention: bool = False,
+        self, hidden_states: Tensor, attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None, attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        fast_zero_fill: bool = True,
-        pad_between_seqs: bool | None = None,
-        softcap: float | None = None,
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None, thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto", softcap: float | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
         Args:
@@ -264,6 +253,7 @@ class MultiheadAttention(CheckedLoading):
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap,
+            thd_attention_policies, thd_attention_policy_dispatch,
         )
         # fmt: on
         return self.attend(

@@ -5,9 +5,9 @@ from transformer_engine_torch import *  # noqa: F403
 
 from ...common import absent
 from .fused_attn import fused_attn_bwd, fused_attn_fwd
-from .gemm import general_gemm, general_grouped_gemm
+from .gemm import general_gemm, general_grouped_gemm, general_grouped_gemm_for_grouped_tensor
 
-__all__ = ["general_gemm", "general_grouped_gemm"]
+__all__ = ["general_gemm", "general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor"]
 __all__ += _extension.__all__
 
 absent.install_getters(__name__)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import transformer_engine_torch as tex
 from transformer_engine_torch.checks import sequence
+from transformer_engine_torch.grouped_products import is_row_scaled
 
 from ...common.checks import described, one_of
 from ...common.numbers import to_bool, to_ints
@@ -147,6 +148,63 @@ def general_grouped_gemm(
         0,
     )
     return out, gradients if grad and use_bias else bias, before
+
+
+def general_grouped_gemm_for_grouped_tensor(
+    A: Any, B: Any, out: Any, *, layout: str = "TN", accumulate: bool = False,
+    use_split_accumulator: bool = False, bias: Any = None, bias_scale: Tensor | None = None,
+    grad: bool = False, alpha: Tensor | None = None, beta: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Compute out_i = alpha_i * product of A_i and B_i + beta_i * out_i + bias_i * bias_scale, for GroupedTensors.
+
+    Args:
+        A: GroupedTensor, or a list of matrices.
+        B: GroupedTensor.
+        out: GroupedTensor of plain matrices, or a list of them, unless A is a list.
+        layout: "TN", "NN" or "NT", as in `general_gemm`.
+        accumulate: Default of beta: ones instead of zeros.
+        use_split_accumulator: See `general_gemm`; on for operands in FP8 blocks.
+        bias: GroupedTensor of one vector [N] per matrix.
+        bias_scale: Factor of the bias for each row.
+        grad: Must be False.
+        alpha: float32 [n], by default ones.
+        beta: float32 [n].
+
+    Returns:
+        `out`.
+
+    Raises:
+        NotImplementedError: `grad` is True, or an operand is NVFP4 with a scale per row.
+        ValueError: A and out are lists, `bias` is given with a list `out`, or `bias_scale` without `bias`.
+    """
+    if grad:
+        raise NotImplementedError("grad=True; compute the gradient of the bias with tex.bgrad_group_quantize")
+    if any(is_row_scaled(group) for group in (A, B)):
+        raise NotImplementedError("operands are NVFP4 with a scale per row; multiply their members")
+    lists = [isinstance(group, (list, tuple)) for group in (A, out)]
+    if all(lists):
+        raise ValueError(
+            "A and out are both lists; give at least one GroupedTensor, or call general_grouped_gemm"
+        )
+    if bias is not None and lists[1]:
+        raise ValueError("bias with a list of results is unsupported; give out as a GroupedTensor")
+    if bias_scale is not None and bias is None:
+        raise ValueError(
+            "bias_scale without bias has nothing to multiply; give bias, or leave bias_scale None"
+        )
+    trans_a, trans_b = _transposes(layout)
+    count = len(A) if lists[0] else A.num_tensors
+    device = B.device
+    alpha = torch.ones(count, dtype=torch.float32, device=device) if alpha is None else alpha
+    if beta is None:
+        beta = torch.full((count,), float(accumulate), dtype=torch.float32, device=device)
+    split = use_split_accumulator or any(map(_in_blocks, [*(A if lists[0] else A.members()), *B.members()]))
+    arguments = (A, trans_a, B, trans_b, out, bias, bias_scale, alpha, beta, None, None, split, 0)
+    if lists[0]:
+        return tex.te_general_grouped_gemm_for_discrete_in(*arguments)
+    if lists[1]:
+        return tex.te_general_grouped_gemm_for_discrete_out(*arguments)
+    return tex.te_general_grouped_gemm_for_grouped_tensor(*arguments)
 
 
 def _in_blocks(matrix: Any) -> bool:

@@ -115,7 +115,8 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
             "first, or use fully_shard, which needs no preparation"
         )
     wrapped = [m for m in fsdp_root.modules() if isinstance(m, FullyShardedDataParallel)]
-    layers = [(wrapper, wrapper.module) for wrapper in wrapped if hasattr(wrapper.module, "fp8_meta")]
+    # Layers with quantizers, and linear attention, which has none.
+    layers = [(wrapper, wrapper.module) for wrapper in wrapped if hasattr(wrapper.module, "fast_setattr")]
     for _, layer in layers:
         if getattr(layer, "primary_weights_in_fp8", False):
             raise RuntimeError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..constants import dist_group_type
 from ..primitives.operand import Operand
+from ..primitives.scale_order import row_major
 from .collectives import DeferredGather, gather_rows, world_size
 from .faults import NamedWork
 
@@ -83,6 +84,7 @@ def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 
     Returns:
         The pending operand, whose `wait` returns [n * m, K] or [K, n * m].
     """
+    operand = row_major(operand)
     blocks = operand.scale if operand.has_block_scales else None
     return PendingOperand(
         operand,

@@ -12,8 +12,8 @@ torch.utils.checkpoint marks its runs too (`torch_checkpoint.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ...common.formats import ceil_div
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
 from ..quantization.autocast import AutocastState, here
-from ..quantization.recompute_states import SecondRun, marked_by_hand, running
+from ..quantization.recompute_states import RepeatedContext, SecondRun, marked_by_hand, running
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable
@@ -226,37 +226,30 @@ def _with_random_states(
     return first, _JoinedContexts(second, _RestoredRandomStates(get_tracker))
 
 
-class _JoinedContexts(AbstractContextManager):
+class _JoinedContexts(RepeatedContext):
     """Several contexts as one, which may be entered repeatedly."""
 
     def __init__(self, *contexts: AbstractContextManager):
+        super().__init__()
         self._contexts = contexts
-        self._entered: list[ExitStack] = []
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def context(self) -> Iterator[None]:
         with ExitStack() as stack:
             for context in self._contexts:
                 stack.enter_context(context)
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._entered.pop().__exit__(*exception)
+            yield
 
 
-class _RestoredRandomStates(AbstractContextManager):
+class _RestoredRandomStates(RepeatedContext):
     """The random states of this object's creation, as a context that may be entered repeatedly."""
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None):
+        super().__init__()
         self._snapshot = RngSnapshot(get_tracker)
-        self._entered: list[AbstractContextManager] = []
 
-    def __enter__(self) -> None:
-        replay = self._snapshot.replay()
-        replay.__enter__()
-        self._entered.append(replay)
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._entered.pop().__exit__(*exception)
+    def context(self) -> AbstractContextManager:
+        return self._snapshot.replay()
 
 
 class _Shard(NamedTuple):

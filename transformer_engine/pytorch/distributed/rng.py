@@ -6,6 +6,7 @@ state of the CPU generator, a uint8 tensor.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ RngState = torch.Generator | Tensor
 RngStates = dict[Hashable, RngState]
 
 _tracked: RngStates = {}
+_trackers: weakref.WeakSet[CudaRNGStatesTracker] = weakref.WeakSet()
 
 
 def graph_safe_rng_available() -> bool:
@@ -55,6 +57,7 @@ class CudaRNGStatesTracker:
     """Named random states; `fork(name)` runs a block with one of them and saves its progress."""
 
     def __init__(self) -> None:
+        _trackers.add(self)
         self.states_: dict[Hashable, RngState] = {}
         self.seeds_: set[int] = set()
 
@@ -171,6 +174,39 @@ class RngSnapshot:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
+
+
+class TrackedStates:
+    """States of all trackers of a moment, to run a block from there again.
+
+    In the capture of a CUDA graph there are none: torch reads no random state there, and rejects generators that the
+    graph has not registered.
+    """
+
+    def __init__(self) -> None:
+        capturing = has_cuda() and torch.cuda.is_current_stream_capturing()
+        self._states = [
+            (weakref.ref(tracker), _copied(tracker.states_))
+            for tracker in _trackers
+            if tracker.states_ and not capturing
+        ]
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run the block from the recorded states, then go on from the states before the block."""
+        before = [(tracker, tracker.states_) for tracker in _trackers]
+        registered = get_all_rng_states()
+        for reference, states in self._states:
+            tracker = reference()
+            if tracker is not None:
+                # Copies again: a generator advances in place, and the block may be replayed more than once.
+                tracker.set_states(_copied(states))
+        try:
+            yield
+        finally:
+            for tracker, states in before:
+                tracker.states_ = states
+            set_all_rng_states(registered)
 
 
 def _copied(states: RngStates) -> RngStates:

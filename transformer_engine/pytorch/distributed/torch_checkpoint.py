@@ -1,14 +1,15 @@
 """torch.utils.checkpoint repeats autocast, recipe and scales of the first run, as te.checkpoint does.
 
-torch restores random states and torch.autocast for the second run, and has no hook for other state. Its functions
-cannot be replaced, because callers (Hugging Face, FSDP's wrapper, Lightning) have imported them before. This module
-therefore extends the classes that both implementations instantiate in every call. The graph node or the frame of the
-call owns the state. Nested checkpoints nest their runs.
+torch restores its random states and torch.autocast for the second run, and has no hook for other state, such as a
+`CudaRNGStatesTracker`. Its functions cannot be replaced, because callers (Hugging Face, FSDP's wrapper, Lightning) have
+imported them before. This module therefore extends the classes that both implementations instantiate in every call. The
+graph node or the frame of the call owns the state. Nested checkpoints nest their runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from ..quantization.recompute_states import SecondRun, running
+from .rng import TrackedStates
+
+
+class _SecondRunOfTorch(SecondRun):
+    """Context of second runs, which also restores the random states of trackers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tracked = TrackedStates()
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        with super().context(), self._tracked.replay():
+            yield
 
 
 class _RepeatedFunction:
@@ -23,7 +38,7 @@ class _RepeatedFunction:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._second_run = SecondRun()
+        self._second_run = _SecondRunOfTorch()
         self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +69,7 @@ def _apply(cls: type[CheckpointFunction], run_function: Callable[..., Any], *arg
 def _init(self: Any, frame: Any) -> None:
     """Create the saved-tensor hooks of a first run that is not reentrant; `frame` holds the function to repeat."""
     _torch_init(self, frame)
-    second_run = SecondRun()
+    second_run = _SecondRunOfTorch()
     frame.recompute_fn = _SecondRunFunction(frame.recompute_fn, second_run)
     self.first_run = running(second_run.states, False)
 

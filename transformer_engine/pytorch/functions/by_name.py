@@ -23,7 +23,7 @@ from ..runtime.tracing import result_in
 from .linear_spec import LinearSpec
 from .norm_linear import NormLinearSpec
 from .normalization import Norm, NormStatistics
-from .steps import leading_shape
+from .sequence import leading_shape
 
 _extensions: list[Callable[[], Any]] = []
 

@@ -1,6 +1,6 @@
 """Whether a norm or an activation makes the codes of the next product, or is computed in a product's epilogue.
 
-The tables choose when a spec is built; `explain` prints their reasons. `common/passes/rules.py` has the rewrites.
+The tables choose when a spec is built; `explain` prints their reasons.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from typing import NamedTuple
 from ...common.dispatch import Backend, Table
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
-from .linear_spec import LinearSpec, gathers_values, gradient_cast, input_cast, sums_over_ranks
+from .linear_spec import (
+    LinearSpec,
+    gathers_values,
+    gradient_cast,
+    input_cast,
+    inspects,
+    sums_over_ranks,
+)
 
 IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 
@@ -35,6 +42,7 @@ class Fusion(NamedTuple):
         sums: Its column sums are requested too, and row blocks alone are quantized faster afterwards.
         quantized: The product before the activation is quantized.
         reduced: The product before the activation is this rank's part of a sum.
+        inspected: An inspector reads or replaces the product before the activation.
     """
 
     features: tuple[str, ...]
@@ -44,6 +52,7 @@ class Fusion(NamedTuple):
     sums: bool = False
     quantized: bool = False
     reduced: bool = False
+    inspected: bool = False
 
 
 def _unsupported_codes(fusion: Fusion) -> str | None:
@@ -74,6 +83,8 @@ def _unsupported_product(fusion: Fusion) -> str | None:
         return f"no matrix product computes {fusion.activation} in its epilogue, only gelu"
     if fusion.reduced:
         return "the product is only this rank's part of a sum"
+    if fusion.inspected:
+        return "an inspector reads the product"
     if fusion.codes is not None:
         return f"{fusion.codes} codes are made where the activation is"
     # A graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads the rounded x.
@@ -116,6 +127,7 @@ def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
             _format(None if features else input_cast(fc2)),
             quantized=not (fc1.input.is_identity and fc1.weight.is_identity),
             reduced=sums_over_ranks(fc1.parallel, "row"),
+            inspected=inspects(fc1, "output"),
         )
     )
 
@@ -138,6 +150,7 @@ def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
             one_scale=cast is not None and cast.multiplier is None and cast.spec.format.block is None,
             sums=cast is not None and not gradient_fuses(cast.spec, fc1.needs_grad_bias),
             reduced=sums_over_ranks(fc2.parallel, "column"),
+            inspected=inspects(fc2, "grad_input"),
         )
     )
 

@@ -15,8 +15,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
-from .layer_passes import LayerPasses
-from .linear_spec import LINEAR, Dtypes, Environment, LinearSpec
+from .linear_spec import LinearSpec
 from .main_grad import main_grad_of
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
@@ -57,7 +56,8 @@ class GroupedSpec:
         groups: Spec of each group's product.
         unquantized: The same in high precision, for groups whose numbers of rows the format does not support; empty
             if nothing is quantized.
-        passes: The passes over all groups; None for an operation of a chain, whose passes are those of the chain.
+        layer: Settings that all groups have in common; a gradient is needed if some group needs it. None for an
+            operation of a chain, whose passes are those of the chain.
         extents: Extents (N, K) of a weight.
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
@@ -70,7 +70,7 @@ class GroupedSpec:
 
     groups: tuple[LinearSpec, ...]
     unquantized: tuple[LinearSpec, ...]
-    passes: LayerPasses | None
+    layer: LinearSpec | None
     extents: tuple[int, int]
     stacked_weight: bool
     stacked_bias: bool
@@ -108,10 +108,6 @@ class GroupedCall:
     clears: bool = False
 
     @property
-    def passes(self) -> LayerPasses | None:
-        return self.spec.passes
-
-    @property
     def scale_update(self) -> ScaleUpdate | None:
         return self.spec.scale_update
 
@@ -123,15 +119,6 @@ class GroupedCall:
     # Numbers of rows change from call to call, so a compiled pass would serve one call only.
     compiled = None
     beside = ()
-
-    def linears(self) -> dict[str, LinearSpec]:
-        """Return the first group's product by the name of the layer."""
-        return {LINEAR: self.groups[0]}
-
-    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        """Return the environment of the passes; see `LinearSpec.environment`."""
-        linears: dict[str, Any] = {LINEAR: self}
-        return Environment(linears, {LINEAR: dtypes[0]} if dtypes else {}, leading)
 
     def rows_of(self, x: Any) -> Sequence[Any]:
         """Return each group's rows of a matrix; values that are given per group are returned unchanged."""

@@ -26,8 +26,7 @@ from ..runtime.double_backward import once_differentiable
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantizer import Calibrating, Quantizer
 from .grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec
-from .linear_spec import Environment, LinearSpec, changed
-from .run import Schedule, run
+from .linear_spec import LinearSpec, changed
 from .scale_update import ScaleUpdate
 
 
@@ -36,26 +35,20 @@ class GroupedKernel:
     """The passes of a kind of call, as the operators run them.
 
     Attributes:
-        name: Name of the layer in the steps of the passes.
         spec: The settings.
-        dtypes: Dtypes of the gradients of weight and bias.
-        inference: The forward pass: takes x and the other inputs, returns y.
-        again: The part of the forward pass that makes the buffers that the backward pass reads.
-        backward: The backward pass: takes dy and those buffers, returns a gradient of each input or None.
-        order: Of each input of `backward` behind dy, the position among the buffers of `again`.
+        inference: Function (call, inputs) -> y.
+        again: Function (call, inputs) -> what the backward pass reads, without y.
+        backward: Function (call, [dy, *the results of `again`]) -> a gradient of each input or None.
         lists: Sizes of the lists into which the inputs behind x are collected; None: each is an input by itself.
         present: Of each input, whether `backward` returns its gradient.
         call: Function from a spec, the numbers of rows, x and its weights to the call.
         states: Delayed-scaling states of the forward and of the backward pass.
     """
 
-    name: str
     spec: GroupedSpec
-    dtypes: tuple[torch.dtype, torch.dtype]
-    inference: Schedule
-    again: Schedule
-    backward: Schedule
-    order: tuple[int, ...]
+    inference: Callable[[GroupedCall, list[Any]], Tensor]
+    again: Callable[[GroupedCall, list[Any]], list[Any]]
+    backward: Callable[[GroupedCall, list[Any]], Sequence[Any]]
     lists: tuple[int, ...] | None
     present: tuple[bool, ...]
     call: Callable[[GroupedSpec, Tensor, Tensor, Sequence[Tensor]], GroupedCall]
@@ -71,10 +64,6 @@ class GroupedKernel:
             made.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
             start += count
         return made
-
-    def environment(self, call: GroupedCall) -> Environment:
-        """Return the environment of the passes."""
-        return Environment({self.name: call}, {self.name: self.dtypes}, ())  # pyright: ignore
 
     def gradients(self, results: Sequence[Any]) -> list[Tensor | None]:
         """Return the gradient of each input."""
@@ -190,7 +179,7 @@ def _forward_op(
     kernel = _kernels[key]
     spec, maxima = _with_states(kernel, scales, ())
     call = kernel.call(spec, rows, x, tensors)
-    (y,), _ = run(kernel.inference, kernel.environment(call), kernel.given(x, tensors))
+    y = kernel.inference(call, kernel.given(x, tensors))
     return [y, *maxima]
 
 
@@ -214,9 +203,8 @@ def _backward_op(
     """Return the gradients of the inputs that have one, and the maxima that the casts of gradients record."""
     kernel = _kernels[key]
     spec, maxima = _with_states(kernel, forward_scales, scales)
-    environment = kernel.environment(kernel.call(spec, rows, x, tensors))
-    _, saved = run(kernel.again, environment, kernel.given(x, tensors))
-    results, _ = run(kernel.backward, environment, [dy, *[saved[i] for i in kernel.order]])
+    call = kernel.call(spec, rows, x, tensors)
+    results = kernel.backward(call, [dy, *kernel.again(call, kernel.given(x, tensors))])
     made: list[Tensor] = []
     for gradient, tensor in zip(kernel.gradients(results), (x, *tensors), strict=True):
         if gradient is not None:

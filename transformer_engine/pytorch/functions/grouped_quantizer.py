@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8
+from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ..primitives.grouped_gemm import Groups, Matrices
 from ..primitives.grouped_quantize import GroupedQuantized, ScaleSlots, quantize_matrices, quantize_rows
 from ..primitives.quantize import QuantizeSpec
+from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.elements import element_of
 from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-from ..tensor.mxfp8_tensor import MXFP8Quantizer
 from ..tensor.quantizer import Quantizer
 
 
@@ -24,7 +24,7 @@ class GroupedQuantizer:
     """Quantizer of all groups, with the codes and recorded maxima of each group's own quantizer.
 
     Args:
-        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D or MXFP8.
+        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D or one with exponents.
         state: State of delayed scaling, or None. Its tensors may be replaced between two calls.
         offset: Index of the first group's slot in the tensors of `state`.
         stride: Distance between the slots of consecutive groups.
@@ -38,7 +38,7 @@ class GroupedQuantizer:
     @property
     def multiple(self) -> int:
         """Divisor of the groups' numbers of rows, and of the extents of weights."""
-        return MXFP8Quantizer.MULTIPLE if self.format == MXFP8 else 1
+        return self.format.length if self.format.by_exponents else 1
 
     def rows(self, x: Tensor, groups: Groups, rowwise: bool, columnwise: bool) -> GroupedQuantized:
         """Quantize groups of rows of x [total, K] in the requested directions."""
@@ -92,6 +92,8 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
         spec = first.spec(True, True)
         if spec.format == (BLOCK_2D if of_matrices else BLOCK_1D):
             return GroupedQuantizer(spec)
-    if isinstance(first, MXFP8Quantizer) and (of_matrices or not first.with_2d_quantization):
-        return GroupedQuantizer(first.spec(True, True))
+    if isinstance(first, BlockScalingQuantizer) and first.makes_tiles:
+        spec = first.spec(True, True)
+        if spec.format.by_exponents and (of_matrices or not spec.two_dimensional):
+            return GroupedQuantizer(spec)
     return None

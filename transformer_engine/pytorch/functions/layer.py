@@ -7,85 +7,145 @@ function, whose two methods are `forward_of` and `backward_of_layer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
-from ..runtime.autograd import check_transforms
+from ..runtime.autograd import check_transforms, without_autocast
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .compiled import CompiledLayer, CompiledPass, compiles_on
-from .layer_passes import LayerPasses
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
-from .run import Schedule, run
 from .saving import pack, save, take_saved_before_transfer, unpack
-from .steps import leading_shape
+from .sequence import leading_shape
 
 
-def infer(operation: str, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass without saving; return its results. `operation` is the name of the layer in messages."""
-    check_transforms(operation, tensors)
+class LayerFunctions(NamedTuple):
+    """The passes of a kind of layer, as plain functions.
+
+    Attributes:
+        name: Name of the layer in messages.
+        forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and the operands and
+            tensors that the backward pass reads. Without `saves` the second list is not used. `leading` are the
+            dimensions of the input before its last one.
+        backward: Function (operands, spec, dtypes, leading) -> gradients of the tensors. The operands are the gradients
+            of the results, then the saved values; the function empties their list.
+        results: Number of results.
+    """
+
+    name: str
+    forward: Callable[..., tuple[list[Any], list[Any]]]
+    backward: Callable[..., list[Any]]
+    results: int
+
+
+# Run a pass instead of calling it: runner(name of the pass, function, arguments). `te.explain` sets it.
+runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]] = []
+
+
+def infer_with(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Run the forward pass without saving; return its results."""
+    check_transforms(functions.name, tensors)
     if spec.compiled is not None:
         return spec.compiled.forward([*tensors], spec, spec.beside)[0]
-    return _run_forward(spec, spec.passes.inference, tensors)[0]
+    return forward_results(functions, spec, tensors, False)[0]
 
 
-def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes) -> Sequence[Any]:
+def record(
+    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes
+) -> Sequence[Any]:
     """Run the forward pass of a node and save what its backward pass reads; return the results.
 
     Args:
+        functions: The passes.
         ctx: The node.
-        spec: The call of the layer.
+        spec: Settings of the call.
         tensors: Input and parameters; None for absent ones.
         dtypes: Dtypes of the gradients of each linear layer's weight and bias.
     """
-    passes: LayerPasses = spec.passes
     ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
-        made, kind = spec.compiled.forward([*tensors], spec, spec.beside)
-        count = len(passes.forward.results)
-        spec.compiled.save(ctx, made[count:], kind, spec.scale_update)
-        return made[:count]
-    results, saved = _run_forward(spec, passes.forward, tensors)
+        outputs, kind = spec.compiled.forward([*tensors], spec, spec.beside)
+        spec.compiled.save(ctx, outputs[functions.results :], kind, spec.scale_update)
+        return outputs[: functions.results]
+    results, saved = forward_results(functions, spec, tensors, True)
     save(ctx, (), saved, spec.scale_update)
     return results
 
 
-def backward_of_layer(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the backward pass of a node; return the gradients that it makes, that of the input in the input's shape."""
+def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Run the backward pass of a node; return the gradients of its tensors."""
     spec = ctx.spec
     if spec.compiled is not None:
         return spec.compiled.backward(ctx, grads, spec)
-    given = [grad for grad in grads if grad is not None]
-    given += unpack(take_saved_before_transfer(ctx), ctx.forms)
-    return gradients_of(spec, spec.passes, given, ctx.dtypes, ctx.input_shape)
+    operands = [*grads, *unpack(take_saved_before_transfer(ctx), ctx.forms)]
+    return backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)
 
 
-def gradients_of(
-    spec: LayerSpec, passes: LayerPasses, given: list[Any], dtypes: Dtypes, shape: torch.Size
+def backward_results(
+    functions: LayerFunctions,
+    spec: LayerSpec,
+    operands: list[Any],
+    dtypes: Dtypes,
+    shape: torch.Size,
 ) -> list[Any]:
-    """Run the backward pass on output gradients and saved buffers, a list that it empties."""
-    results, _ = run(passes.backward, spec.environment(dtypes, tuple(shape[:-1])), given)
+    """Gradients of a layer's tensors; the gradient of the input gets the input's shape. `operands` is emptied."""
+    arguments = (operands, spec, dtypes, tuple(shape[:-1]))
+    if runners:
+        results = runners[-1](f"backward pass of {functions.name}", functions.backward, arguments)
+    else:
+        results = functions.backward(*arguments)
     dx = results[0]
     if dx is not None and dx.shape != shape:
         results[0] = dx.view(shape)
     return results
 
 
-def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
-    """Return the compiled passes of a layer; None if its steps do more than kernels, products and collectives."""
-    linears = spec.linears().values()
-    if spec.passes is None or not compiles_on(device):
+@without_autocast
+def forward_results(
+    functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any], saves: bool
+) -> tuple[list[Any], list[Any]]:
+    """Results of a forward pass with the leading dimensions of the input, and the buffers to save."""
+    x: Any = tensors[0]
+    leading = tuple(x.shape[:-1])
+    if offloading.synchronizer is not None:
+        mark_ready(x)
+    arguments = (tensors, spec, saves, leading)
+    if runners:
+        results, saved = runners[-1](f"forward pass of {functions.name}", functions.forward, arguments)
+    else:
+        results, saved = functions.forward(*arguments)
+    return _in_shape(results, saved, leading)
+
+
+def compiled_functions(
+    functions: LayerFunctions, spec: LayerSpec, device: torch.device
+) -> CompiledLayer | None:
+    """Compiled passes of a layer; None if they do more than start kernels, products and collectives."""
+    if not compiles_on(device):
         return None
+    linears = spec.linears()
     for linear in linears:
         if linear.traced or linear.output is not None or linear.grad_input is not None:
             return None
-    return compiled_passes(linears, device, _forward_pass, _backward_pass)
+
+    def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
+        results, saved = forward_results(functions, spec, tensors, spec.needs_grad)
+        kept, forms = pack(*saved) if spec.needs_grad else ([], [])
+        return (*results, *kept), forms
+
+    def backward(tensors: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
+        count = functions.results
+        operands = tensors[:count] + unpack(tensors[count:], ctx.forms)
+        tensors.clear()
+        return tuple(backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)), None
+
+    return compiled_passes(linears, device, forward, backward)
 
 
 def compiled_passes(
@@ -117,30 +177,8 @@ def compiled_passes(
     )
 
 
-def _forward_pass(given: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
-    schedule = spec.passes.forward if spec.needs_grad else spec.passes.inference
-    results, saved = _run_forward(spec, schedule, given)
-    kept, forms = pack(*saved)
-    return (*results, *kept), forms
-
-
-def _backward_pass(given: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
-    count = len(spec.passes.forward.results)
-    values = [grad for grad in given[:count] if grad is not None] + unpack(given[count:], ctx.forms)
-    given.clear()
-    return tuple(gradients_of(spec, spec.passes, values, ctx.dtypes, ctx.input_shape)), None
-
-
-def _run_forward(
-    spec: LayerSpec, schedule: Schedule, tensors: Sequence[Tensor | None]
-) -> tuple[list[Any], list[Any]]:
-    """Return the results in their shapes, and the saved buffers."""
-    x: Any = tensors[0]
-    leading = tuple(x.shape[:-1])
-    env = spec.environment((), leading)
-    if offloading.synchronizer is not None:
-        mark_ready(x)
-    results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
+def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+    """Results with the leading dimensions of the input, and the saved buffers."""
     if len(leading) == 1 and not torch.compiler.is_compiling():
         return results, saved  # results are matrices
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that

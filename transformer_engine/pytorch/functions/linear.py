@@ -1,42 +1,274 @@
-"""y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in the formats of the quantizers."""
+"""y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in the formats of the quantizers.
+
+A linear layer computes three matrix products. Each contracts the last axis of both operands:
+
+| product | contracts | reads |
+| --- | --- | --- |
+| y [M, N] = x [M, K] @ weight [N, K].T + bias | K | x by rows, weight by rows |
+| dx [M, K] = dy [M, N] @ weight [N, K] | N | dy by rows, weight by columns |
+| dw [N, K] = dy [M, N].T @ x [M, K] | M | dy by columns, x by columns |
+
+In low precision an operand is codes and scales. Scales of blocks belong to elements along the contracted axis, so that
+x, weight and dy are each quantized in two directions: by rows [M, K], and by columns, whose operand [K, M] is that of
+the transpose. The forward pass quantizes x and weight in both directions, multiplies the rows and saves the columns.
+Unquantized matrices are read as they are, by columns as their transpose (`Matrix`).
+
+A tensor-parallel layer has a shard of the weight: [N / ranks, K] in the mode "column", [N, K / ranks] in the mode
+"row". Products are then partial sums over the ranks: dx in the mode "column", y in the mode "row". With sequence
+parallelism, ranks share the rows of the activations outside of the layers: a sum returns this rank's rows, and x (mode
+"column") or dy (mode "row") is gathered, as values or as codes (`LinearSpec.gather_input`). Communication begins early
+and is waited for late.
+
+The functions run step by step on any device. For warm calls on a GPU they run once on Symbols, which lists their
+kernels and products (`compiled.py`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
+from ..offload.marks import active as offloading
+from ..offload.marks import keep_weight
+from ..primitives.gemm import Epilogue, gemm, gemm_gelu_gradient
+from ..primitives.quantize import Cast
 from ..runtime.autograd import Function, applier
-from .layer import backward_of_layer, forward_of, infer
-from .layer_passes import LayerPasses, layer_passes, linear_facts, linear_fusions
-from .linear_spec import LINEAR, LinearSpec, changed
-from .saving import backward_of
+from ..runtime.tracing import result_in
+from ..tensor.quantizer import Matrix, Quantizer
+from .communication import Pending, begin_sum, gathered_product, scattered_product
+from .gathered_operands import (
+    begin_gather_again,
+    columns_of_input,
+    columns_of_rows,
+    forward_input,
+    gathers_again,
+    output_gradient,
+)
+from .layer import LayerFunctions, infer_with, record, run_backward
+from .linear_operands import converted, dequantized, operand_of, weight_operands
+from .linear_spec import Dtypes, LinearSpec, inspects, sums_over_ranks
+from .saving import backward_of, wait_for_saved
+from .sequence import leading_shape
 
 
-def passes_of(spec: LinearSpec, bias: bool) -> LayerPasses:
-    """Return the passes of a layer that is one product, with or without a bias."""
-    return layer_passes("linear", (linear_facts(spec, LINEAR, bias),), linear_fusions(spec, LINEAR))
+class LinearGradients(NamedTuple):
+    """dx [M, K], dw [N, K] and db [N]; None for a gradient that is not computed here."""
+
+    input: Any
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def linear_forward(
+    x: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LinearSpec,
+    leading: tuple[int, ...],
+    multiplies: bool = True,
+) -> tuple[Any, Any, Any]:
+    """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N].
+
+    Args:
+        x: Values [.., K], or their `Operands` from the kernel that computed them.
+        weight: Weight [N, K] of this rank.
+        bias: Bias [N], or None.
+        spec: Settings.
+        leading: Dimensions of x before K, which a quantized y gets.
+        multiplies: Compute y. Recomputation needs the other results only.
+
+    Returns:
+        y or None; and what the backward pass reads, x for dw and the weight for dx, None without that gradient.
+    """
+    parallel = spec.parallel
+    x_rows, saved_input = forward_input(x, spec)
+    w_rows, saved_weight = forward_weight(weight, spec)
+    if not multiplies:
+        return None, saved_input, saved_weight
+    epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
+    cast = _result_cast(spec, spec.output, "output", "row")
+    if _scatters(spec, "output", "row") and bias is None:
+        y = scattered_product(x_rows, w_rows, epilogue, parallel).wait()
+    else:
+        # y [M, N] = x [M, K] @ weight [N, K].T + bias: both by rows.
+        y = product(x_rows, w_rows, epilogue, cast)
+        del x_rows, w_rows
+        y = _inspected(y, spec, "output")
+        if sums_over_ranks(parallel, "row"):
+            y = begin_sum(y, parallel).wait()
+    if spec.output is not None:
+        y = _quantized(y, spec, spec.output, cast, leading)
+    return y, saved_input, saved_weight
+
+
+def forward_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
+    """Quantize the weight [N, K], or read the codes of an earlier microbatch or of a quantized parameter.
+
+    Returns:
+        The weight by rows for y, and what dx reads: its columns, or the values that an override of the backward pass
+        multiplies.
+    """
+    w_rows, w_columns = weight_operands(weight, spec, spec.needs_grad_input and spec.backward == QUANTIZED)
+    if not spec.needs_grad_input:
+        return w_rows, None
+    saved: Any = w_rows if spec.backward == DEQUANTIZED else w_columns
+    if spec.backward == HIGH_PRECISION:
+        saved = Matrix(converted(weight, spec.dtype))
+    if offloading.synchronizer is not None:
+        keep_weight(saved)
+    return w_rows, saved
+
+
+def linear_backward(
+    operands: list[Any],
+    spec: LinearSpec,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    leading: tuple[int, ...] = (),
+) -> LinearGradients:
+    """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N] = sum of dy's rows.
+
+    Args:
+        operands: dy [.., N], or its `QuantizedGradient` from the kernel that computed it; then x and weight as
+            `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by the derivative of GELU at
+            u in the epilogue of the product. The list is emptied, so that each buffer is freed after its last reader.
+        spec: Settings.
+        dtypes: Dtypes of dw and db.
+        leading: Dimensions of x before K, which a quantized dx gets.
+    """
+    parallel, accumulation = spec.parallel, spec.accumulation
+    dy, x, w, *gelu_input = operands
+    operands.clear()
+    if gathers_again(spec):
+        # This rank's rows of x are sent to all ranks while dx is computed.
+        x = begin_gather_again(x, spec)
+    dy_rows, dy_columns, db = output_gradient(dy, spec, dtypes[1])
+    del dy
+    dx: Any = None
+    if spec.needs_grad_input:
+        wait_for_saved(w)
+        if spec.backward == DEQUANTIZED:
+            w = Matrix(dequantized(w, spec.dtype))
+        # dx [M, K] = dy [M, N] @ weight [N, K]: dy by rows, the weight by columns. Partial sums are in transit while dw
+        # is computed.
+        epilogue = Epilogue(spec.dtype, exact=accumulation.grad_input)
+        cast = _result_cast(spec, spec.grad_input, "grad_input", "column")
+        if gelu_input:
+            dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
+            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), *gelu_input, epilogue)
+            gelu_input.clear()
+        elif _scatters(spec, "grad_input", "column"):
+            dx = scattered_product(dy_rows, w, epilogue, parallel)
+        elif isinstance(dy_rows, Pending) and cast is None:
+            dx, dy_rows = gathered_product(dy_rows, w, epilogue)
+        else:
+            dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
+            dx = product(dy_rows, w, epilogue, cast)
+        del w
+        if not isinstance(dx, Pending):
+            dx = _inspected(dx, spec, "grad_input")
+            if sums_over_ranks(parallel, "column"):
+                dx = begin_sum(dx, parallel)
+            elif spec.grad_input is not None:
+                dx = _quantized(dx, spec, spec.grad_input, cast, leading)
+    dw = None
+    if spec.needs_grad_weight:
+        if dy_columns is None:
+            dy_columns = columns_of_rows(dy_rows)
+        del dy_rows
+        # dw [N, K] = dy [M, N].T @ x [M, K]: both by columns. It is returned, accumulated into main_grad, or delayed.
+        left = operand_of(dy_columns.wait() if isinstance(dy_columns, Pending) else dy_columns)
+        right = operand_of(columns_of_input(x, spec))
+        del dy_columns, x
+        dw = spec.weight_gradient.compute(left, right, accumulation.grad_weight, dtypes[0], spec.inspector)
+    if isinstance(dx, Pending):
+        dx = dx.wait()
+        if spec.grad_input is not None:
+            dx = _quantized(dx, spec, spec.grad_input, None, leading)
+    return LinearGradients(dx, dw, db)
+
+
+def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any:
+    """Compute a [M, K] @ b [N, K].T and its epilogue; rows of a may be in transit. With a cast return y's codes."""
+    if isinstance(a, Pending):
+        if cast is None:
+            return gathered_product(a, b, epilogue)[0]
+        a = a.wait()
+    return gemm(operand_of(a), operand_of(b), epilogue, cast)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _inspected(y: Any, spec: LinearSpec, result: str) -> Any:
+    """Let an inspector read or replace a result before it is summed over ranks."""
+    return spec.inspector.inspect(result, y) if inspects(spec, result) else y  # pyright: ignore
+
+
+def _scatters(spec: LinearSpec, result: str, mode: str) -> bool:
+    """Whether rows of a partial sum are sent while the product computes others."""
+    parallel = spec.parallel
+    return (
+        parallel.overlap.scatter
+        and parallel.sequence
+        and sums_over_ranks(parallel, mode)
+        and not (spec.traced or inspects(spec, result))
+    )
+
+
+def _result_cast(spec: LinearSpec, quantizer: Quantizer | None, result: str, mode: str) -> Cast | None:
+    """The cast by which a product quantizes its own result; None if nothing or another kernel quantizes it.
+
+    A product does so in FP8 with a scale that does not depend on the result.
+    """
+    if quantizer is None or spec.traced or inspects(spec, result) or sums_over_ranks(spec.parallel, mode):
+        return None
+    cast = quantizer.cast(True, False)
+    return cast if cast is not None and cast.multiplier is not None else None
+
+
+def _quantized(
+    y: Any, spec: LinearSpec, quantizer: Quantizer, cast: Cast | None, leading: tuple[int, ...]
+) -> Any:
+    """Quantized tensor [.., N] of a result y [M, N], or of its codes if the product has made them."""
+    if cast is None:
+        return quantizer.quantize(result_in(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])))
+    rows, columns = y.codes.shape
+    return quantizer.adopted(y, (*leading_shape(leading, rows), columns), spec.dtype)
+
+
+def _forward(
+    tensors: Sequence[Any], spec: LinearSpec, saves: bool, leading: tuple[int, ...]
+) -> tuple[list[Any], list[Any]]:
+    x, weight, bias = tensors
+    y, *saved = linear_forward(x, weight, bias, spec, leading)
+    return [y], saved
+
+
+def _backward(operands: list[Any], spec: LinearSpec, dtypes: Dtypes, leading: tuple[int, ...]) -> list[Any]:
+    return [*linear_backward(operands, spec, dtypes[0], leading)]
+
+
+FUNCTIONS = LayerFunctions("Linear", _forward, _backward, results=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
-    if spec.passes is None:
-        spec = changed(spec, passes=passes_of(spec, bias is not None))
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
-    return infer("Linear", spec, (x, weight, bias))[0]
+    return infer_with(FUNCTIONS, spec, (x, weight, bias))[0]
 
 
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
         dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return forward_of(ctx, spec, (x, weight, bias), (dtypes,))[0]
+        return record(FUNCTIONS, ctx, spec, (x, weight, bias), (dtypes,))[0]
 
     @staticmethod
     @backward_of("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *backward_of_layer(ctx, (grad_output,)), None
+        return *run_backward(FUNCTIONS, ctx, (grad_output,)), None
 
 
 _applied = applier(_Linear)

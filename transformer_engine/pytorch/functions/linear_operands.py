@@ -1,22 +1,110 @@
-"""The input and the weight of a linear layer as its products read them."""
+"""Matrices of a linear layer as its products read them: by rows, by columns, or as values."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.common_scale import with_common_scale
+from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.operand import COLS, ROWS, plain
+from ..primitives.gemm import as_matrix
+from ..primitives.gemm.listed import SymbolicOperand
+from ..primitives.gemm.request import MatrixLayout
+from ..primitives.operand import COLS, ROWS, Operand, plain
+from ..primitives.quantize import dequantize
+from ..runtime.device import current_hardware
+from ..runtime.symbols import Symbol
+from ..runtime.tracing import result_in
+from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
-from .linear_spec import LinearSpec
+from .linear_spec import LinearSpec, gathers_codes, gathers_gradient_codes
+from .listed_collectives import is_listed, list_check
+
+
+def operand_of(value: Operand | Matrix | Tensor) -> Operand:
+    """Operand of a product: values [.., K] as a matrix, and the values of a `Matrix` as their transpose."""
+    operand: Any = value
+    if isinstance(value, Matrix):
+        operand = plain(as_matrix(value.values).t())
+    elif isinstance(value, Tensor) or type(value) is Symbol:
+        operand = plain(as_matrix(value))  # pyright: ignore[reportArgumentType]
+    return SymbolicOperand(*operand) if type(operand.codes) is Symbol else operand
+
+
+def read_as(value: Any, transposed: bool) -> Any:
+    """Operand of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
+    return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value
+
+
+def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
+    """Quantize x [M, K] in the requested directions; a plain layer reads x itself."""
+    if spec.plain:
+        return Operands(x, Matrix(x))
+    if gathers_codes(spec):
+        _check_shard(spec.parallel, x)
+    matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
+    if rowwise or isinstance(x, QuantizedTensorStorage):
+        shards = spec.parallel if gathers_codes(spec) else None
+        return input_operands(matrix, spec.input, columnwise, shards, spec.parallel.size > 1)
+    return operands_for_products(spec.input, matrix, rowwise, columnwise, spec.parallel.size > 1)
+
+
+def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
+    """Quantize the output gradient dy [M, N] in the requested directions; a plain layer reads dy itself."""
+    if spec.plain:
+        return Operands(dy, Matrix(dy))
+    if gathers_gradient_codes(spec):
+        _check_shard(spec.parallel, dy)
+    matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
+    return operands_for_products(spec.grad_output, matrix, rowwise, columnwise, spec.parallel.size > 1)
+
+
+def _check_shard(parallel: TensorParallel, x: Any) -> None:
+    """Compare the quantization of a shard over the ranks: some quantizers take maxima over the ranks."""
+    (list_check if is_listed(x) else check_collective)(parallel, "quantization of a shard", x)
+
+
+def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
+    """Values [M, K] of an operand in a dtype, or of a tensor in its own dtype."""
+    if isinstance(x, Matrix):
+        return x.values
+    if isinstance(x, Operand):
+        return x.codes if x.format is None else dequantize(x._replace(dtype=dtype))
+    return plain_matrix(x)
+
+
+def converted(weight: Any, dtype: torch.dtype) -> Tensor:
+    """Values of a weight in the dtype of its layer."""
+    return weight.dequantize(dtype=dtype) if isinstance(weight, QuantizedTensorStorage) else weight.to(dtype)
+
+
+def dense_values(x: Any) -> Tensor:
+    """Values, in their shape, that form a matrix with a contiguous axis.
+
+    The gradient of a sum has no contiguous axis, and each reader would copy it.
+    """
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    if x.is_contiguous():
+        return x
+    matrix = as_matrix(x)
+    if not MatrixLayout.of(matrix.shape, matrix.stride()).stride:
+        matrix = matrix.contiguous()
+    if not matrix.is_contiguous():
+        return x  # readers see the matrix as a view of x
+    return result_in(matrix, x.shape)
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def input_operands(
-    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None
-) -> Operands:
+    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, shared: bool = False
+) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
@@ -28,6 +116,7 @@ def input_operands(
         columnwise: The column direction is read too.
         shards: The codes are gathered from the shards of these ranks. A shard that lacks a direction is quantized
             again, and the shards of a quantized tensor receive a common scale.
+        shared: See `operands_for_products`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
@@ -35,7 +124,31 @@ def input_operands(
             found = _operands_of(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
-    return quantizer.operands(x, True, columnwise)
+    return operands_for_products(quantizer, x, True, columnwise, shared)
+
+
+def operands_for_products(
+    quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, shared: bool
+) -> Operands:
+    """Return `quantizer.operands`, with scales in the order of products where the GPU multiplies the format.
+
+    Args:
+        quantizer: Quantizer of the values.
+        matrix: Values [M, K].
+        rowwise: The row direction is read.
+        columnwise: The column direction is read.
+        shared: Rows are gathered from other ranks, or split among them, which scales in that order do not allow.
+    """
+    if (
+        not shared
+        and isinstance(quantizer, BlockScalingQuantizer)
+        and type(matrix) in _PLAIN
+        and matrix.is_cuda
+    ):
+        needs = quantizer.spec(True, False).format.block_products
+        if quantizer.makes_tiles and needs is not None and current_hardware().has(needs):
+            return quantizer.tiled_operands(matrix, rowwise, columnwise)
+    return quantizer.operands(matrix, rowwise, columnwise)
 
 
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
@@ -46,6 +159,9 @@ def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
 
 def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
     """Return the weight as the products read it: the cached copy, the quantized parameter, or a new quantization."""
+    if spec.plain:
+        values = converted(weight, spec.dtype)
+        return Operands(values, Matrix(values))  # pyright: ignore[reportArgumentType]
     if spec.weight.reads_quantized:
         if spec.cached_weight is not None:
             return _in_dtype(_directions(spec.cached_weight, columnwise), spec.dtype)
@@ -59,7 +175,7 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
         return _operands_of(weight, columnwise)
     if spec.weight.is_identity and weight.dtype != spec.dtype:
         weight = weight.to(spec.dtype)
-    return spec.weight.operands(weight, True, columnwise)
+    return operands_for_products(spec.weight, weight, True, columnwise, spec.parallel.size > 1)
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:

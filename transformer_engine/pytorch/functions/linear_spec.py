@@ -1,4 +1,4 @@
-"""LinearSpec: the settings of one call of a linear layer, and the environment of its passes."""
+"""LinearSpec: the settings of one call of a linear layer, and what follows from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from .scale_update import ScaleUpdate
 from .weight_gradient import Inspector, WeightGradient
 
 IDENTITY = IdentityQuantizer()
-LINEAR = "linear"  # the name of a layer that is one product
 Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
 
 
@@ -35,33 +34,22 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The settings of one call of a layer, apart from its tensors: its passes, and what their steps refer to.
+    """The settings of one call of a layer, apart from its tensors.
 
     Attributes:
-        passes: `layer_passes.LayerPasses`; None before they are built.
-        compiled: `compiled.CompiledLayer` of these passes; None if they are not compiled.
+        compiled: `compiled.CompiledLayer` of the layer's passes; None if they are not compiled.
         beside: The tensors of weights that were quantized for an earlier microbatch.
         scale_update: The scales that delayed scaling updates after the backward pass.
         needs_grad: Some tensor of the layer needs a gradient.
     """
 
-    passes: Any = field(default=None, kw_only=True)
     compiled: Any = field(default=None, kw_only=True)
     beside: tuple[Tensor, ...] = field(default=(), kw_only=True)
     scale_update: ScaleUpdate | None = field(default=None, kw_only=True)
     needs_grad: bool = field(default=True, kw_only=True)
 
-    def linears(self) -> dict[str, LinearSpec]:
-        """Return the linear layers by their names in the passes."""
-        raise NotImplementedError
-
-    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        """Return the environment of the passes.
-
-        Args:
-            dtypes: Dtypes of the gradients of each linear layer's weight and bias; a forward pass needs none.
-            leading: Dimensions of the input in place of its rows.
-        """
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The linear layers."""
         raise NotImplementedError
 
 
@@ -115,11 +103,8 @@ class LinearSpec(LayerSpec):
     inspector: Inspector | None = None
     may_run_again: bool = False
 
-    def linears(self) -> dict[str, LinearSpec]:
-        return {LINEAR: self}
-
-    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        return Environment({LINEAR: self}, dict(zip((LINEAR,), dtypes, strict=False)), leading)
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (self,)
 
 
 class Environment(NamedTuple):
@@ -231,7 +216,8 @@ def input_cast(spec: LinearSpec) -> Cast | None:
         return None
     if spec.traced:
         return None  # the compiler must trace writes to the scaling state
-    return spec.input.cast(True, spec.needs_grad_weight)
+    by_rows = gathers_codes(spec) and spec.gather_input == ROW_CODES  # columns are made of the gathered rows
+    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
@@ -251,3 +237,8 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
     """Return whether a product is a partial sum over ranks: "row" in the forward pass, "column" in the backward."""
     return parallel.mode == mode and parallel.size > 1
+
+
+def inspects(spec: LinearSpec, result: str) -> bool:
+    """Whether an inspector reads or replaces a result: "output" or "grad_input"."""
+    return spec.inspector is not None and result in spec.inspector.results

@@ -1,7 +1,8 @@
-"""Collectives of a pass that is being listed: a compiled pass calls their steps on its tensors.
+"""Collectives of a pass that is being traced: the generated pass calls them on its tensors.
 
-A collective's step is a function of Python. Listing appends an instruction that calls it, and predicts the forms of its
-results. Between the halves of a collective the compiled pass holds the pending object of the step.
+A collective is a function of Python. Tracing appends an instruction that calls it, and predicts the forms of its
+results. Between the two halves of a collective the generated pass holds the pending object. Functions of instructions
+hold no symbols, which would keep the tensors of this call alive.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Collective, OverlappedProduct
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
+from ..primitives.gemm import Epilogue
 from ..primitives.operand import Operand
 from ..runtime.symbols import Form, Instructions, NotListed, Object, Symbol
 from ..tensor.quantizer import Matrix
-from .linear_spec import Environment
-
-Step = Callable[..., "tuple[Any, ...]"]
 
 
 class Buffers(NamedTuple):
@@ -73,33 +72,32 @@ def list_check(parallel: TensorParallel, collective: str, x: Symbol) -> None:
     x.instructions.apply(check, [x], [])
 
 
-def list_begin(begin: Step, collective: str, env: Environment, s: Collective, x: Any) -> ListedPending:
+def list_begin(begin: Callable[[Any], Any], collective: str, x: Any, ranks: int, axis: int) -> ListedPending:
     """Append the first half of a collective.
 
     Args:
-        begin: The step (environment, settings, x) -> (pending,).
+        begin: Function from the sent buffer to the pending object.
         collective: "all_gather", "all_reduce" or "reduce_scatter".
-        env: Environment of the pass.
-        s: Settings of the step.
         x: The buffer that is sent.
+        ranks: Number of ranks.
+        axis: Axis that an all_gather joins.
     """
-    given = Buffers.of(x)
-    join_given = given.join  # the function must not hold symbols, which hold the tensors of this call
-    (started,) = _instructions(given).apply(
-        lambda *tensors: begin(env, s, join_given(tensors)), given.symbols, [None]
+    sent = Buffers.of(x)
+    join_sent = sent.join
+    (started,) = _instructions(sent).apply(
+        lambda *tensors: (begin(join_sent(tensors)),), sent.symbols, [None]
     )
-    ranks = env.linears[s.group].parallel.size
-    sent, join = [given.symbols[0]], given.join
+    parts, join = [sent.symbols[0]], sent.join
     if isinstance(x, Operand):
         blocks = x.has_block_scales
-        sent += [x.scale] if blocks else []
+        parts += [x.scale] if blocks else []
         join = lambda parts: x._replace(codes=parts[0], scale=parts[1] if blocks else x.scale)  # noqa: E731
-    forms = tuple([_received(collective, symbol.form, ranks, s.axis) for symbol in sent])
+    forms = tuple([_received(collective, symbol.form, ranks, axis) for symbol in parts])
     return ListedPending(started, forms, join)
 
 
 def _received(collective: str, form: Form, ranks: int, axis: int) -> Form:
-    """Return the form of a collective's result."""
+    """Form of a collective's result."""
     shape = list(form.shape)
     if collective == "all_gather":
         shape[axis] *= ranks
@@ -110,79 +108,79 @@ def _received(collective: str, form: Form, ranks: int, axis: int) -> Form:
     return Form.contiguous(shape, form.dtype)
 
 
-def list_wait(wait: Step, env: Environment, s: Collective, pending: ListedPending) -> Any:
-    """Append the second half of a collective; return the buffer of its result."""
+def list_wait(wait: Callable[[Any], Any], pending: ListedPending) -> Any:
+    """Append the second half of a collective, which returns the result of a pending object."""
     instructions = pending.started.instructions
-    made = instructions.apply(lambda given: _parts(wait(env, s, given)[0]), [pending.started], pending.forms)
+    made = instructions.apply(lambda started: _parts(wait(started)), [pending.started], pending.forms)
     return pending.join(made)
 
 
 def _parts(whole: Any) -> tuple[Any, ...]:
-    """Return the tensors that a collective has made."""
+    """Tensors that a collective has computed."""
     if isinstance(whole, Operand):
         return (whole.codes, whole.scale) if whole.has_block_scales else (whole.codes,)
     return (whole,)
 
 
 def list_gathered_product(
-    step: Step,
-    env: Environment,
-    s: OverlappedProduct,
+    multiply: Callable[[Any, Any, Any], tuple[Tensor, Any]],
     pending: ListedPending,
     b: Any,
-    bias: Any,
+    epilogue: Epilogue,
     columns: int,
 ) -> tuple[Any, Any]:
-    """Append a product of gathered rows; return its result and the gathered matrix.
+    """Append a product of gathered rows.
 
     Args:
-        step: The step (environment, settings, pending, b, bias) -> (y, gathered).
-        env: Environment of the pass.
-        s: Settings of the step.
+        multiply: Function (pending object, b, bias) -> (y, gathered matrix).
         pending: The gather of the rows.
         b: The other operand.
-        bias: Bias of the product, or None.
+        epilogue: Bias and dtype of the product.
         columns: Number of columns of the product.
+
+    Returns:
+        y, and the gathered matrix.
     """
     other = Buffers.of(b)
     join_other = other.join
-    rows = math.prod(pending.forms[0].shape[:-1])
-    form = Form.contiguous((rows, columns), env.linears[s.product.layer].dtype)
+    form = Form.contiguous((math.prod(pending.forms[0].shape[:-1]), columns), epilogue.dtype)
 
-    def call(given: Any, added: Any, *tensors: Any) -> tuple[Any, ...]:
-        y, whole = step(env, s, given, join_other(tensors), added)
+    def call(started: Any, bias: Any, *tensors: Any) -> tuple[Any, ...]:
+        y, whole = multiply(started, join_other(tensors), bias)
         return (y, *_parts(whole))
 
     y, *whole = pending.started.instructions.apply(
-        call, [pending.started, bias, *other.symbols], [form, *pending.forms]
+        call, [pending.started, epilogue.bias, *other.symbols], [form, *pending.forms]
     )
     return y, pending.join(whole)
 
 
 def list_scattered_product(
-    step: Step, env: Environment, s: OverlappedProduct, a: Any, b: Any, shape: tuple[int, int]
+    multiply: Callable[[Any, Any], Any],
+    factors: tuple[Any, Any],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    ranks: int,
 ) -> ListedPending:
     """Append a product whose rows are summed over the ranks.
 
     Args:
-        step: The step (environment, settings, a, b) -> (pending,).
-        env: Environment of the pass.
-        s: Settings of the step.
-        a: The operand whose rows are those of the product.
-        b: The other operand.
+        multiply: Function of both operands that returns the pending object.
+        factors: The operands.
         shape: Shape of the product.
+        dtype: Dtype of the product.
+        ranks: Number of ranks.
     """
-    left, right = Buffers.of(a), Buffers.of(b)
+    left, right = Buffers.of(factors[0]), Buffers.of(factors[1])
     count, join_left, join_right = len(left.symbols), left.join, right.join
     (started,) = _instructions(left).apply(
-        lambda *tensors: step(env, s, join_left(tensors[:count]), join_right(tensors[count:])),
+        lambda *tensors: (multiply(join_left(tensors[:count]), join_right(tensors[count:])),),
         [*left.symbols, *right.symbols],
         [None],
     )
-    form = Form.contiguous(shape, env.linears[s.product.layer].dtype)
-    ranks = env.linears[s.collective.group].parallel.size
-    return ListedPending(started, (_received("reduce_scatter", form, ranks, 0),), lambda parts: parts[0])
+    form = _received("reduce_scatter", Form.contiguous(shape, dtype), ranks, 0)
+    return ListedPending(started, (form,), lambda parts: parts[0])
 
 
-def _instructions(given: Buffers) -> Instructions:
-    return given.symbols[0].instructions
+def _instructions(sent: Buffers) -> Instructions:
+    return sent.symbols[0].instructions

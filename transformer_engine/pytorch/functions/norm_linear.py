@@ -1,4 +1,12 @@
-"""Layers that begin with a norm: norm(x) @ w.T + b, and act(norm(x) @ w1.T + b1) @ w2.T + b2, differentiable."""
+"""Layers that begin with a norm, differentiable.
+
+- LayerNormLinear: y = norm(x) @ weight.T + bias
+- LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2
+
+The linear products are those of `linear.py`. Between them a kernel can do more than one step: a norm, an activation or
+the gradient of one can quantize its result (`IN_CODES`), and a product can compute GELU or its gradient in its epilogue
+(`IN_PRODUCT`). `fusions.py` decides this when a spec is built; the functions here read the decision from the spec.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +16,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...common.passes.norm_linear import ACTIVATION, NORM
-from ...common.passes.rules import (
-    ACTIVATION_GRADIENT_IN_PRODUCT,
-    ACTIVATION_IN_PRODUCT,
-    CODES_AND_SUMS_FROM_PRODUCER,
-    CODES_FROM_PRODUCER,
-)
-from ..primitives.activation import ActivationParams
+from ..offload.marks import mark_ready
+from ..primitives.activation import ActivationParams, activation_backward, activation_forward
+from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
 from ..runtime.autograd import Function, applier
+from ..tensor.storage.quantized_tensor_storage import plain_matrix
+from .communication import Pending
 from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradient, norm_output
-from .layer import backward_of_layer, forward_of, gradients_of, infer
-from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
-from .linear_spec import LINEAR, Dtypes, Environment, LayerSpec, LinearSpec
-from .normalization import Norm
-from .run import run
-from .saving import backward_of, save, take_saved
-
-FC1, FC2 = "fc1", "fc2"
+from .gathered_operands import QuantizedGradient, forward_input
+from .layer import LayerFunctions, backward_results, forward_results, infer_with, record, run_backward
+from .linear import forward_weight, linear_backward, linear_forward
+from .linear_operands import operand_of
+from .linear_spec import Dtypes, LayerSpec, LinearSpec, gradient_cast, input_cast
+from .normalization import Norm, NormStatistics
+from .saving import backward_of, save, take_saved, wait_for_saved
 
 
 @dataclass(frozen=True)
@@ -35,39 +39,105 @@ class NormLinearSpec(LayerSpec):
     Attributes:
         norm: The norm.
         linear: The linear layer.
-        beta: The norm has an additive parameter.
-        bias: The product adds a bias.
         returns_norm_output: The caller also gets norm(x).
+        norm_mode: How norm(x) is quantized: IN_CODES by the norm's kernel, SEPARATE by the linear layer.
     """
 
     norm: Norm
     linear: LinearSpec
-    beta: bool = False
-    bias: bool = False
     returns_norm_output: bool = False
+    norm_mode: str = SEPARATE
 
     def chosen(self) -> NormLinearSpec:
-        """Return the spec with its passes, in which the norm makes codes where a kernel can."""
-        return self._with_passes(norm_output(self.linear, self.returns_norm_output))
+        """The spec with its fusion mode."""
+        return replace(self, norm_mode=norm_output(self.linear, self.returns_norm_output))
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
-        """Return the spec with another norm, which makes no codes."""
-        return replace(self, norm=norm, compiled=None)._with_passes(SEPARATE)
+        """The spec with another norm, which quantizes nothing."""
+        return replace(self, norm=norm, compiled=None, norm_mode=SEPARATE)
 
-    def _with_passes(self, mode: str) -> NormLinearSpec:
-        norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
-        allowed = linear_fusions(self.linear, LINEAR)
-        if mode == IN_CODES:
-            allowed += (fusion(CODES_FROM_PRODUCER, LINEAR, "input"),)
-        facts = (linear_facts(self.linear, LINEAR, self.bias),)
-        return replace(self, passes=layer_passes("norm_linear", facts, allowed, norm))
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (self.linear,)
 
-    def linears(self) -> dict[str, LinearSpec]:
-        return {LINEAR: self.linear}
 
-    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        of_gradients: dict[str, Any] = dict(zip((LINEAR,), dtypes, strict=False))
-        return Environment({LINEAR: self.linear}, of_gradients, leading, {NORM: self.norm})
+def norm_forward(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, mode: str
+) -> tuple[Any, NormStatistics]:
+    """Compute h [M, K] = normalize(x [M, K]) * gamma [K] + beta [K].
+
+    Returns:
+        h, or its `Operands` for `linear` if the kernel of the norm quantizes it; and the statistics of the rows.
+    """
+    if mode != IN_CODES:
+        return norm.forward(plain_matrix(x), gamma, beta)
+    cast = input_cast(linear)
+    assert cast is not None
+    codes, statistics = norm.forward(plain_matrix(x), gamma, beta, cast)
+    return linear.input.adopt(codes, x.dtype), statistics
+
+
+def norm_backward(
+    dh: Tensor, d_returned: Tensor | None, saved: Sequence[Any], norm: Norm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute dx [M, K], dgamma [K] and dbeta [K] from dh [M, K].
+
+    Args:
+        dh: Gradient of h from the linear layer.
+        d_returned: Gradient of h where the caller has used it; None if h is not returned.
+        saved: x, gamma, mean and rstdev.
+        norm: The norm.
+    """
+    x, gamma, mean, rstdev = saved
+    wait_for_saved(x, gamma, mean, rstdev)
+    if d_returned is not None:
+        dh = dh + d_returned.reshape(dh.shape)
+    return norm.backward(plain_matrix(dh), plain_matrix(x), NormStatistics(mean, rstdev), gamma)
+
+
+def norm_linear_forward(
+    tensors: Sequence[Any], spec: NormLinearSpec, saves: bool, leading: tuple[int, ...]
+) -> tuple[list[Any], list[Any]]:
+    """Compute y [M, N] = norm(x) [M, K] @ weight [N, K].T + bias [N].
+
+    Args:
+        tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
+        spec: Settings.
+        saves: A backward pass follows.
+        leading: Dimensions of x before K.
+
+    Returns:
+        (y, norm(x) or None); and what the backward pass reads: x, gamma, the statistics, norm(x) and the weight.
+    """
+    x, gamma, beta, weight, bias = tensors
+    h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
+    returned = h if spec.returns_norm_output else None
+    y, *operands = linear_forward(h, weight, bias, spec.linear, leading)
+    saved = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
+    return [y, returned], [*saved, *operands] if saves else []
+
+
+def norm_linear_backward(
+    operands: list[Any], spec: NormLinearSpec, dtypes: Dtypes, leading: tuple[int, ...]
+) -> list[Any]:
+    """Compute the gradients of the tensors of `norm_linear_forward`.
+
+    Args:
+        operands: dy [.., N], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
+        spec: Settings.
+        dtypes: Dtypes of the gradients of weight and bias.
+        leading: Dimensions of x before K.
+    """
+    dy, d_returned, *saved = operands
+    operands.clear()
+    of_linear = [dy, *saved[4:]]
+    del dy, saved[4:]
+    dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
+    if dh is None:
+        return [None, None, None, dw, db]
+    return [*norm_backward(dh, d_returned, saved, spec.norm), dw, db]
+
+
+NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
 
 
 def norm_linear(
@@ -75,7 +145,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = infer("LayerNormLinear", spec, (x, gamma, beta, weight, bias))
+        y, norm_output, *_ = infer_with(NORM_LINEAR, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _norm_linear(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -85,14 +155,14 @@ class _NormLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        y, norm_output = forward_of(ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
+        y, norm_output = record(NORM_LINEAR, ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @backward_of("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, *rest = backward_of_layer(ctx, (grad_output, grad_norm_output))
+        dx, dgamma, dbeta, *rest = run_backward(NORM_LINEAR, ctx, (grad_output, grad_norm_output))
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, *rest, None
 
 
@@ -107,6 +177,9 @@ class FusionModes(NamedTuple):
     gradient: str
 
 
+UNFUSED = FusionModes(SEPARATE, SEPARATE, SEPARATE)
+
+
 @dataclass(frozen=True)
 class NormMLPSpec(LayerSpec):
     """A norm, two linear layers, and the activation between them.
@@ -117,11 +190,9 @@ class NormMLPSpec(LayerSpec):
         fc2: The second linear layer.
         activation: Name of the activation.
         activation_params: Its parameters.
-        beta: The norm has an additive parameter.
-        biases: fc1's and fc2's product add a bias.
         returns_norm_output: The caller also gets norm(x).
         recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
-        fusion_modes: How matrices between the steps are made; None before `chosen`.
+        fusion_modes: How matrices between the steps are made.
     """
 
     norm: Norm
@@ -129,56 +200,23 @@ class NormMLPSpec(LayerSpec):
     fc2: LinearSpec
     activation: str
     activation_params: ActivationParams
-    beta: bool = False
-    biases: tuple[bool, bool] = (False, False)
     returns_norm_output: bool = False
     recompute: bool = False
-    fusion_modes: FusionModes | None = None
+    fusion_modes: FusionModes = UNFUSED
 
     def chosen(self) -> NormMLPSpec:
-        """Return the spec with its passes, in which norm and activation are merged with products where that pays."""
+        """The spec with its fusion modes: kernels do several steps where that pays."""
         gradient = mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else SEPARATE
-        fusion_modes = FusionModes(
-            norm_output(self.fc1, self.returns_norm_output),
-            mlp_activation(self.activation, self.fc1, self.fc2),
-            gradient,
-        )
-        return self._with_passes(fusion_modes)
+        norm = norm_output(self.fc1, self.returns_norm_output)
+        activation = mlp_activation(self.activation, self.fc1, self.fc2)
+        return replace(self, fusion_modes=FusionModes(norm, activation, gradient))
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
-        """Return the spec with another norm, which makes no codes."""
-        assert self.fusion_modes is not None, "the passes of a spec are chosen before its norm is replaced"
-        return replace(self, norm=norm, compiled=None)._with_passes(self.fusion_modes._replace(norm=SEPARATE))
+        """The spec with another norm, which quantizes nothing."""
+        return replace(self, norm=norm, compiled=None, fusion_modes=self.fusion_modes._replace(norm=SEPARATE))
 
-    def _with_passes(self, fusion_modes: FusionModes) -> NormMLPSpec:
-        allowed = (*linear_fusions(self.fc1, FC1), *linear_fusions(self.fc2, FC2))
-        if fusion_modes.norm == IN_CODES:
-            allowed += (fusion(CODES_FROM_PRODUCER, FC1, "input"),)
-        if fusion_modes.activation == IN_CODES:
-            allowed += (fusion(CODES_FROM_PRODUCER, FC2, "input"),)
-        elif fusion_modes.activation == IN_PRODUCT:
-            allowed += (fusion(ACTIVATION_IN_PRODUCT, FC1),)
-        if fusion_modes.gradient == IN_CODES:
-            for rule in (CODES_FROM_PRODUCER, CODES_AND_SUMS_FROM_PRODUCER):
-                allowed += (fusion(rule, FC1, "grad_output"),)
-        elif fusion_modes.gradient == IN_PRODUCT:
-            allowed += (fusion(ACTIVATION_GRADIENT_IN_PRODUCT, FC2),)
-        facts = (linear_facts(self.fc1, FC1, self.biases[0]), linear_facts(self.fc2, FC2, self.biases[1]))
-        norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
-        passes = layer_passes("norm_mlp", facts, allowed, norm, self.activation)
-        return replace(self, fusion_modes=fusion_modes, passes=passes)
-
-    def linears(self) -> dict[str, LinearSpec]:
-        return {FC1: self.fc1, FC2: self.fc2}
-
-    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        return Environment(
-            self.linears(),
-            dict(zip((FC1, FC2), dtypes, strict=False)),
-            leading,
-            {NORM: self.norm},
-            {ACTIVATION: (self.activation, self.activation_params)},
-        )
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.fc1, self.fc2
 
 
 class NormMLPTensors(NamedTuple):
@@ -193,10 +231,122 @@ class NormMLPTensors(NamedTuple):
     fc2_bias: Tensor | None
 
 
+def norm_mlp_forward(
+    tensors: Sequence[Any],
+    spec: NormMLPSpec,
+    saves: bool,
+    leading: tuple[int, ...],
+    multiplies: bool = True,
+) -> tuple[list[Any], list[Any]]:
+    """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
+
+    Args:
+        tensors: `NormMLPTensors`.
+        spec: Settings.
+        saves: A backward pass follows.
+        leading: Dimensions of x before H.
+        multiplies: Compute y. Recomputation needs the saved values only.
+
+    Returns:
+        (y, norm(x) or None); and what the backward pass reads: x, gamma, the statistics, u, and the operands of fc1
+        (norm(x), weight) and of fc2 (a, weight).
+    """
+    x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
+    fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
+    h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, modes.norm)
+    returned = h if spec.returns_norm_output else None
+    if modes.activation == IN_PRODUCT:
+        # One product computes u = h @ fc1.T + b1 and a = gelu(u).
+        a, u, *operands = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
+        del h
+    else:
+        u, *operands = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
+        del h
+        if modes.activation == IN_CODES:
+            cast = input_cast(fc2)
+            codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
+            a: Any = fc2.input.adopt(codes, u.dtype)  # pyright: ignore[reportArgumentType]
+            del codes
+        else:
+            a = activation_forward(spec.activation, u, spec.activation_params)
+    saved = []
+    if saves:
+        mark_ready(u)
+        saved = [x, gamma, *statistics, u, *operands]
+    del u, operands
+    y, *operands = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, multiplies)
+    return [y, returned], [*saved, *operands] if saves else []
+
+
+def _gelu_product(
+    h: Any, weight: Tensor, bias: Tensor | None, spec: LinearSpec, saves: bool
+) -> tuple[Tensor, Tensor | None, Any, Any]:
+    """Compute a = gelu(u), u = h @ weight.T + bias in one product.
+
+    Returns:
+        a, u if it is saved, and what the backward pass reads of h and of the weight.
+    """
+    h_rows, saved_input = forward_input(h, spec)
+    w_rows, saved_weight = forward_weight(weight, spec)
+    h_rows = h_rows.wait() if isinstance(h_rows, Pending) else h_rows
+    epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
+    # A call that may run again with gradients rounds u as that run does.
+    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)
+    return a, u if saves else None, saved_input, saved_weight
+
+
+def norm_mlp_backward(
+    operands: list[Any], spec: NormMLPSpec, dtypes: Dtypes, leading: tuple[int, ...]
+) -> list[Any]:
+    """Compute the gradients of the tensors of `norm_mlp_forward`.
+
+    Args:
+        operands: dy [.., H], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
+        spec: Settings.
+        dtypes: Dtypes of the gradients of weight and bias of fc1 and of fc2.
+        leading: Dimensions of x before H.
+    """
+    dy, d_returned, *saved = operands
+    operands.clear()
+    u, h, fc1_weight, a, fc2_weight = saved[4:]
+    del saved[4:]
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
+    of_fc2 = [dy, a, fc2_weight]
+    del dy, a, fc2_weight
+    wait_for_saved(u)
+    if spec.fusion_modes.gradient == IN_PRODUCT:
+        of_fc2.append(u)
+        u = None
+    da, dw2, db2 = linear_backward(of_fc2, spec.fc2, dtypes[1])
+    of_fc1 = [da if u is None else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
+    del da, u, h, fc1_weight
+    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]
+    dh, dw1, db1 = linear_backward(of_fc1, spec.fc1, dtypes[0])
+    of_linears = [dw1, db1, dw2, db2]
+    if dh is None:
+        return [None, None, None, *of_linears]
+    return [*norm_backward(dh, d_returned, saved, spec.norm), *of_linears]
+
+
+def _activation_gradient(da: Tensor, u: Tensor, spec: NormMLPSpec, bias_dtype: Any) -> Any:
+    """Compute du = da * act'(u), or its codes and column sums where the same kernel quantizes it."""
+    fc1 = spec.fc1
+    if spec.fusion_modes.gradient != IN_CODES:
+        return activation_backward(spec.activation, da, u, spec.activation_params)
+    cast = gradient_cast(fc1)
+    assert cast is not None
+    sums = bias_dtype if fc1.needs_grad_bias else None
+    codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
+    return QuantizedGradient(fc1.grad_output.adopt(codes, u.dtype), db)
+
+
+NORM_MLP = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
+
+
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = infer("LayerNormMLP", spec, tensors)
+        y, norm_output, *_ = infer_with(NORM_MLP, spec, tensors)
         return y, norm_output
     outputs = _norm_mlp(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -207,7 +357,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
 
 
 def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Make the saved buffers again from the input, and run the backward pass on them."""
+    """Compute the saved values again from the input, and run the backward pass on them."""
     count = len(NormMLPTensors._fields)
     kept = take_saved(ctx)
     # Quantizers repeat the quantization of the forward pass and record nothing.
@@ -218,12 +368,9 @@ def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
         start = end
     fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
     spec = replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
-    passes: LayerPasses = spec.passes
-    env = spec.environment(ctx.dtypes, tuple(ctx.input_shape[:-1]))
-    given = run(passes.again, env, [tensor for tensor in kept[:count] if tensor is not None])[1]
+    operands = [*grads, *norm_mlp_forward(kept[:count], spec, True, (), multiplies=False)[1]]
     del kept
-    given[:0] = [grad for grad in grads if grad is not None]
-    return gradients_of(spec, passes, given, ctx.dtypes, ctx.input_shape)
+    return backward_results(NORM_MLP, spec, operands, ctx.dtypes, ctx.input_shape)
 
 
 class _NormMLP(Function):
@@ -233,19 +380,20 @@ class _NormMLP(Function):
         dtypes = ((fc1, fc1), (fc2, fc2))
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
-            y, norm_output = infer("LayerNormMLP", spec, tensors)
+            y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
             save(ctx, (*tensors, *states), (), spec.scale_update)
             ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape
         else:
-            y, norm_output = forward_of(ctx, spec, tensors, dtypes)
+            y, norm_output = record(NORM_MLP, ctx, spec, tensors, dtypes)
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @backward_of("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients = _recomputed if ctx.spec.recompute else backward_of_layer
-        dx, dgamma, dbeta, *rest = gradients(ctx, (grad_output, grad_norm_output))
+        grads = (grad_output, grad_norm_output)
+        gradients = _recomputed(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
+        dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
 
 

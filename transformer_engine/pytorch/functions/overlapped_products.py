@@ -13,6 +13,7 @@ from ..distributed.overlapped_rows import GatheredRows, ScatteredRows, message_b
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue, as_matrix, gemm
 from ..primitives.operand import Operand, OwnedOperand, plain
+from ..primitives.scale_order import row_major
 
 
 def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
@@ -27,6 +28,7 @@ def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
     if isinstance(x, Tensor):
         parts = [x]
     else:
+        x = row_major(x)
         parts = [x.codes, x.scale] if x.has_block_scales else [x.codes]
     layout = tuple([(part.shape, part.dtype) for part in parts])
     buffers = peer_buffers_for(GATHER, parts[0].device, message_bytes(layout), parallel.checked_group())
@@ -94,6 +96,7 @@ def scatter_over_peers(
 
 def _rows(operand: Operand, rank: int, ranks: int) -> Operand:
     """Return the rows of an operand that belong to a rank."""
+    operand = row_major(operand)
     codes, scale, amax = operand.codes.chunk(ranks)[rank], operand.scale, operand.amax
     if scale is not None and operand.has_block_scales:
         scale = scale.chunk(ranks)[rank]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...common.passes.vocabulary import (
@@ -24,65 +23,36 @@ from ...common.passes.vocabulary import (
     OverlappedProduct,
     Product,
 )
-from ..distributed.collectives import allreduce, gather_rows, reduce_scatter_along_first_dim
-from ..distributed.faults import check_collective
-from ..distributed.operands import PendingOperand, gather_operand
-from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
-from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
-from ..primitives.gemm.listed import SymbolicOperand
-from ..primitives.gemm.request import MatrixLayout
-from ..primitives.operand import Operand, plain
-from ..primitives.quantize import dequantize
+from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
-from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
-from ..tensor.quantizer import Matrix, Operands, turned
+from ..tensor.quantizer import Operands
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
-from .linear_operands import input_operands, weight_operands
-from .linear_spec import Environment, gathers_codes, gathers_gradient_codes
-from .listed_collectives import (
-    is_listed,
-    list_begin,
-    list_check,
-    list_gathered_product,
-    list_scattered_product,
-    list_wait,
+from .communication import COLLECTIVES, Pending, begin, gathered_product, scattered_product
+from .linear_operands import (
+    cast_gradient,
+    cast_input,
+    converted,
+    dense_values,
+    dequantized,
+    operand_of,
+    read_as,
+    weight_operands,
 )
+from .linear_spec import Environment
 from .normalization import NormStatistics
-from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
-
-
-def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Return the dimensions of a result of so many rows, for an input with these dimensions in place of its rows.
-
-    Sequence parallelism scales the rows; it then scales the first dimension.
-    """
-    before = 1
-    for size in leading:
-        before = before * size
-    if rows == before or not leading:
-        return leading
-    return (leading[0] * rows // before, *leading[1:])
+from .sequence import leading_shape
 
 
 def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     spec = env.linears[s.layer]
     if s.tensor == "weight":
         return weight_operands(x, spec, s.columnwise)
-    if gathers_codes(spec) if s.tensor == "input" else gathers_gradient_codes(spec):
-        # Some quantizers take maxima over the ranks.
-        check = list_check if is_listed(x) else check_collective
-        check(spec.parallel, "quantization of a shard", x)
-    matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
-    if s.tensor == "input" and (s.rowwise or isinstance(x, QuantizedTensorStorage)):
-        shards = spec.parallel if gathers_codes(spec) else None
-        return input_operands(matrix, spec.input, s.columnwise, shards)
-    quantizer = spec.input if s.tensor == "input" else spec.grad_output
-    return quantizer.operands(matrix, s.rowwise, s.columnwise)
+    cast = cast_input if s.tensor == "input" else cast_gradient
+    return cast(x, spec, s.rowwise, s.columnwise)
 
 
 def _quantize(env: Environment, s: CastSettings, x: Tensor) -> tuple[Any]:
@@ -94,45 +64,15 @@ def _quantize(env: Environment, s: CastSettings, x: Tensor) -> tuple[Any]:
 
 
 def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
-    if isinstance(x, Matrix):
-        return (x.values,)
-    if isinstance(x, Operand):
-        return (x.codes if x.format is None else dequantize(x._replace(dtype=env.linears[s.layer].dtype)),)
-    return (plain_matrix(x),)
+    return (dequantized(x, env.linears[s.layer].dtype),)
 
 
 def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
-    """Values, in their shape, that form a matrix with a contiguous axis.
-
-    The gradient of a sum has no contiguous axis, and each reader would copy it.
-    """
-    if isinstance(x, QuantizedTensorStorage):
-        x = x.dequantize()
-    if x.is_contiguous():
-        return (x,)
-    matrix = as_matrix(x)
-    if not MatrixLayout.of(matrix.shape, matrix.stride()).stride:
-        matrix = matrix.contiguous()
-    if not matrix.is_contiguous():
-        return (x,)  # readers see the matrix as a view of x
-    return (result_in(matrix, x.shape),)
+    return (dense_values(x),)
 
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
-    dtype = env.linears[s.layer].dtype
-    return (x.dequantize(dtype=dtype) if isinstance(x, QuantizedTensorStorage) else x.to(dtype),)
-
-
-def operand_of(value: Any, transposed: bool) -> Operand:
-    """Return a buffer as a product reads it, transposed for unquantized values that are read by columns."""
-    if isinstance(value, Tensor):
-        matrix = as_matrix(value)
-        return plain(matrix.t() if transposed else matrix)
-    if type(value) is Symbol:
-        matrix = as_matrix(value)  # pyright: ignore[reportArgumentType]
-        return SymbolicOperand(*plain(matrix.t() if transposed else matrix))
-    operand = turned(value)
-    return SymbolicOperand(*operand) if type(operand.codes) is Symbol else operand
+    return (converted(x, env.linears[s.layer].dtype),)
 
 
 def _product(
@@ -145,7 +85,7 @@ def _product(
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
     spec = env.linears[s.layer]
-    left, right = operand_of(a, s.turned[0]), operand_of(b, s.turned[1])
+    left, right = operand_of(read_as(a, s.turned[0])), operand_of(read_as(b, s.turned[1]))
     exact = getattr(spec.accumulation, s.kind)
     if out is not None:
         return (gemm(left, right, Epilogue(out.dtype, bias, out, True, exact)),)
@@ -168,7 +108,7 @@ def _product(
 
 def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Tensor | None]:
     spec, dtype = env.linears[s.layer], env.dtypes[s.layer][0]
-    left, right = operand_of(dy, s.turned[0]), operand_of(x, s.turned[1])
+    left, right = operand_of(read_as(dy, s.turned[0])), operand_of(read_as(x, s.turned[1]))
     exact = spec.accumulation.grad_weight
     return (spec.weight_gradient.compute(left, right, exact, dtype, spec.inspector),)
 
@@ -257,77 +197,33 @@ def _scale(env: Environment, s: None, x: Tensor, factor: Any) -> tuple[Tensor]:
     return (x * factor,)
 
 
-COLLECTIVES: dict[str, Callable[..., Any]] = {
-    "all_gather": gather_rows,
-    "all_reduce": allreduce,
-    "reduce_scatter": reduce_scatter_along_first_dim,
-}
-
-
 def _beginning(collective: str) -> Callable[..., tuple[Any]]:
-    def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
-        if is_listed(x):
-            return (list_begin(begin, collective, env, s, x),)
-        parallel = env.linears[s.group].parallel
-        check_collective(parallel, collective, x)
-        if collective == "all_gather" and s.overlaps:
-            rows = gather_over_peers(x, parallel)
-            if rows is not None:
-                return (rows,)
-        if isinstance(x, Operand):
-            return (gather_operand(x, parallel.checked_group(), s.axis),)
-        if collective == "all_reduce" and parallel.sums_symmetrically:
-            kind = parallel.symmetric
-            return (symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=kind),)
-        traced, quantized = torch.compiler.is_compiling(), isinstance(x, QuantizedTensorStorage)
-        if traced and quantized:
-            x = storage_of(x)  # a compiler cannot trace the construction of a quantized tensor
-        later = not (quantized or traced)
-        return (COLLECTIVES[collective](x, parallel.checked_group(), later),)
+    def begin_step(env: Environment, s: Collective, x: Any) -> tuple[Any]:
+        return (begin(collective, x, env.linears[s.group].parallel, s.axis, s.overlaps, s.dense),)
 
-    return begin
+    return begin_step
 
 
-def _wait(env: Environment, s: Collective, pending: Any) -> tuple[Any]:
-    if is_listed(pending):
-        return (list_wait(_wait, env, s, pending),)
-    if isinstance(pending, (PendingOperand, GatheredRows, ScatteredRows)):
-        result = pending.wait()
-    else:
-        result, work = pending
-        if work is not None:
-            work.wait()
-    return _dense(env, None, result) if s.dense else (result,)
+def _wait(env: Environment, s: Collective, pending: Pending) -> tuple[Any]:
+    return (pending.wait(),)
+
+
+def _epilogue(env: Environment, product: Product, bias: Tensor | None = None) -> Epilogue:
+    spec = env.linears[product.layer]
+    return Epilogue(spec.dtype, bias=bias, exact=getattr(spec.accumulation, product.kind))
 
 
 def _gathered_product(
-    env: Environment, s: OverlappedProduct, pending: Any, b: Any, bias: Tensor | None = None
+    env: Environment, s: OverlappedProduct, pending: Pending, b: Any, bias: Tensor | None = None
 ) -> tuple[Any, Any]:
-    if is_listed(pending):
-        columns = operand_of(b, s.product.turned[1]).rows
-        return list_gathered_product(_gathered_product, env, s, pending, b, bias, columns)
-    if isinstance(pending, GatheredRows):
-        spec, product = env.linears[s.product.layer], s.product
-        right = operand_of(b, product.turned[1])
-        epilogue = Epilogue(spec.dtype, bias=bias, exact=getattr(spec.accumulation, product.kind))
-        y = product_of_rows(pending, right, epilogue)
-        return y, _wait(env, s.collective, pending)[0]
-    (whole,) = _wait(env, s.collective, pending)
-    return _product(env, s.product, whole, b, bias)[0], whole
+    right = read_as(b, s.product.turned[1])
+    return gathered_product(pending, right, _epilogue(env, s.product, bias))
 
 
 def _scattered_product(env: Environment, s: OverlappedProduct, a: Any, b: Any) -> tuple[Any]:
-    parallel, product = env.linears[s.collective.group].parallel, s.product
-    spec = env.linears[product.layer]
-    left, right = operand_of(a, product.turned[0]), operand_of(b, product.turned[1])
-    if is_listed(a):
-        shape = (left.rows, right.rows)
-        return (list_scattered_product(_scattered_product, env, s, a, b, shape),)
-    epilogue = Epilogue(spec.dtype, exact=getattr(spec.accumulation, product.kind))
-    rows = scatter_over_peers(left, right, epilogue, parallel)
-    if rows is not None:
-        return (rows,)
-    return _beginning("reduce_scatter")(env, s.collective, *_product(env, product, a, b))
+    parallel, turned = env.linears[s.collective.group].parallel, s.product.turned
+    epilogue = _epilogue(env, s.product)
+    return (scattered_product(read_as(a, turned[0]), read_as(b, turned[1]), epilogue, parallel),)
 
 
 def _transpose(env: Environment, s: None, x: Operand) -> tuple[Operand]:

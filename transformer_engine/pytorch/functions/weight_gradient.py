@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,8 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
     """Let the next gradient of each weight overwrite its main_grad; later gradients add to it.
 
     The order of backward functions decides which gradient is the next one. A module that is called several times, tied
-    modules and several forward passes before a backward pass therefore accumulate the gradients of all calls.
+    modules and several forward passes before a backward pass therefore accumulate the gradients of all calls, and so do
+    modules with separate parameters whose main_grad is the same memory.
 
     Args:
         parameters: The parameter of each weight; the parameter of a stack occurs once per weight.
@@ -152,6 +154,35 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         indices: dict[int, int] = _unwritten.setdefault(parameter, {})  # pyright: ignore[reportAssignmentType]
         indices[len(indices)] = _OUTSIDE
+    if torch.compiler.is_compiling():
+        return
+    for parameter in dict.fromkeys(parameters):
+        memory = _memory_of_main_grad(parameter)
+        if memory is None:
+            continue
+        other = _parameters.get(memory)
+        _parameters[memory] = parameter
+        if other is None or other is parameter or _memory_of_main_grad(other) != memory:
+            continue
+        entry: Any = _unwritten.get(other)
+        if entry and len(entry) == len(_unwritten[parameter]):  # pyright: ignore[reportArgumentType]
+            _unwritten[parameter] = entry
+
+
+def _memory_of_main_grad(parameter: Any) -> tuple[torch.device, int] | None:
+    """Device and address of a parameter's main_grad; None if wrappers may use its memory for another weight next."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if (
+        not isinstance(main_grad, Tensor)
+        or is_distributed_weight(parameter)
+        or hasattr(parameter, "__fsdp_param__")
+    ):
+        return None
+    return main_grad.device, main_grad.data_ptr()
+
+
+# The last parameter whose first microbatch began with each main_grad.
+_parameters: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = weakref.WeakValueDictionary()
 
 
 def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
@@ -164,12 +195,9 @@ def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
     entries: dict[tuple[torch.device, int], dict[int, int]] = {}
     for parameter in [gradient.parameter for gradient in gradients]:
         entry: Any = _unwritten.get(parameter)
-        # Wrappers that allocate main_grad on demand may reuse the memory for the next weight.
-        if not entry or is_distributed_weight(parameter) or hasattr(parameter, "__fsdp_param__"):
-            continue
-        main_grad = getattr(parameter, "main_grad", None)
-        if isinstance(main_grad, Tensor):  # a delayed gradient may get it later
-            _unwritten[parameter] = entries.setdefault((main_grad.device, main_grad.data_ptr()), entry)
+        memory = _memory_of_main_grad(parameter) if entry else None
+        if memory is not None:  # a delayed gradient may get main_grad later
+            _unwritten[parameter] = entries.setdefault(memory, entry)
 
 
 def restart_sums(parameters: Iterable[Any]) -> None:

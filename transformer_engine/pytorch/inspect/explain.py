@@ -14,9 +14,9 @@ from ...common.checks import switch
 from ...common.dispatch import observing, tables
 from ...common.explanation import Decision, Explanation, PassReport, PassStepReport, chosen_of, explained
 from ...common.passes.step import Pass
+from ..functions.layer import runners
 from ..functions.run import watchers
-from ..primitives.operand import Operand
-from ..tensor.quantizer import Matrix
+from .pass_trace import PassTrace, form
 
 __all__ = ["Decision", "Explanation", "PassReport", "PassStepReport", "explain"]
 
@@ -57,11 +57,13 @@ def explain(
         return explained(call)
     watcher = _PassWatcher()
     watchers.append(watcher.see)
+    runners.append(watcher.run)
     try:
         with observing(watcher.ask):
             explanation = explained(call)
     finally:
         watchers.remove(watcher.see)
+        runners.remove(watcher.run)
     return replace(explanation, passes=watcher.reports())
 
 
@@ -69,8 +71,16 @@ def explain(
 class _PassWatcher:
     """Collects the steps of passes while they run."""
 
+    _trace: PassTrace = field(default_factory=PassTrace)
     _asked: list[str] = field(default_factory=list)
-    _passes: list[tuple[Pass, list[PassStepReport]]] = field(default_factory=list)
+    _passes: list[tuple[Pass, list[PassStepReport]] | PassReport] = field(default_factory=list)
+
+    def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Run a pass that is a plain function."""
+        self._trace.asked = self._asked
+        results = self._trace.run(name, function, arguments)
+        self._passes.append(self._trace.reports[-1])
+        return results
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""
@@ -83,37 +93,23 @@ class _PassWatcher:
         if number == 0 or not self._passes:
             self._passes.append((pass_, []))
         step = pass_.steps[number]
-        made = [f"{name} {_form(value)}" for name, value in zip(step.results, results, strict=False) if name]
-        self._passes[-1][1].append(PassStepReport(str(step), tuple(made), tuple(self._asked)))
+        made = [f"{name} {form(value)}" for name, value in zip(step.results, results, strict=False) if name]
+        running: Any = self._passes[-1]
+        running[1].append(PassStepReport(str(step), tuple(made), tuple(self._asked)))
         self._asked.clear()
 
     def reports(self) -> tuple[PassReport, ...]:
         """Return the passes in the order in which they ran."""
-        return tuple(
-            [
-                PassReport(
-                    "backward pass" if "grad_output" in pass_.inputs else "forward pass",
-                    tuple(steps),
-                    tuple([name for name in pass_.saved if name is not None]),
-                )
-                for pass_, steps in self._passes
-            ]
-        )
-
-
-def _form(value: Any) -> str:
-    """Return the dtype, or the format, and the shape of a buffer."""
-    if isinstance(value, Matrix):
-        value = value.values
-    if isinstance(value, Operand):
-        name = str(value.codes.dtype).removeprefix("torch.") if value.format is None else value.format.name
-        return f"{name} {[value.rows, value.depth]}"
-    if isinstance(value, list):
-        forms = list(dict.fromkeys([_form(member) for member in value]))
-        return f"{len(value)} groups: " + ", ".join(forms[:3] + ["..."] * (len(forms) > 3))
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
+        reports: list[PassReport] = []
+        for found in self._passes:
+            if isinstance(found, PassReport):
+                reports.append(found)
+                continue
+            pass_, steps = found
+            name = "backward pass" if "grad_output" in pass_.inputs else "forward pass"
+            saved = tuple([name for name in pass_.saved if name is not None])
+            reports.append(PassReport(name, tuple(steps), saved))
+        return tuple(reports)
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -85,7 +85,7 @@ def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callabl
     product = request.product
     asked = (
         product.device == "cuda"
-        and product.hardware.has("bf16 products")
+        and product.hardware.has("cublaslt")
         and cublaslt_library.missing() is None
     )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from ...common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from ..attention import DotProductAttention
+from ..attention import DotProductAttention, GatedDeltaNet2Attention, GatedDeltaNetAttention
 from ..module import GroupedLinear
 from ..primitives.activation import DEFAULT_PARAMS, activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
@@ -31,6 +31,8 @@ Tensors = tuple[Tensor, ...]
 PRODUCT_BOUND = 4e-3
 # P is rounded to bfloat16 before the second product, dP and dS in the backward pass too.
 ATTENTION_BOUND, FP8_ATTENTION_BOUND = 2e-2, 0.15
+# Products of a chunk round their operands to bfloat16.
+LINEAR_ATTENTION_BOUND = 4e-2
 # A single rounding of the product moves 1/32 of the codes by one unit, 1/16 to 1/8 of the value: 1.6e-2.
 CODES_BOUND = 3e-2
 # The composed product is rounded to bfloat16 before GELU too.
@@ -110,6 +112,7 @@ def cases(device: torch.device, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     yield from _products(draw, sizes)
     yield from _fused(draw, sizes)
     yield from _attention(draw, sizes)
+    yield from _linear_attention(draw, sizes)
     yield from _grouped(draw, sizes)
 
 
@@ -362,3 +365,29 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     key, value = (x.repeat_interleave(repeated, 1) for x in inputs[1:])
     out = F.scaled_dot_product_attention(inputs[0], key, value, is_causal=True)
     torch.autograd.grad(out, inputs, out.detach())
+
+
+def _linear_attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
+    for size in (64, 128):
+        q, k, v = (draw(2, sizes.tokens, 4, size, seed=seed, spread=False) for seed in range(3))
+        logits = [draw(2, sizes.tokens, 4, size, seed=seed, spread=False) for seed in range(3, 6)]
+        decay, erase, write = (
+            F.logsigmoid(logits[0].float()),
+            torch.sigmoid(logits[1]),
+            torch.sigmoid(logits[2]),
+        )
+        of_heads = (decay[..., 0], erase[..., 0].float())
+        modules: dict[str, tuple[torch.nn.Module, Tensors]] = {
+            "Gated DeltaNet": (GatedDeltaNetAttention(4, size, "bshd"), of_heads),
+            "Gated DeltaNet 2": (GatedDeltaNet2Attention(4, size, "bshd"), (decay, erase, write)),
+        }
+        for title, (module, gates) in modules.items():
+            compute = partial(_delta_rule, module, (q, k, v, *gates))
+            name = f"{title}, 2 x {sizes.tokens}, 4 heads of {size}"
+            yield SelfTestCase("linear attention", name, "linear_attention", compute, LINEAR_ATTENTION_BOUND)
+
+
+def _delta_rule(module: torch.nn.Module, tensors: Tensors) -> Tensors:
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    out = module(*inputs, use_qk_l2norm_in_kernel=True)
+    return (out.detach(), *torch.autograd.grad(out, inputs, tensors[0].reshape(out.shape)))

@@ -22,7 +22,7 @@ from ..quantization import (
 )
 from ..quantization.autocast import AutocastState
 from ..quantization.model_init import current_model_init
-from ..quantization.resizable_state import ResizableState, check_states
+from ..quantization.resizable_state import ResizableState, check_states, forgive_missing
 from ..runtime.device import canonical_device
 from ..tensor.initial_values import keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
@@ -130,6 +130,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         self._model_init_recipe = model_init.recipe
         self._wgrad_hooks: list[Any] = []
         self._warned = set()
+        self._present_scales = []
         self.tracing_key = new_tracing_key(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -362,5 +363,5 @@ class TransformerEngineBaseModule(ForwardInterface):
         if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:
             self.set_extra_state(state_dict[prefix + loading.EXTRA_STATE])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *args)
-        loading.forgive_missing(missing_keys, prefix)
+        forgive_missing(missing_keys, prefix)
         self._fp8_workspaces.clear()  # computed from the previous weights

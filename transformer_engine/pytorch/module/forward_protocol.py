@@ -27,8 +27,10 @@ from ...common.recipe import Recipe
 from ..distributed.collectives import gather_along_first_dim
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from ..primitives.column_sums import column_sums
-from ..quantization import FP8GlobalStateManager, QuantizerRole
+from ..quantization import QuantizerRole
 from ..quantization.autocast import current
+from ..quantization.global_state import copy_in
+from ..quantization.recompute_states import repeated_values
 from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -36,6 +38,11 @@ from . import loading
 from .numerics import Numerics, state_flag
 from .parameters import ParameterInit
 from .specs import common_dtype
+
+
+def _values(states: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Scale and history of each delayed-scaling state."""
+    return [(state.scale, state.amax_history) for state in states]
 
 
 class ForwardInterface(torch.nn.Module):
@@ -49,7 +56,9 @@ class ForwardInterface(torch.nn.Module):
     tp_group_initialized: bool
     primary_weights_in_fp8: bool
     _config: Any
+    tracing_key: str
     _warned: set[str]
+    _present_scales: list[list[tuple[Tensor, Tensor]]]  # while second runs use those of their first runs
     _model_init_recipe: Recipe | None
     _input_device: torch.device | None = None  # of the last input, in a module without parameters
 
@@ -104,17 +113,28 @@ class ForwardInterface(torch.nn.Module):
                 )
             self.set_activation_dtype(inp, allow_different_data_and_param_types)
             self.init_fp8_metadata(num_gemms)
-        if self.fp8 and self.numerics.delayed_states("scaling_fwd"):
-            if again:
-                FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.numerics.meta)
-            elif is_fp8_activation_recompute_enabled() and self.training:
-                FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.numerics.meta)
+        if self.fp8 and is_fp8_activation_recompute_enabled() and (again or self.training):
+            self._exchange_scales()
         return inp if allow_non_contiguous else inp.contiguous()
+
+    def _exchange_scales(self) -> None:
+        """Record scales and histories in the first run of a recomputed function, and copy them in in the second.
+
+        The record belongs to the function's call, so that threads and backward passes in any order stay separate.
+        """
+        states = self.numerics.delayed_states("scaling_fwd")
+        if not states:
+            return
+        first = repeated_values(type(self).__name__, self.tracing_key, _values(states))
+        if first is None:
+            return
+        self._present_scales.append([(scale.clone(), history.clone()) for scale, history in _values(states)])
+        copy_in(states, first)
 
     def end_forward(self) -> None:
         """End a forward pass: restore the current scales if `prepare_forward` replaced them for a recomputation."""
-        if self.fp8 and self.numerics.delayed_states("scaling_fwd") and in_fp8_activation_recompute_phase():
-            FP8GlobalStateManager.restore_fp8_meta_tensors(self.numerics.meta)
+        if self._present_scales and in_fp8_activation_recompute_phase():
+            copy_in(self.numerics.delayed_states("scaling_fwd"), self._present_scales.pop())
 
     @contextmanager
     def prepare_forward_ctx(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...common.numbers import to_ints
 from ..functions.permutation import pad_rows
+from ..runtime.autograd import check_transforms
 from .row_groups import RowGroups, as_rows
 
 
@@ -26,6 +27,7 @@ class Fp8Padding(RowGroups):
             inp: Rows of all groups [sum of m_splits, K].
             m_splits: Rows of each group.
         """
+        check_transforms("Fp8Padding", inp)
         rows = to_ints("m_splits", m_splits)
         padded = self.padded_rows(inp, rows)
         if padded == list(rows):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...common.numbers import to_ints
 from ..functions.permutation import unpad_rows
+from ..runtime.autograd import check_transforms
 from .row_groups import RowGroups, as_rows
 
 
@@ -26,6 +27,7 @@ class Fp8Unpadding(RowGroups):
             inp: Padded groups [sum of padded m_splits, K].
             m_splits: Rows of each group without its padding.
         """
+        check_transforms("Fp8Unpadding", inp)
         rows = to_ints("m_splits", m_splits)
         padded = self.padded_rows(inp, rows)
         if padded == list(rows):

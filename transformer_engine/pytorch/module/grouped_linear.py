@@ -28,7 +28,6 @@ from ..functions.grouped_request import (
     are_regular,
     runs_together,
 )
-from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
@@ -51,11 +50,10 @@ from .grouped_parameters import (
 from .grouped_parameters import (
     is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
 )
-from .grouped_spec import build, traced_call
+from .grouped_spec import build, fitting_groups, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
-from .specs import unsupported_product_reason
 
 _ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
 
@@ -261,13 +259,10 @@ class GroupedLinear(ProductsModule):
         """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
-            m_splits = m_splits.tolist()  # the host has to know whether blocks of rows fit the groups
-            self._check_rows(m_splits, x.shape[0])
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether blocks of rows fit
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
-                raise ValueError(
-                    f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
-                )
+                raise ValueError(f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups")
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = groups_of(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
@@ -283,10 +278,9 @@ class GroupedLinear(ProductsModule):
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
         if isinstance(m_splits, Tensor):
-            m_splits = m_splits.tolist()
-            self._check_rows(m_splits, x.shape[0])
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])
         rows = tuple(m_splits)
-        groups = self._fitting(spec, rows) if spec.unquantized else groups
+        groups = fitting_groups(spec, rows, self._warn_once) if spec.unquantized else groups
         if is_first_microbatch is not None:
             members = members_of(weights[0]) if spec.stacked_weight else weights
             cached = [
@@ -296,37 +290,19 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _runs_together(
-        self, spec: GroupedSpec, x: Tensor, m_splits: Sequence[int] | Tensor, weights: tuple[Any, ...]
-    ) -> bool:
+    def _runs_together(self, spec: GroupedSpec, x: Tensor, splits: Any, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
         features: tuple[str, ...] = ()
         if spec.together:
             state = self.numerics.state
-            if state.enabled and is_fp8_activation_recompute_enabled():
-                features += (RECOMPUTATION,)
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
-            if flag is not None and is_captured(state):
-                features += (FLAGGED_WEIGHTS,)
-            if not are_regular(weights):
-                features += (IRREGULAR,)
-            if not spec.quantizers.fit(m_splits):
-                features += (UNFIT_ROWS,)
+            features = (RECOMPUTATION,) * (state.enabled and is_fp8_activation_recompute_enabled())
+            features += (FLAGGED_WEIGHTS,) * (flag is not None and is_captured(state))
+            features += (IRREGULAR,) * (not are_regular(weights))
+            features += (UNFIT_ROWS,) * (not spec.quantizers.fit(splits))
         return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
-
-    def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
-        """Return the specs of the groups, in high precision where the format does not support a group's rows."""
-        n, k = spec.extents
-        groups = []
-        for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
-            reason = unsupported_product_reason(group, m, k, n)
-            if reason is not None:
-                said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
-                self._warn_once("group", f"GroupedLinear {said}")
-            groups.append(group if reason is None else unquantized)
-        return tuple(groups)
 
     def _caller_buffers(
         self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, tensors: tuple[Any, ...]
@@ -377,11 +353,12 @@ class GroupedLinear(ProductsModule):
             self._check_rows(rows, shape[0] if len(shape) == 2 else math.prod(shape[:-1]))
         return rows
 
-    def _check_rows(self, rows: Sequence[int], total: int) -> None:
+    def _check_rows(self, rows: Sequence[int], total: int) -> Sequence[int]:
         if len(rows) != self.num_gemms or sum(rows) != total or min(rows) < 0:
             raise ValueError(
                 f"m_splits={[*rows]} must be {self.num_gemms} numbers >= 0 that add up to the {total} rows"
             )
+        return rows
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}"

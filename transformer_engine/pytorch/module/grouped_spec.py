@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ...common.recipe import description_of, recipe_described_as
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.caller_buffers import NO_BUFFERS
 from ..functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
+from ..functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
 from ..functions.grouped_operators import (
     GroupedKernel,
     TracedGroups,
@@ -34,14 +35,21 @@ from ..functions.grouped_request import (
     GroupedRequest,
     requested_by_environment,
 )
-from ..functions.layer_passes import layer_passes, linear_facts
-from ..functions.linear_spec import LINEAR, LinearSpec, changed
+from ..functions.linear_spec import LinearSpec, changed
 from ..quantization.autocast import AutocastState, current, reinstate, snapshot
 from ..runtime.device import autocast_dtype
 from ..runtime.tracing import constant_while_tracing
 from .numerics import module_of_key
 from .products import UNQUANTIZED, ProductQuantizers
-from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
+from .specs import (
+    Call,
+    EqualFacts,
+    Facts,
+    check_call,
+    product_spec,
+    scale_update,
+    unsupported_product_reason,
+)
 
 
 def build(key: tuple[Any, ...]) -> GroupedSpec:
@@ -76,14 +84,10 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         needs_grad_bias=any(group.needs_grad_bias for group in groups),
         plain=all(group.plain for group in groups),
     )
-    facts = linear_facts(first, LINEAR, config.use_bias and not config.return_bias)
-    inspected = {name for group in groups if group.inspector for name in group.inspector.results}
-    if inspected:
-        facts = facts._replace(inspected=tuple(sorted(inspected)))
     return GroupedSpec(
         groups,
         _groups(call, call.active.unquantized_products, of_weights, of_biases) if quantizes else (),
-        layer_passes("grouped", (facts,), ()),
+        first,
         (config.out_features, config.in_features),
         config.single_grouped_weight,
         config.single_grouped_bias and config.use_bias and not config.return_bias,
@@ -186,6 +190,21 @@ def _request(
     )
 
 
+def fitting_groups(
+    spec: GroupedSpec, rows: tuple[int, ...], warn_once: Callable[[str, str], object]
+) -> tuple[LinearSpec, ...]:
+    """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+    n, k = spec.extents
+    groups = []
+    for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
+        reason = unsupported_product_reason(group, m, k, n)
+        if reason is not None:
+            said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
+            warn_once("group", f"GroupedLinear {said}")
+        groups.append(group if reason is None else unquantized)
+    return tuple(groups)
+
+
 def traced_call(
     module: Any,
     spec: GroupedSpec,
@@ -262,8 +281,6 @@ def _registered_while_tracing(
             spec: GroupedSpec = module.spec(x, held, (is_first_microbatch,), any_rows=True)
     finally:
         reinstate(before)
-    passes = spec.passes
-    assert passes is not None
     groups = spec.groups
     weights = [group.needs_grad_weight for group in groups][: counts[0]]
     biases = [group.needs_grad_bias for group in groups][: counts[1]]
@@ -276,14 +293,16 @@ def _registered_while_tracing(
     def states_of(key: str) -> tuple[Any, ...]:
         return module.numerics.delayed_states(key) if recipe is not None else ()
 
+    dtypes = ((held[0].dtype, groups[0].dtype),)
+
+    def padded(inputs: list[Any]) -> list[Any]:
+        return [*inputs, *[None] * (3 - len(inputs))]  # a layer without biases
+
     kernel = GroupedKernel(
-        name=LINEAR,
         spec=spec,
-        dtypes=(held[0].dtype, groups[0].dtype),
-        inference=passes.inference,
-        again=passes.again,
-        backward=passes.backward,
-        order=tuple(range(len(passes.again.saved))),
+        inference=lambda call, inputs: grouped_linear_forward(padded(inputs), call, False)[0][0],
+        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, multiplies=False)[1],
+        backward=lambda call, operands: grouped_linear_backward(operands, call, dtypes),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,

@@ -20,9 +20,9 @@ from ..functions.by_name import (
     check_unquantized,
     general_gemm,
 )
-from ..functions.layer import compiled
+from ..functions.layer import compiled_functions
 from ..functions.linear_spec import changed
-from ..functions.norm_linear import NormLinearSpec, norm_linear
+from ..functions.norm_linear import NORM_LINEAR, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import is_distributed
@@ -72,13 +72,13 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     spec = NormLinearSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
         linear=linear,
-        beta=of_norm[1] is not None,
-        bias=bias is not None and not config.return_bias,
         returns_norm_output=bool(config.return_layernorm_output),
         scale_update=update,
         needs_grad=any(needs),
     ).chosen()
-    return changed(spec, compiled=compiled(spec, call.x[3])) if call.begin is None else spec
+    if call.begin is not None:
+        return spec
+    return changed(spec, compiled=compiled_functions(NORM_LINEAR, spec, call.x[3]))
 
 
 @configured(NormLinearConfig, fixed=SIZES)

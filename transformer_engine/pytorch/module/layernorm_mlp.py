@@ -1,6 +1,6 @@
 """LayerNormMLP: y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
-Its passes are described in `common/passes/norm_linear.py` and run by the autograd node of `functions/norm_linear.py`.
+Its forward and backward pass are the plain functions of `functions/norm_linear.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import NormByName
-from ..functions.layer import compiled
+from ..functions.layer import compiled_functions
 from ..functions.linear_spec import LinearSpec, changed
-from ..functions.norm_linear import NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_linear import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -78,7 +78,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
-    fc1_weight, fc1_bias, fc2_weight, fc2_bias, _, beta = call.parameters
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
     assert fc1_weight is not None and fc2_weight is not None
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
@@ -100,8 +100,6 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         fc2=spec(1, "row", fc2_weight, added),
         activation=config.activation,
         activation_params=ActivationParams.of(config.activation_params),
-        beta=beta is not None,
-        biases=(fc1_bias is not None, added is not None),
         returns_norm_output=bool(config.return_layernorm_output),
         recompute=recompute,
         scale_update=update,
@@ -109,7 +107,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     ).chosen()
     if call.begin is not None or made.recompute:
         return made
-    return changed(made, compiled=compiled(made, call.x[3]))
+    return changed(made, compiled=compiled_functions(NORM_MLP, made, call.x[3]))
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

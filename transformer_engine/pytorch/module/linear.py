@@ -14,8 +14,8 @@ from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import LinearByName as _Linear
 from ..functions.by_name import called_by_name, check_unquantized, general_gemm
-from ..functions.layer import compiled
-from ..functions.linear import linear, passes_of
+from ..functions.layer import compiled_functions
+from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
@@ -52,9 +52,10 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     )
     update = scale_update(call, any(needs))
     spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
-    spec = changed(spec, passes=passes_of(spec, adds_bias))
     # Only calls that may be repeated are worth compiling.
-    return changed(spec, compiled=compiled(spec, call.x[3])) if call.begin is None else spec
+    if call.begin is not None:
+        return spec
+    return changed(spec, compiled=compiled_functions(FUNCTIONS, spec, call.x[3]))
 
 
 @configured(LinearConfig, fixed=SIZES)

@@ -7,20 +7,10 @@ from typing import Any
 
 import torch
 
-from ...common import env
 from ...common.recipe import Recipe
 from ..quantization.family import family_of
 from ..quantization.resizable_state import EXTRA_STATE
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-
-
-def forgive_missing(missing_keys: list[str], prefix: str) -> None:
-    """Accept a state dict without an extra state: another library or an earlier release saved it.
-
-    With NVTE_STRICT_EXTRA_STATE=1, the key remains missing.
-    """
-    if prefix + EXTRA_STATE in missing_keys and not env.get("NVTE_STRICT_EXTRA_STATE"):
-        missing_keys.remove(prefix + EXTRA_STATE)
 
 
 def prepare(module: Any, state_dict: MutableMapping[str, Any], prefix: str) -> None:

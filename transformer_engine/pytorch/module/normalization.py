@@ -184,6 +184,8 @@ class Normalization(NormalizationOperation):
             return normalized_shards(kind, self._output_of, input, weight, bias, features)
         return self._output_of(input, weight, bias)
 
+    _own_forward = forward
+
     def _output_of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self._check(input, weight)
         dtype = autocast_dtype(input.device.type)

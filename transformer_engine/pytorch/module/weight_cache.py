@@ -71,6 +71,12 @@ class _CachedWeight(NamedTuple):
             for now, before in zip(counts, unsaved, strict=True)
         )
 
+    def has_memory_of(self, other: _CachedWeight) -> bool:
+        """Whether another entry has the same tensors."""
+        return len(self.parts) == len(other.parts) and all(
+            mine is theirs for mine, theirs in zip(self.parts, other.parts, strict=True)
+        )
+
     def has_form(self, parts: Sequence[Tensor | None]) -> bool:
         """Whether the tensors can be copied into those of this entry, which may lack a direction."""
         return len(parts) == len(self.parts) and all(
@@ -207,7 +213,8 @@ class WeightCache(dict[str, Any]):
         first = next((part for part in entry.parts if part is not None), None)
         if first is not None and is_capturing(first.device):
             entries = self._captured.setdefault(name, [])
-            if not any(other is entry for other in entries):
+            # A renewed weight is another entry on the same memory, and captures may be repeated without end.
+            if not any(other.has_memory_of(entry) for other in entries):
                 entries.append(entry)
 
 

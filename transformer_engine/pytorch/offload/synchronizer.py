@@ -153,7 +153,8 @@ class OffloadSynchronizer:
         if state.generation != tensor_or_tensor_id.generation:
             raise RuntimeError(
                 f"the saved tensors of layer {tensor_or_tensor_id.layer} are gone: its forward has run again, or its "
-                "backward has run before; run one backward after each forward of the offloaded layers, without retain_graph=True"
+                "backward has run before; run one backward after each forward of the offloaded layers, without "
+                "retain_graph=True"
             )
         if state.state == OFFLOAD_FINISHED:  # a backward in another order than the forward's
             state.start_reload()

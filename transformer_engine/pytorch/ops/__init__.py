@@ -35,6 +35,7 @@ from .basic import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiLU,
     SiTUGLU,
     SReGLU,

@@ -60,7 +60,10 @@ def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
     accumulate: set[bool] = set()
     place = 1
     for op in ops:
-        parameters = list(op.named_parameters(recurse=False))
+        names = getattr(op, "parameter_names", None) or [
+            name for name, _ in op.named_parameters(recurse=False)
+        ]
+        parameters = [(name, getattr(op, name)) for name in names if getattr(op, name) is not None]
         shards = [i for i, (_, parameter) in enumerate(parameters) if is_distributed_weight(parameter)]
         others = [parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")]
         reason = op.distributed_weight_unsupported_reason() if shards else None
@@ -156,7 +159,11 @@ class ChainRun:
         before, behind = indices[0] - 1, indices[-1] + 1
         previous = self.basic_ops[before] if before >= 0 and self.override is None else None
         following_op = self.basic_ops[behind] if behind < len(self.basic_ops) else None
-        tensors = [x, *op.parameters(), *[tensor for extra in received for tensor in extra]]
+        tensors = [
+            x,
+            *[tensor for basic in op.basic_operations() for tensor in basic.own_tensors()],
+            *[tensor for extra in received for tensor in extra],
+        ]
         _keep_storage(tensors)
         returned = op.fuser_forward(
             [self.contexts[i] for i in indices],

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from ...common import env
 from ...common.dispatch import undisturbed
@@ -92,12 +93,12 @@ class OperationFuser:
         )
 
     @property
-    def _basic_op_params(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each basic operation."""
-        return [list(op.parameters()) for op in self._basic_ops]
+    def _basic_op_params(self) -> list[list[Any]]:
+        """The parameters of each basic operation, or what torch's tools have put in their place."""
+        return [op.own_tensors() for op in self._basic_ops]
 
     @property
-    def _flat_basic_op_params(self) -> list[torch.nn.Parameter]:
+    def _flat_basic_op_params(self) -> list[Any]:
         """The parameters of all basic operations."""
         return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
@@ -122,6 +123,10 @@ class OperationFuser:
             TypeError: An input is not a tensor.
             ValueError: The number of extra inputs or of keyword arguments does not fit.
         """
+        if not parametrize._cache_enabled and self._is_parametrized():
+            # A parametrization computes its tensor once in a call: passes and autograd read the same one.
+            with parametrize.cached():
+                return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(
                 f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
@@ -170,6 +175,11 @@ class OperationFuser:
                         check()
                     return chain(given)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
+
+    def _is_parametrized(self) -> bool:
+        """Return whether torch.nn.utils.parametrize has added its child to an operation or to the owner of one."""
+        owners = [op._owner or op for op in self._basic_ops]
+        return any([owner._modules.get("parametrizations") is not None for owner in owners])  # noqa: C419 host time
 
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
@@ -229,9 +239,10 @@ class OperationFuser:
         ]
         given: list[Any] = [x]
         at = 0
-        for op, has_facts in zip(self._basic_ops, self._with_facts, strict=True):
+        basic_ops: list[Any] = self._basic_ops  # each contributes steps
+        for op, has_facts in zip(basic_ops, self._with_facts, strict=True):
             key += (op._revision, op.training)
-            for tensor in op._parameters.values():
+            for tensor in [getattr(op, name) for name in op.parameter_names]:
                 if tensor is None:
                     key.append(None)
                 else:

@@ -6,13 +6,15 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...common.numbers import to_bool
 from .basic import AllReduce, BasicLinear, Bias, ReduceScatter
 from .basic.basic_linear import tensor_parallel_boundary
 from .operation import BasicOperation
 from .step_operation import StepFusedOperation
+
+# Keys of the parameters in state dicts.
+_KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
 
 
 class Linear(StepFusedOperation):
@@ -88,8 +90,11 @@ class Linear(StepFusedOperation):
             ops.append((ReduceScatter if boundary.sequence else AllReduce)(boundary.group))
         super().__init__(ops)
         self._sizes = in_features, out_features
+        for op in ops:
+            op.lend_parameters(self)
+        if not has_bias:
+            self.register_parameter("bias", None)
         self._has_bias = has_bias
-        self._alias_parameters()
 
     @property
     def in_features(self) -> int:
@@ -101,67 +106,41 @@ class Linear(StepFusedOperation):
         """Last dimension of the output, over all ranks."""
         return self._sizes[1]
 
-    def _owners(self) -> dict[str, Any]:
-        """Return the basic operations that hold the parameters."""
-        owners = {"weight": self.basic_ops[0]}
-        if self._has_bias:
-            owners["bias"] = self.basic_ops[1]
-        return owners
-
-    def _alias_parameters(self) -> None:
-        """Make `weight` and `bias` aliases of the parameters of the basic operations."""
-        for name, owner in self._owners().items():
-            self._parameters[name] = owner._parameters[name]
-        if not self._has_bias:
-            self._parameters["bias"] = None
-
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("weight", "bias") and "_has_bias" in self.__dict__:
-            if name == "bias" and not self._has_bias:
-                if value is None:
-                    return
-                raise ValueError("this Linear has no bias; make it with bias=True")
-            owner = self._owners()[name]
-            setattr(owner, name, value)
-            self._alias_parameters()
-            return
+        if name == "bias" and not self.__dict__.get("_has_bias", True):
+            if value is None:
+                return
+            raise ValueError("this Linear has no bias; make it with bias=True")
         super().__setattr__(name, value)
 
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if name in ("weight", "bias"):
-            setattr(self, name, param)
-            return
-        super().register_parameter(name, param)
-
-    def pre_first_fuser_forward(self) -> None:
-        super().pre_first_fuser_forward()
-        self._alias_parameters()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        super()._apply(fn, recurse)
-        self._alias_parameters()
-        return self
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save nothing: the basic operations save the parameters."""
+        """Save the parameters under the names of the basic operations, as the original does."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, key in _KEYS.items():
+            if prefix + name in destination:
+                destination[prefix + key] = destination.pop(prefix + name)
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
+        self, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
     ) -> None:
-        """Accept parameters under their own names and under those of the basic operations."""
-        for index, name in enumerate(("weight", "bias")):
-            value = state_dict.pop(prefix + name, None)
-            if value is not None:
-                state_dict.setdefault(f"{prefix}basic_ops.{index}.{name}", value)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
-        own = {prefix + "weight", prefix + "bias"}
-        missing_keys[:] = [key for key in missing_keys if key not in own]
+        """Accept parameters under the names of the basic operations, or under their own names.
+
+        Raises:
+            RuntimeError: The state dict has both names of a parameter.
+        """
+        for name, key in _KEYS.items():
+            if prefix + key not in state_dict:
+                continue
+            if prefix + name in state_dict:
+                raise RuntimeError(
+                    f"the state dict has {prefix + name} and {prefix + key}, which are the same parameter of Linear; "
+                    "remove one of them"
+                )
+            state_dict[prefix + name] = state_dict.pop(prefix + key)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        missing_keys: list[str] = others[2]
+        of_original = {prefix + name: prefix + key for name, key in _KEYS.items()}
+        missing_keys[:] = [of_original.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"

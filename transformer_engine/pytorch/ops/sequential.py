@@ -13,6 +13,8 @@ from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 
+_TAKES_EXTRA_INPUTS = (OperationFuser, BasicOperation)
+
 
 class Sequential(CheckedLoading):
     """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
@@ -27,6 +29,10 @@ class Sequential(CheckedLoading):
         super().__init__()
         # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
+        self._grouped: tuple[list[Any], list[Any]] = (
+            [],
+            [],
+        )  # the modules of these groups, and which of them fuse
         self._last_global_state: Any = None
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
@@ -111,7 +117,7 @@ class Sequential(CheckedLoading):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state without the groups of modules, which a copy recreates."""
-        return {**self.__dict__, "_module_groups": None}
+        return {**self.__dict__, "_module_groups": None, "_grouped": ([], [])}
 
     def forward(
         self,
@@ -133,23 +139,11 @@ class Sequential(CheckedLoading):
             ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
                 operation of this container.
         """
-        groups = self._module_groups
-        if groups is None:
-            groups = []
-            chain: list[FusibleOperation] = []
-            # torch 2.11 does not trace an iterator over the container itself. None ends the last chain.
-            for module in [*self._modules.values(), None]:
-                if isinstance(module, FusibleOperation):
-                    chain.append(module)
-                    continue
-                groups += [OperationFuser(chain)] if chain else []
-                groups += [] if module is None else [module]
-                chain = []
-            self._module_groups = groups
+        groups = self._groups()
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
             return groups[0](input, *extra_inputs)
         options = self._options(op_kwargs)
-        wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
+        wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, _TAKES_EXTRA_INPUTS)])
         if len(extra_inputs) != wanted:
             raise ValueError(
                 f"number of extra inputs: {len(extra_inputs)} given, {wanted} read by the operations; give one "
@@ -159,17 +153,42 @@ class Sequential(CheckedLoading):
         outputs: list[Tensor] = []
         at = 0
         for group in groups:
-            if not isinstance(group, OperationFuser):
+            if not isinstance(group, _TAKES_EXTRA_INPUTS):
                 x = group(x)
                 continue
             given = extra_inputs[at : at + group.num_extra_inputs]
             at += group.num_extra_inputs
-            kwargs = [options.get(id(op), {}) for op in group._basic_ops] if options else None
-            x = group(x, *given, basic_op_kwargs=kwargs)
+            if isinstance(group, OperationFuser):
+                kwargs = [options.get(id(op), {}) for op in group._basic_ops] if options else None
+                x = group(x, *given, basic_op_kwargs=kwargs)
+            else:
+                x = group(x, *given, **options.get(id(group), {}))
             if isinstance(x, tuple):
                 x, *extra = x
                 outputs += extra
         return (x, *outputs) if outputs else x
+
+    def _groups(self) -> list[OperationFuser | torch.nn.Module]:
+        """Fused chains, and modules that are called by themselves, in order.
+
+        Operations with hooks or with another `forward` are called by themselves, because fusion would skip both.
+        """
+        modules = [module for module in self._modules.values() if module is not None]
+        kept: list[Any] = [isinstance(module, FusibleOperation) and module.is_bare() for module in modules]
+        if self._module_groups is not None and modules == self._grouped[0] and kept == self._grouped[1]:
+            return self._module_groups
+        groups: list[OperationFuser | torch.nn.Module] = []
+        chain: list[FusibleOperation] = []
+        # None ends the last chain.
+        for module, fuses in zip([*modules, None], [*kept, False], strict=True):
+            if fuses:
+                chain.append(module)  # pyright: ignore[reportArgumentType]
+                continue
+            groups += [OperationFuser(chain)] if chain else []
+            groups += [] if module is None else [module]
+            chain = []
+        self._module_groups, self._grouped = groups, (modules, kept)
+        return groups
 
     def _options(self, given: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
         """Return keyword arguments by the identity of the operation."""

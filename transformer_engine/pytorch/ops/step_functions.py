@@ -1,6 +1,6 @@
 """Functions of the steps that only sequences of operations contribute; see `common/passes/vocabulary.py`.
 
-They join the table of `functions/steps.py`, so that its executor runs passes of layers and of sequences alike.
+They join the table of `functions/steps.py`; `functions/grouped_steps.py` adds the steps over groups of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ...common.passes.vocabulary import DropoutSettings, Layer, Named
 from ..functions.caller_buffers import handed_out
 from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
 from ..functions.grouped_operators import backward_in_graph, forward_in_graph
-from ..functions.steps import OPERATIONS, leading_shape
+from ..functions.grouped_steps import OPERATIONS
+from ..functions.sequence import leading_shape
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix

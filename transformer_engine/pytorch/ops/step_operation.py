@@ -51,12 +51,16 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
         parameters = {name: getattr(self, name) for name in self.parameter_names}
         return {name: parameter for name, parameter in parameters.items() if parameter is not None}
 
+    def own_tensors(self) -> list[Tensor]:
+        tensors = [getattr(self, name) for name in self.parameter_names]
+        return [tensor for tensor in tensors if tensor is not None]
+
     def required_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the operation requires."""
         return self.parameter_names
 
     def pre_first_fuser_forward(self) -> None:
-        if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+        if any(tensor.is_meta for tensor in self.own_tensors()):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,8 +68,9 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
 
     def allocate_parameters(self) -> None:
         """Replace parameters on the meta device by uninitialized ones on the default device."""
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            if parameter.is_meta:
+        for name in self.parameter_names:
+            parameter = getattr(self, name)
+            if parameter is not None and parameter.is_meta:
                 values = torch.empty_like(parameter, device=canonical_device("cuda"))
                 allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
                 vars(allocated).update(vars(parameter))

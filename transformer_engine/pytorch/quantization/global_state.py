@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -279,12 +279,12 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
                 "recomputation found no forward values of this module; "
                 "run its forward pass inside te.checkpoint first"
             )
-        _copy_in(delayed, buffers[position].popleft())
+        copy_in(delayed, buffers[position].popleft())
 
     @classmethod
     def restore_fp8_meta_tensors(cls, fp8_meta: dict[str, Any]) -> None:
         """Undo `get_old_fp8_meta_tensors_for_recompute`."""
-        _copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
+        copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
 
 
 # What this machine can run: (available, reason), one method a kind.
@@ -292,7 +292,8 @@ for _kind, _check in zip(support.kinds(), support.checks().values(), strict=True
     setattr(FP8GlobalStateManager, f"is_{_kind}_available", staticmethod(_check))
 
 
-def _copy_in(states: tuple[Any, ...], values: list[tuple[Tensor, Tensor]]) -> None:
+def copy_in(states: Sequence[Any], values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy a scale and a history into each delayed-scaling state."""
     for state, (scale, history) in zip(states, values, strict=True):
         state.scale.copy_(scale)
         if state.amax_history.shape == history.shape:

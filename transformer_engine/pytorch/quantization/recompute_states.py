@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..runtime.tracing import hidden_from_selective_checkpoints
 from ..tensor.quantizer import Quantizer
-from .autocast import AutocastState, here, reinstate, snapshot
+from .autocast import here, reinstate, snapshot
 from .compiled_runs import compiled_run
 
-# Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
-CallStates = Sequence[tuple[tuple[Tensor, ...], ...]]
+# Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product, or
+# the tensors of each scaling state of a module with a hand-written forward pass.
+CallStates = Sequence[tuple[Any, ...]]
 
 
 class ReplayStates:
@@ -130,7 +132,26 @@ class running(AbstractContextManager):
         self._compiled.__exit__(*exception)
 
 
-class SecondRun(AbstractContextManager):
+class RepeatedContext(AbstractContextManager):
+    """Base class of contexts that may be entered repeatedly and within each other."""
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager] = []
+
+    def context(self) -> AbstractContextManager:
+        """Create the context of one entry."""
+        raise NotImplementedError(type(self).__name__)
+
+    def __enter__(self) -> None:
+        context = self.context()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+class SecondRun(RepeatedContext):
     """Context of second runs: the autocast state of this object's creation, and the scales of the first run.
 
     Attributes:
@@ -138,20 +159,49 @@ class SecondRun(AbstractContextManager):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.states = ReplayStates()
         self._autocast = snapshot()
-        self._entered: list[tuple[running, tuple[AutocastState, bool]]] = []
 
-    def __enter__(self) -> None:
-        run = running(self.states, True)
-        self._entered.append((run, snapshot()))
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        before = snapshot()
         reinstate(self._autocast)
-        run.__enter__()
+        try:
+            with running(self.states, True):
+                yield
+        finally:
+            reinstate(before)
 
-    def __exit__(self, *exception: object) -> None:
-        run, before = self._entered.pop()
-        run.__exit__(*exception)
-        reinstate(before)
+
+def repeated_values(kind: str, module: str, values: Sequence[tuple[Tensor, ...]]) -> CallStates | None:
+    """Values of the first run for a call in a second run, by state; None in a first run, which records copies.
+
+    Args:
+        kind: Class name of the module, for messages.
+        module: Key of the module.
+        values: Present values of each state.
+
+    Raises:
+        RuntimeError: The second run calls the module more often than the first one.
+    """
+    found: CallStates | None = None
+    with hidden_from_selective_checkpoints():
+        for run in runs():
+            if run.again:
+                found = run.next(module)
+                if found is None:
+                    raise RuntimeError(_MORE_OFTEN.format(kind))
+            else:
+                copies = values if found is None else found
+                run.states.keep(module, [tuple([tensor.clone() for tensor in state]) for state in copies])
+    return found
+
+
+_MORE_OFTEN = (
+    "{} is called in the second run of a checkpointed function, but was not called under this recipe so often in its "
+    "first; let the function do the same both times"
+)
 
 
 def repeated_quantizers(
@@ -178,10 +228,7 @@ def repeated_quantizers(
                 continue
             states = run.next(module)
             if states is None:
-                raise RuntimeError(
-                    f"{kind} is called in the second run of a checkpointed function, but was not called "
-                    "under this recipe so often in its first; let the function do the same both times"
-                )
+                raise RuntimeError(_MORE_OFTEN.format(kind))
             products = [
                 [quantizer.replaying(state) for quantizer, state in zip(product, saved, strict=True)]
                 for product, saved in zip(products, states, strict=True)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common import env
+
 _LONGEST = 2**62
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _IGNORED = torch.nn.Module.set_extra_state
@@ -91,6 +93,15 @@ class ResizableState(Tensor):
         return repr(self.plain())
 
 
+def forgive_missing(missing_keys: list[str], prefix: str) -> None:
+    """Accept a state dict without an extra state: another library or an earlier release saved it.
+
+    With NVTE_STRICT_EXTRA_STATE=1, the key remains missing.
+    """
+    if prefix + EXTRA_STATE in missing_keys and not env.get("NVTE_STRICT_EXTRA_STATE"):
+        missing_keys.remove(prefix + EXTRA_STATE)
+
+
 class CheckedLoading(torch.nn.Module):
     """Module that rejects a whole state dict, before any change, if its own or a descendant's extra state is invalid.
 
@@ -101,6 +112,8 @@ class CheckedLoading(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         check_states(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        missing_keys = kwargs["missing_keys"] if "missing_keys" in kwargs else args[2]
+        forgive_missing(missing_keys, prefix)
 
 
 def check_states(root: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:

@@ -24,6 +24,7 @@ from .checkpoint_reads import COLLECTED, READS, narrowed
 from .promotion import decoded_dtype, read_arguments, writes
 from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
+from .storage.grouped_tensor_storage import GroupedTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -48,6 +49,9 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(False):
             return _dequantized(func, args, kwargs)
     if func.is_view and isinstance(args[0], QuantizedTensorStorage):
+        memory = args[0].plain_memory() if isinstance(args[0], GroupedTensorStorage) else None
+        if memory is not None:
+            return func(memory, *args[1:], **kwargs)
         values = _values(args[0], None)
         return cut_views.cut_view(func(values, *args[1:], **kwargs), values, args[0])
     plain_args, plain_kwargs = read_arguments(func, args, kwargs, _values)
@@ -162,7 +166,10 @@ def _to_copy(
     if pin_memory:
         storage = storage.mapped(Tensor.pin_memory)
     if dtype is not None:
-        storage.set_nominal_dtype(dtype)
+        if isinstance(storage, GroupedTensorStorage):
+            storage.set_nominal_dtype(dtype)
+        else:
+            storage._dtype = dtype
     copy = _with_attributes(tensor, like(tensor, storage))
     vars(copy).pop(DerivedTensors.NAME, None)  # its memory is its own
     return copy
@@ -172,10 +179,9 @@ def _to_copy(
 def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, QuantizedTensorStorage):
         return target.copy_(_values(source, target.dtype), non_blocking)
-    if isinstance(source, QuantizedTensorStorage):
-        if target.payload_is_like(source):
-            write_quantized(source, target)
-            return target
+    if isinstance(source, QuantizedTensorStorage) and target.payload_is_like(source):
+        write_quantized(source, target)
+        return target
     source = _values(source, torch.float32)
     write(source.to(target.device, non_blocking=non_blocking).expand(target.shape), target)
     return target

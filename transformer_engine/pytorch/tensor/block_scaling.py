@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...common.formats import round_up
+from ...common.formats import TILED_FORMATS, round_up
 from ..constants import DType
+from ..primitives.operand import Operand
 from ..primitives.quantize import Quantized, QuantizeSpec, quantize
 from .elements import empty_quantized
 from .padded_groups import TILE, PaddedGroups, transposed_codes, transposed_scales
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Quantizer
+from .quantizer import Operands, Quantizer
 from .storage.block_scaled import BlockScaledStorage, padded
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
@@ -68,6 +71,29 @@ class BlockScalingQuantizer(Quantizer):
             raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {reason}")
         quantized = self._quantized(plain_matrix(tensor), self.spec(rowwise, columnwise))
         return self._packed(quantized, tensor.shape, tensor.dtype)
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        if self.optimize_for_gemm and self.makes_tiles:
+            return self.tiled_operands(matrix, rowwise, columnwise)
+        return super().operands(matrix, rowwise, columnwise)
+
+    @property
+    def makes_tiles(self) -> bool:
+        """Whether `tiled_operands` is supported: the format has scales of one byte, and `encode` is this class's."""
+        return type(self).encode is BlockScalingQuantizer.encode and self.spec(True, False).format.swizzled
+
+    def tiled_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        """Return `operands` with scales in the order of matrix instructions, which no other code can split or join."""
+        reason = self.unsupported_shape_reason(matrix.shape, rowwise, columnwise)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(matrix.shape)}: {reason}")
+        spec = _tiled(self.spec(rowwise, columnwise))
+        codes, scale, codes_t, scale_t, amax, amax_t = self._quantized(plain_matrix(matrix), spec)
+        form, form_t = spec.operand_format, TILED_FORMATS[spec.format.columnwise]
+        return Operands(
+            None if codes is None else Operand(codes, scale, form, amax, matrix.dtype),
+            None if codes_t is None else Operand(codes_t, scale_t, form_t, amax_t, matrix.dtype),
+        )
 
     def _packed(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
@@ -144,6 +170,11 @@ class BlockScalingQuantizer(Quantizer):
         if columnwise and prod(shape[:-1]) % self.MULTIPLE:
             return f"the product of the leading dimensions {_advice(prod(shape[:-1]), self.MULTIPLE)}"
         return None
+
+
+@functools.cache
+def _tiled(spec: QuantizeSpec) -> QuantizeSpec:
+    return replace(spec, tiled=True)
 
 
 def _advice(value: int, multiple: int) -> str:

@@ -51,19 +51,19 @@ class CutView(Tensor):
     """
 
     _whole: _Whole
-    _values: Tensor  # the same memory as a plain tensor
+    _plain: Tensor  # the same memory as a plain tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
-        return self._values.__reduce_ex__(protocol)
+        return self._plain.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OF_MEMORY:
-            args = tree_map(lambda leaf: leaf._values if isinstance(leaf, CutView) else leaf, args)
+            args = tree_map(lambda leaf: leaf._plain if isinstance(leaf, CutView) else leaf, args)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
@@ -82,7 +82,9 @@ class CutView(Tensor):
 
 
 # Methods that hand out the memory, which torch implements for plain tensors only.
-_OF_MEMORY = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_})
+_OF_MEMORY = frozenset(
+    {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
+)
 
 
 def _check_not_written(func: Any, target: Any) -> None:
@@ -101,13 +103,13 @@ def read(leaf: Any, dtype: torch.dtype | None) -> Any:
     whole = leaf._whole
     # A view in another dtype reads the bytes of the copy.
     if dtype is None or dtype == leaf.dtype or leaf.dtype != whole.like.dtype:
-        return leaf._values
+        return leaf._plain
     return whole.part(leaf, decoded_dtype(dtype))
 
 
 def _marked(values: Tensor, whole: _Whole) -> CutView:
     cut = Tensor._make_subclass(CutView, values)
-    cut._whole, cut._values = whole, values
+    cut._whole, cut._plain = whole, values
     return cut
 
 
@@ -126,7 +128,5 @@ def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
         return result
     # The copy does not follow later writes to the tensor, and neither do reads in other dtypes.
     storage = tensor.mapped(lambda part: part.clone(memory_format=torch.preserve_format))
-    whole = _Whole(
-        f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta")
-    )
+    whole = _Whole(f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta"))
     return tree_map(lambda leaf: _marked(leaf, whole) if type(leaf) is Tensor else leaf, result)

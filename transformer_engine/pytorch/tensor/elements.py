@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from ...common.formats import E2M1, E4M3, E5M2, Element, ceil_div
+from ...common.formats import E2M1, E4M3, E5M2, FLOAT8, Element, ceil_div
 from ..constants import DType
+from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.quantize import Quantized, QuantizeSpec, torch_dtype
 from ..runtime.checks import tensor, values_dtype
 
@@ -94,3 +97,19 @@ def check_scalar(name: str, value: Tensor | None) -> None:
     tensor(name, value)
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
+
+
+@functools.cache
+def float8_spec(
+    dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool = False, epsilon: float = 0.0
+) -> QuantizeSpec:
+    """Description of a quantization with one scale."""
+    return QuantizeSpec(
+        FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
+    )
+
+
+def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
+    """Directions in which a kernel writes FP8 codes for these operands of a product."""
+    one_copy = columnwise and reads_all_layouts() and not torch.compiler.is_compiling()
+    return (True, False) if one_copy else (rowwise, columnwise)

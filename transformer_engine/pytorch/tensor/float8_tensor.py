@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -15,11 +14,11 @@ from ...common import recipe as recipes
 from ...common.formats import FLOAT8
 from ...common.numbers import to_bool
 from ..constants import DType
+from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.operand import Operand
 from ..primitives.quantize import (
     Cast,
     Quantized,
-    QuantizeSpec,
     absolute_maximum,
     quantize,
     scale_from_amax,
@@ -28,9 +27,10 @@ from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.device import canonical_device
+from . import elements
 from .current_scaling import RecordsScale, ReducesMaximum, reduce_maxima
 from .delayed_scale import DelayedScale, ScalingState
-from .elements import check_scalar, element_of, empty_quantized, float8_dtype, float8_number
+from .elements import check_scalar, code_directions, empty_quantized, float8_dtype, float8_number, float8_spec
 from .padded_groups import PaddedGroups, maxima_of_groups, scaled_groups
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
@@ -40,19 +40,15 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_sha
 __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
 
 
-@functools.cache
-def _spec(
-    dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool = False, epsilon: float = 0.0
-) -> QuantizeSpec:
-    return QuantizeSpec(
-        FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
-    )
-
-
-def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
+def _operands(
+    quantized: Quantized, dtype: torch.dtype, rowwise: bool = True, columnwise: bool = True
+) -> Operands:
+    """Operands of codes in the directions of `code_directions`; without transposed codes, a view of the others."""
     codes, scale, codes_t, scale_t, _, _ = quantized
+    if codes_t is None and codes is not None and columnwise and reads_all_layouts():
+        codes_t, scale_t = codes.t(), scale
     return Operands(
-        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None else None,
+        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None and rowwise else None,
         Operand(codes_t, scale_t, FLOAT8, None, dtype) if codes_t is not None else None,
     )
 
@@ -89,7 +85,7 @@ class _PerTensorQuantizer(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        spec = QuantizeSpec(FLOAT8, element_of(self.dtype), self.rowwise_usage, self.columnwise_usage)
+        spec = float8_spec(self.dtype, self.rowwise_usage, self.columnwise_usage)
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
 
@@ -133,7 +129,7 @@ class _PerTensorQuantizer(Quantizer):
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
         amax, scale = self._group_scales(maxima_of_groups(row_maxima(x), groups, groups.group_of_row()))
         usages = (self.rowwise_usage, self.columnwise_usage)
-        return {"amax": amax} | scaled_groups(x, groups, scale, element_of(self.dtype), *usages)
+        return {"amax": amax} | scaled_groups(x, groups, scale, elements.element_of(self.dtype), *usages)
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         return _operands(quantized, dtype)
@@ -211,7 +207,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
-        spec = _spec(self.dtype, rowwise, columnwise)
+        spec = float8_spec(self.dtype, rowwise, columnwise)
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
             quantized = quantize(plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
@@ -227,16 +223,16 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         if torch.compiler.is_compiling():
             return super().operands(matrix, rowwise, columnwise)
         scale, amax = self._views()
-        spec = _spec(self.dtype, rowwise, columnwise)
+        spec = float8_spec(self.dtype, *code_directions(rowwise, columnwise))
         quantized = quantize(matrix, spec, multiplier=scale, record=amax)
         if self.amax_reduction_group is not None:
             reduce_maxima(amax, self.amax_reduction_group, matrix)
-        return _operands(quantized, matrix.dtype)
+        return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.amax_reduction_group is not None:
             return None  # the maximum is reduced over the group after it is recorded
-        return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
+        return Cast(float8_spec(self.dtype, *code_directions(rowwise, columnwise)), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
         """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
@@ -357,7 +353,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
+        quantized = self._quantized(matrix, *code_directions(rowwise, columnwise))
+        return _operands(quantized, matrix.dtype, rowwise, columnwise)
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         if type(self) is not Float8CurrentScalingQuantizer:
@@ -366,7 +363,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         return (self.dtype, self.force_pow_2_scales, self.amax_epsilon, self.with_amax_reduction, group), ()
 
     def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
-        spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
+        spec = float8_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
         amax = None
         if self.with_amax_reduction:
             amax = self.reduce_amax(maximum(matrix))
@@ -375,12 +372,13 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
     def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
         maxima = self.reduce_amax(maxima) if self.with_amax_reduction else maxima
         scaling = {"power_of_two": self.force_pow_2_scales, "epsilon": self.amax_epsilon}
-        return maxima, scale_from_amax(maxima, element_of(self.dtype).maximum, **scaling)
+        return maxima, scale_from_amax(maxima, elements.element_of(self.dtype).maximum, **scaling)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:
             return None
-        return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
+        directions = code_directions(rowwise, columnwise)
+        return Cast(float8_spec(self.dtype, *directions, self.force_pow_2_scales, self.amax_epsilon))
 
     def _configuration(self) -> Hashable:
         reduction = (self.with_amax_reduction, self.amax_reduction_group)

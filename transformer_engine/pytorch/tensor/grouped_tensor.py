@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...common.numbers import to_int
 from ..runtime.checks import extents, tensor, values_dtype
 from ..runtime.device import canonical_device
+from ..runtime.double_backward import once_differentiable
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.grouped_tensor_storage import GroupedTensorStorage
@@ -140,6 +141,15 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         shapes = [tuple(stack.shape[1:])] * stack.shape[0]
         return cls.from_storage(GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None)))
 
+    def _set_data(self, value: Tensor) -> None:
+        """Adopt the memory of plain values of the same shape and dtype; otherwise as `QuantizedTensor.data`."""
+        fits = (value.shape, value.dtype) == (self.shape, self.dtype) and value.is_contiguous()
+        if self.holds_values and fits and not isinstance(value, QuantizedTensor):
+            value = GroupedTensor.of_stack(value)
+        super()._set_data(value)
+
+    data = property(QuantizedTensor._get_data, _set_data)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+
     @property
     def holds_values(self) -> bool:
         """Whether the matrices are plain values instead of codes."""
@@ -156,7 +166,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
 
 
-class _Values(torch.autograd.Function):
+class _GroupValues(torch.autograd.Function):
     """Values of a group of plain matrices as a plain tensor; the gradient passes through."""
 
     @staticmethod
@@ -165,14 +175,15 @@ class _Values(torch.autograd.Function):
         return _shared(group)
 
     @staticmethod
+    @once_differentiable("GroupedLinear")
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         return grads[0]
 
 
 def _shared(group: GroupedTensor) -> Tensor:
-    held = group.rowwise_data
-    assert held is not None
-    return held.view(group.shape)
+    memory = group.plain_memory()
+    assert memory is not None
+    return memory
 
 
 # (buffer, view) of groups that optimizers step: they compare tensors by identity from step to step.
@@ -183,11 +194,10 @@ def memory_of(tensor: Any) -> Any:
     """The memory of a group of plain matrices as a tensor without gradient, the same in each call; or the tensor."""
     if not isinstance(tensor, GroupedTensor) or not tensor.holds_values:
         return tensor
-    buffer, view = _views.get(tensor, (None, None))
-    if buffer is not tensor.rowwise_data:
-        view = _shared(tensor)
-        _views[tensor] = (tensor.rowwise_data, view)
-    return view
+    cached: Any = _views.get(tensor)
+    if cached is None or cached[0] is not tensor.rowwise_data:
+        cached = _views[tensor] = (tensor.rowwise_data, _shared(tensor))
+    return cached[1]
 
 
 def plain_stack(parameter: Any) -> Any:
@@ -195,7 +205,7 @@ def plain_stack(parameter: Any) -> Any:
     if not isinstance(parameter, GroupedTensor) or not parameter.holds_values:
         return parameter
     if torch.is_grad_enabled() and parameter.requires_grad:
-        return _Values.apply(parameter)
+        return _GroupValues.apply(parameter)
     return _shared(parameter)
 
 

@@ -107,7 +107,7 @@ def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
     with torch.no_grad():
         for part in parts:
             getattr(made, part).copy_(given[part])
-        made.check_claims()
+        made.join_claims(None)
     return made
 
 

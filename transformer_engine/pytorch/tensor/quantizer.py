@@ -53,7 +53,7 @@ class Quantizer(EncodesGroups):
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results
     are tensors of this package, objects with `dequantize()`, or objects that the quantizer's `qgemm` multiplies; see
     `custom_operand`. The attribute `internal` returns bare storages, which are cheaper and invisible to autograd.
-    `optimize_for_gemm` hints that the result is only multiplied.
+    `optimize_for_gemm` states that operands are only multiplied: their scales may be in the order of products.
 
     Args:
         rowwise: Make codes for products along the last dimension; the attribute `rowwise_usage`.

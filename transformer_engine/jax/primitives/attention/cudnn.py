@@ -61,6 +61,8 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
         return f"head_dim={request.head_dim}; it takes multiples of 8 up to {most}"
     if request.modified:
         return "a score_mod; jax.nn does not support it"
+    if request.max_logit:
+        return "the largest logits; jax.nn does not return them"
     if request.tokens == "part" and request.window is not None:
         return "a part with a window; jax's call of cuDNN for parts has none"
     if request.tokens == "part" and (reason := cudnn_packed.part_failure()) is not None:

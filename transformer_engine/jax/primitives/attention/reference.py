@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.nn import logsumexp
 
 from ....common.dispatch import Backend
@@ -29,7 +29,8 @@ def attend(
     dropped: Callable[[Array], Array] | None = None,
     wide_scores: bool = True,
     modified: Callable[[Array], Array] | None = None,
-) -> Array:
+    max_logit: bool = False,
+) -> Any:
     """Compute attention.
 
     Args:
@@ -44,9 +45,11 @@ def attend(
         dropped: Applies dropout to probabilities [b, h, q, k], or None.
         wide_scores: Whether scores are float32; otherwise they are rounded to query's dtype before the softmax.
         modified: Maps the scores to those of the softmax, or None.
+        max_logit: Whether to return the largest score of each head too.
 
     Returns:
-        out [b, q, h, dv] in query's dtype.
+        out [b, q, h, dv] in query's dtype; with max_logit a pair of out and the largest scores [h] in the same dtype,
+        which have no gradient.
     """
     batch, queries, heads, _ = query.shape
     groups = key.shape[2]
@@ -67,15 +70,40 @@ def attend(
         weights = dropped(weights)
     weights = weights.reshape(batch, groups, heads // groups, queries, key.shape[1])
     out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
-    return out.reshape(batch, queries, heads, value.shape[-1]).astype(query.dtype)
+    out = out.reshape(batch, queries, heads, value.shape[-1]).astype(query.dtype)
+    return (out, _largest(scores, hidden).astype(query.dtype)) if max_logit else out
 
 
-def run(call: AttentionOperands) -> Array:
-    """Compute the attention of a call."""
+def _largest(scores: Array, hidden: Array | None) -> Array:
+    """Largest visible score of each head [h], of scores [b, h, q, k]; -inf for a head without a visible key."""
+    visible = scores if hidden is None else jnp.where(hidden, -jnp.inf, scores)
+    return lax.stop_gradient(visible).max(axis=(0, 2, 3))
+
+
+def largest_logits(call: AttentionOperands) -> Array:
+    """Largest logits of each head [h] of a call without a score_mod, whose tokens may be spread over devices."""
+    query, key = lax.stop_gradient((call.query, call.key))
+    batch, queries, heads, size = query.shape
+    grouped = query.reshape(batch, queries, key.shape[2], heads // key.shape[2], size)
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, heads, queries, key.shape[1])
+    if call.bias is not None and call.bias_type is AttnBiasType.PRE_SCALE_BIAS:
+        scores = scores + call.bias.astype(jnp.float32)
+    scores = scores * call.scale
+    if call.bias is not None and call.bias_type is AttnBiasType.POST_SCALE_BIAS:
+        scores = scores + call.bias.astype(jnp.float32)
+    return _largest(scores, call.hidden()).astype(query.dtype)
+
+
+def run(call: AttentionOperands, max_logit: bool = False) -> Any:
+    """Compute the attention of a call, and the largest logits of its heads if max_logit; see `attend`."""
     return attend(
         call.query, call.key, call.value, call.bias, call.bias_type, call.hidden(), call.scale, call.sink, call.dropped,
-        modified=call.modified,
+        modified=call.modified, max_logit=max_logit,
     )  # fmt: skip
+
+
+_RUN_WITH_MAXIMUM = functools.partial(run, max_logit=True)  # one object: equal functions are traced once
 
 
 def _weights(
@@ -126,7 +154,7 @@ def backward_part(
 
 def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
-        return run
+        return _RUN_WITH_MAXIMUM if request.max_logit else run
     options = {"mask": request.mask, "window": request.window}
     return Parts(functools.partial(forward_part, **options), functools.partial(backward_part, **options))
 

@@ -22,6 +22,7 @@ class AttentionRequest(NamedTuple):
         modified: Whether a score_mod is applied between the scores and the softmax.
         tokens: "whole" sequences on one device; a "part" of the keys, see `Parts`; or "spread" over devices, with
             options that parts do not support.
+        max_logit: Whether the result is a pair of the output and the largest logit of each head [h], in query's dtype.
     """
 
     dtype: jnp.dtype
@@ -44,6 +45,7 @@ class AttentionRequest(NamedTuple):
     segments: int = 1
     tokens: str = "whole"
     batch: int = 1
+    max_logit: bool = False
 
 
 def spread_unsupported_reason(request: AttentionRequest) -> str | None:

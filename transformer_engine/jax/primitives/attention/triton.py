@@ -71,8 +71,8 @@ def _part(scale: float, mask: AttnMaskType, window: Window | None) -> AttentionO
     return AttentionOptions(float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False)
 
 
-def run(call: AttentionOperands, request: AttentionRequest) -> Array:
-    """Return out [b, q, h, dv]; tokens of no sequence are zero."""
+def run(call: AttentionOperands, request: AttentionRequest) -> Any:
+    """Return out [b, q, h, dv], and the largest logits [h] if request.max_logit; tokens of no sequence are zero."""
     packed = request.layout.is_thd()
     masked = request.rows == "mask" or (request.rows == "segments" and not packed)
     left, right = (-1, -1) if call.window is None else call.window
@@ -87,6 +87,7 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Array:
         bottom_right=call.mask_type.is_bottom_right() and not masked,
         dropout=0.0 if call.draw is None else request.dropout,
         packed=packed,
+        max_logit=request.max_logit,
     )
     hidden = call.hidden() if masked else None
     bounds = call.bounds() if packed else None
@@ -104,27 +105,33 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Array:
         None if call.draw is None else call.draw(),
         None if call.draw is None else jnp.arange(call.query.shape[0], dtype=jnp.int32),
     )
-    return attend(options, *align_manual_axes(call.query, call.key, call.value, given))
+    result: Any = attend(options, *align_manual_axes(call.query, call.key, call.value, given))
+    if not request.max_logit:
+        return result
+    out, largest = result
+    return out, largest.max(axis=0).astype(out.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands
-) -> Array:
-    """Compute attention with the kernels; differentiable in query, key, value, and a given bias and sink."""
+def attend(options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands) -> Any:
+    """Compute attention with the kernels; differentiable in query, key, value, and a given bias and sink.
+
+    With options.max_logit the result is a pair of out and the largest logits, float32 [b, h], which have no gradient.
+    """
     return _forward(options, query, key, value, given)[0]
 
 
 def _forward(
     options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands
-) -> tuple[Array, Any]:
+) -> tuple[Any, Any]:
     kernel = AttentionForward(options, *given.described(query, key))
-    out, lse = call_kernel(kernel, query, key, value, *given.present())
-    return out, (query, key, value, given, out, lse)
+    out, lse, *largest = call_kernel(kernel, query, key, value, *given.present())
+    return (out, *largest) if largest else out, (query, key, value, given, out, lse)
 
 
-def _backward(options: AttentionOptions, saved: Any, dout: Array) -> tuple[Any, ...]:
+def _backward(options: AttentionOptions, saved: Any, cotangent: Any) -> tuple[Any, ...]:
     query, key, value, given, out, lse = saved
+    dout = cotangent[0] if options.max_logit else cotangent
     kernel = AttentionBackward(options, *given.described(query, key))
     arrays = (query, key, value, *given.present(), out, dout, lse)
     dq, dk, dv, *rest = call_kernel(kernel, *arrays)

@@ -36,6 +36,7 @@ class AttentionOptions:
         bottom_right: Whether the diagonal ends at the last query and the last key.
         dropout: Dropout probability.
         packed: Whether rows contain several sequences, given by their lengths and starts.
+        max_logit: Whether the forward kernel also returns the largest logits, float32 [b, h].
     """
 
     scale: float
@@ -44,6 +45,7 @@ class AttentionOptions:
     bottom_right: bool
     dropout: float
     packed: bool
+    max_logit: bool = False
 
 
 class OptionalOperands(NamedTuple):
@@ -183,29 +185,37 @@ class _AttentionKernel(Kernel):
 
 @dataclass(frozen=True)
 class AttentionForward(_AttentionKernel):
-    """(q [b, q, h, d], k [b, k, g, d], v [b, k, g, e], optional operands) -> out [b, q, h, e], lse"""
+    """(q [b, q, h, d], k [b, k, g, d], v [b, k, g, e], optional operands) -> out [b, q, h, e], lse, [maxima [b, h]]"""
 
     @property
     def rule(self) -> ShardingRule:
-        return self.sharing([], [f"b s {head_factors(*self.heads)} e", self.levels])
+        head = head_factors(*self.heads)
+        return self.sharing([], [f"b s {head} e", self.levels, *[f"b {head}"] * self.options.max_logit])
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         query, _, value = operands[:3]
         batch, queries, heads, _ = query.shape
         out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
         levels = (batch, queries, heads) if self.options.packed else (batch, heads, queries)
-        return out, jax.ShapeDtypeStruct(levels, jnp.float32)
+        shapes = (levels, *[(batch, heads)] * self.options.max_logit)
+        return out, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import attention  # it imports triton
 
         q, k, v, *rest = arrays
         given, _ = self.given(tuple(rest))
-        launch = attention.forward(self.problem(q, k, v, given), False, True, self.options.packed)
+        with_maxima = self.options.max_logit
+        launch = attention.forward(self.problem(q, k, v, given), with_maxima, True, self.options.packed)
         inputs = [*self.sources(q, k, v, given), given.sink, self.random(q, given), None]
-        out, lse, _ = run_launch(launch, inputs, self.results(q, k, v))
+        out, lse, largest = run_launch(launch, inputs, self.results(q, k, v)[:2])
         assert out is not None and lse is not None
-        return out, lse
+        if not with_maxima:
+            return out, lse
+        # One number per tile of queries, of each sequence of a row.
+        assert largest is not None
+        heads = q.shape[2]
+        return out, lse, largest.reshape(q.shape[0], -1, heads, largest.shape[2]).max(axis=(1, 3))
 
 
 @dataclass(frozen=True)

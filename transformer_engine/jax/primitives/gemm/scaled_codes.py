@@ -1,7 +1,8 @@
 """Products of codes with block scales by matrix instructions that read the scales, and of other blocks by Triton.
 
-dot_scaled: the kernels of common/kernels/scaled_product.py. MXFP8 and NVFP4 codes run on GPUs whose tensor cores read
-their scales, codes with float32 scales of 128 elements on every GPU with FP8 tensor cores, in any pair and extent.
+dot_scaled: the kernels of `scaled_product.py` and `promoted_product.py` in common/kernels. MXFP8 and NVFP4 codes run on
+GPUs whose tensor cores read their scales, codes with float32 scales of 128 elements on every GPU with FP8 tensor cores,
+in any pair and extent.
 
 scaled_matmul: XLA's operation of `jax.nn.scaled_matmul`, which it hands to cuDNN. XLA dequantizes what it cannot hand
 over, without a message. The Triton kernels, whose instructions are known, are therefore preferred. The operation is
@@ -29,7 +30,7 @@ from .block_scales import BlockScaledProduct
 from .request import GemmRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.scaled_product import Side
+    from ....common.kernels.product_parts import Side
 
 _RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _XLA_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -42,12 +43,13 @@ _ELEMENTS = {
 
 @dataclass(frozen=True)
 class DotScaledProduct(BlockScaledProduct):
-    """A product by the kernels of common/kernels/scaled_product.py, which swizzle the scales of one byte first."""
+    """A product by the kernels of common/kernels, which swizzle the scales of one byte first."""
 
     packs = True
 
     def product(self, a: Operand, b: Operand) -> Array:
-        from ....common.kernels import scaled_product as kernels  # it imports triton
+        from ....common.kernels import promoted_product, scaled_product  # they import triton
+        from ....common.kernels.product_parts import is_swapped
 
         assert a.format is not None and b.format is not None and a.scale is not None and b.scale is not None
         depth, dtype = a.codes.shape[1] * a.format.packing, self.dtype.name
@@ -55,7 +57,7 @@ class DotScaledProduct(BlockScaledProduct):
         scales, units = (a.scale, b.scale), (a.format.unit_amax, b.format.unit_amax)
         levels = (None, None)
         if not a.format.swizzled:
-            launch = kernels.block_product(*sides, depth, rows[1], dtype)
+            launch = promoted_product.block_product(*sides, depth, rows[1], dtype)
         else:
             assert a.format.block is not None
             scales = tuple(map(_swizzled, scales))
@@ -63,18 +65,18 @@ class DotScaledProduct(BlockScaledProduct):
             if units[0] is not None and units[1] is not None:
                 levels, factor = (a.amax, b.amax), 1.0 / (units[0] * units[1])
             options = {"length": a.format.block[1], "packing": a.format.packing, "factor": factor}
-            launch = kernels.product(*sides, depth, rows[1], dtype, **options)
-        order = slice(None, None, -1) if kernels.is_swapped(*rows) else slice(None)
+            launch = scaled_product.product(*sides, depth, rows[1], dtype, **options)
+        order = slice(None, None, -1) if is_swapped(*rows) else slice(None)
         inputs = [*(a.codes, b.codes)[order], *scales[order]]
-        inputs += [*levels[order], None] if a.format.swizzled else [None]
-        (out,) = run(launch, inputs)
+        inputs += [*levels[order], None, None] if a.format.swizzled else [None, None]
+        out, _ = run(launch, inputs)
         assert out is not None
         return out
 
 
 def _side(operand: Operand) -> Side:
-    """Describe a contiguous operand as `scaled_product.Side`."""
-    from ....common.kernels.scaled_product import Side  # it imports triton
+    """Describe a contiguous operand as `product_parts.Side`."""
+    from ....common.kernels.product_parts import Side  # it imports triton
 
     assert operand.format is not None and operand.scale is not None
     rows, width = operand.codes.shape
@@ -86,8 +88,8 @@ def _side(operand: Operand) -> Side:
 
 
 def _swizzled(scale: Array) -> Array:
-    """Swizzle one-byte scales uint8 [R, C]; see `scaled_product.swizzle`."""
-    from ....common.kernels.scaled_product import swizzle  # it imports triton
+    """Swizzle one-byte scales uint8 [R, C]; see `swizzled_scales.swizzle`."""
+    from ....common.kernels.swizzled_scales import swizzle  # it imports triton
 
     rows, columns = scale.shape
     (result,) = run(swizzle(rows, columns, (columns, 1)), [scale])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .fp8_recipe import attention_recipe, fp8_attention, requested_backward
+from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, requested_backward
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
+from .policies import attend_by_policies, check_policies
 from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
@@ -189,17 +191,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self._config.heads
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        # All slots of a product have the role of the one that the attention uses. The output and the gradients of the
-        # inputs belong to no layer: their roles have no module_type.
-        name = self.name or ""
-        qkv, softmax, grad_output, grad_softmax = (
-            QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
-        )
-        if fwd:
-            tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
-        else:
-            tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
-        return [role for role in tensors for _ in range(num_quantizers // len(tensors))]
+        return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p",
@@ -244,6 +236,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         score_mod_tensors: Mapping[str, Tensor] | None = None,
         score_mod_bprop_tensors: Mapping[str, Tensor] | None = None, qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3,
+        thd_attention_policies: list[dict[str, Any]] | None = None, thd_attention_policy_dispatch: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
 
@@ -279,6 +272,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             score_mod_bprop: Gradient of score_mod, in either form; by default that of autograd.
             score_mod_bprop_tensors: Named tensors, passed to score_mod_bprop.
             fast_zero_fill: Has no effect.
+            thd_attention_policies: Masks and windows of groups of packed sequences, see `policies`.
+            thd_attention_policy_dispatch: "auto", or "grouped" to gather the tokens of each policy.
 
         The other arguments are those of `DotProductAttention`.
 
@@ -303,7 +298,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         if not tracing and (
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
             is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is softcap is core_attention_bias
-            is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer is None
+            is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer
+            is thd_attention_policies is None
             and type(query_layer) is Tensor and type(key_layer) is Tensor and type(value_layer) is Tensor
             and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
             and num_splits is ONE and core_attention_bias_type == "no_bias"
@@ -315,10 +311,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         arguments = AttentionArguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
             alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap, qkv_format, num_splits,
-            score_mod,
+            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, softcap, thd_attention_policies,
+            thd_attention_policy_dispatch, qkv_format, num_splits, score_mod,
         )
         # fmt: on
+        if thd_attention_policies is not None:
+            state = current() if tracing else eager_thread_state().state
+            policies = check_policies(self._config, arguments, qkv[0].device, state, bool(fp8_output))
+            modes = {"checkpoint_core_attention": checkpoint_core_attention, "bf16_backward": bf16_backward}
+            return attend_by_policies(partial(self.forward, **modes), policies, qkv, arguments)
         checked = check_arguments(self._config, arguments, lambda: qkv, tracing)
         prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
         return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)

@@ -20,6 +20,7 @@ from ...module.base import TransformerEngineBaseModule
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
 from ...primitives.attention.call import AttentionCall
+from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState
 from ...quantization.family import all_families, family_of
 
@@ -161,3 +162,19 @@ def fp8_attention(
         layer._scale_update(state, of_rank.needs_gradient),
     )
     return (FP8ContextAttention(backend, fp8, requested, state) if shared else fp8), fp8
+
+
+def attention_roles(name: str, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+    """Roles of the quantizers of an attention's products.
+
+    All slots of a product have the role of the one that the attention uses. The output and the gradients of the inputs
+    belong to no layer: their roles have no module_type.
+    """
+    qkv, softmax, grad_output, grad_softmax = (
+        QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
+    )
+    if fwd:
+        tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
+    else:
+        tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
+    return [role for role in tensors for _ in range(num_quantizers // len(tensors))]

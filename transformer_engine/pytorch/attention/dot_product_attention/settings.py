@@ -116,6 +116,8 @@ class AttentionArguments(NamedTuple):
     core_attention_bias_type: str = "no_bias"
     pad_between_seqs: bool | None = None
     softcap: float | None = None
+    thd_attention_policies: Any = None
+    thd_attention_policy_dispatch: str = "auto"
     qkv_format: str | None = None
     num_splits: int | None = 1
     score_mod: Callable[..., Tensor] | None = None
@@ -123,11 +125,13 @@ class AttentionArguments(NamedTuple):
     def as_keywords(self) -> dict[str, Any]:
         """Return the keywords that MultiheadAttention.forward takes too, for a module with hooks or another class.
 
-        A softcap of None is left out, because modules for earlier releases have no such argument.
+        Arguments of release 2.20 are left out if they have their defaults: modules for earlier releases lack them.
         """
         named = dict(zip(self._fields[:_OF_LAYERS], self, strict=False))
         if self.softcap is None:
             del named["softcap"]
+        if self.thd_attention_policies is None:
+            del named["thd_attention_policies"], named["thd_attention_policy_dispatch"]
         return named
 
 

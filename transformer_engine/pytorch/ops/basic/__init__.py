@@ -23,6 +23,7 @@ from .extra_tensors import AddExtraInput, MakeExtraOutput
 from .grouped_linear import GroupedLinear
 from .normalization import L2Normalization, LayerNorm, RMSNorm
 from .scaled_activation import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from .scaled_tanh import ScaledTanhSReLU
 
 __all__ = [
     "GEGLU",
@@ -55,6 +56,7 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "ScaledTanhSReLU",
     "SiLU",
     "SiTUGLU",
     "SwiGLU",

@@ -15,7 +15,6 @@ from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import Overlap, TensorParallel, warn_of_unused_overlap
 from ...distributed_weight import is_distributed_weight
-from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import gathering
 from ...functions.main_grad import check_main_grad as check_buffer
 from ...functions.weight_gradient import WeightGradient
@@ -28,7 +27,7 @@ from ..chain import ChainEnvironment, InputFacts, OperationCall
 from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .functional_linear import functional_backward, functional_forward
-from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_spec
+from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_facts, linear_spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -165,7 +164,7 @@ class BasicLinear(StepOperation):
 
     def _update_weight_quantizer(self) -> None:
         """Connect a quantized weight to the state of the active quantizer, whose scale updates then reach it."""
-        weight: Any = self._parameters.get("weight")
+        weight: Any = self.weight
         quantizer = self.get_quantizer("forward", 1)
         if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
             return

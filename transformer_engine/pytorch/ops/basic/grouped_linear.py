@@ -27,7 +27,6 @@ from ...functions.grouped_request import (
     GroupedRequest,
     requested_by_environment,
 )
-from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import LinearSpec, changed
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
@@ -52,7 +51,7 @@ from .grouped_operator import (
     is_op_fuser_grouped_tensor_path_supported as is_op_fuser_grouped_tensor_path_supported,
 )
 from .grouped_operator import traced_contribution
-from .linear_contribution import linear_spec
+from .linear_contribution import linear_facts, linear_spec
 
 
 class GroupedLinear(StepOperation):
@@ -196,7 +195,7 @@ class GroupedLinear(StepOperation):
     def _serve(self, recipe: Any, group: Any) -> None:
         super()._serve(recipe, group)
         for i in range(self.num_groups):
-            weight: Any = self._parameters.get(f"weight{i}")
+            weight: Any = getattr(self, f"weight{i}", None)
             quantizer = self.get_quantizer("forward", 2 * i + 1)
             if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
                 continue
@@ -224,12 +223,7 @@ class GroupedLinear(StepOperation):
 
     def _weight_parameters(self) -> list[Tensor]:
         """Return the parameters that are weights: one of each group, or the stack."""
-        held: dict[str, Any] = self._parameters
-        return [
-            memory_of(held[name]) if name in held else getattr(self, name)
-            for name in self.parameter_names
-            if name.startswith("weight")
-        ]
+        return [memory_of(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
@@ -260,7 +254,7 @@ class GroupedLinear(StepOperation):
         # Prepared passes hold weights whose gradients are delayed, accumulated or parts of a stack.
         delayed = self.wgrad_store.delay_wgrad_compute()
         held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
-        return delayed, tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+        return delayed, tuple([id(getattr(self, name)) for name in self.parameter_names]) if held else None
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
@@ -285,9 +279,7 @@ class GroupedLinear(StepOperation):
                 "rows"
             )
         first = getattr(self, self.parameter_names[0])
-        bias = (
-            self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
-        )
+        bias = getattr(self, "bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
         if call.traced:
@@ -347,7 +339,7 @@ class GroupedLinear(StepOperation):
         return GroupedSpec(
             groups=tuple(groups),
             unquantized=tuple(unquantized),
-            passes=None,
+            layer=None,
             extents=extents,
             stacked_weight=self.single_grouped_weight,
             stacked_bias=self.single_grouped_bias,

@@ -15,7 +15,8 @@ from ....common.passes.vocabulary import Named
 from ....common.recipe import Recipe, description_of, recipe_described_as
 from ...functions.grouped_call import GroupedCall, GroupedSpec
 from ...functions.grouped_operators import GroupedKernel, gradients_of_key, register
-from ...functions.run import schedule_of
+from ...functions.linear_spec import Environment
+from ...functions.run import run, schedule_of
 from ...quantization.autocast import AutocastState
 from ...runtime.tracing import constant_while_tracing
 from ..chain import ChainEnvironment, InputFacts, OperationCall
@@ -160,14 +161,22 @@ def _kernel(member: PassMember, environment: ChainEnvironment, states: Any) -> G
         total = x.numel() // max(x.shape[-1], 1)
         return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: held).call(rows)
 
+    inference = schedule_of(needed_for(forward, forward.results, ()))
+    again = schedule_of(needed_for(forward, (), forward.saved))
+    dtypes = environment.dtypes[member.name]
+
+    def environment_of(call: GroupedCall) -> Environment:
+        return Environment({member.name: call}, {member.name: dtypes}, ())  # pyright: ignore[reportArgumentType]
+
+    def saved_of(call: GroupedCall, inputs: list[Any]) -> list[Any]:
+        saved = run(again, environment_of(call), inputs)[1]
+        return [saved[i] for i in order]
+
     return GroupedKernel(
-        name=member.name,
         spec=kind.spec,
-        dtypes=environment.dtypes[member.name],
-        inference=schedule_of(needed_for(forward, forward.results, ())),
-        again=schedule_of(needed_for(forward, (), forward.saved)),
-        backward=backward,
-        order=order,
+        inference=lambda call, inputs: run(inference, environment_of(call), inputs)[0][0],
+        again=saved_of,
+        backward=lambda call, operands: run(backward, environment_of(call), operands)[0],
         lists=None,
         present=present,
         call=call,

@@ -112,6 +112,30 @@ class LinearContribution(Contribution):
         return self.codes.allows(tensor, producer, sums)
 
 
+def linear_facts(spec: LinearSpec) -> LinearFacts:
+    """Facts of a linear layer that decide its steps; the name of the layer is filled in by its contribution."""
+    parallel = spec.parallel
+    return LinearFacts(
+        "linear",
+        False,
+        parallel.mode if spec.communicates and parallel.size > 1 else None,
+        spec.needs_grad_input,
+        spec.needs_grad_weight,
+        spec.backward,
+        spec.needs_grad_bias,
+        spec.plain,
+        spec.keep_input,
+        parallel.sequence,
+        spec.output is not None,
+        spec.grad_input is not None,
+        spec.gather_input,
+        spec.gather_gradient,
+        () if spec.inspector is None else spec.inspector.results,
+        parallel.overlap.gather and not spec.traced,
+        parallel.overlap.scatter and not spec.traced,
+    )
+
+
 def accumulation_of(recipe: Recipe | None) -> Accumulation:
     """Return which products of a recipe promote partial sums to float32."""
     settings = [getattr(recipe, f"fp8_gemm_{product}", None) for product in ("fprop", "dgrad", "wgrad")]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 from torch import Tensor
 
 from ....common.numbers import to_bool, to_float
 from ...primitives.activation import ActivationParams
+from ...runtime.warn_once import warn_once
 from ..chain import ChainEnvironment, InputFacts, OperationCall
 from ..pass_builder import Contribution
 from .activation import ActivationOperation, ClampedSwiGLU, bound, interleave_size
@@ -128,9 +130,7 @@ class ScaledSReLU(ScaledActivation):
 
     Args:
         activation_recompute_in_mlp: Only a fused grouped MLP computes the activation again in its backward pass.
-
-    Raises:
-        RuntimeError: In the forward pass, `activation_recompute_in_mlp` is True outside of a fused grouped MLP.
+            Outside of it a warning states that the argument has no effect.
     """
 
     kind = "srelu"
@@ -142,8 +142,14 @@ class ScaledSReLU(ScaledActivation):
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
     ) -> tuple[Contribution, InputFacts]:
         if self.activation_recompute_in_mlp:
-            raise RuntimeError(
-                "activation_recompute_in_mlp=True needs a fused grouped MLP, which this device does not have; set it "
-                "to False"
-            )
+            warn_recompute(self)
         return super().contribute(name, x, call, environment)
+
+
+def warn_recompute(op: Any) -> None:
+    """Warn, once per class, that no fused grouped MLP recomputes an activation here."""
+    warn_once(
+        f"activation_recompute_in_mlp of {type(op).__name__}",
+        f"activation_recompute_in_mlp=True of {type(op).__name__} has no effect without a fused grouped MLP; the input "
+        "of the activation is saved",
+    )

@@ -39,6 +39,8 @@ def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor
 
 def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tensor:
     """Return packed tokens [t, h, d] of [b, s, h, d], the inverse of thd_to_bshd; other tokens are zero."""
+    if x.shape[1] == 0:  # every sequence is empty; the sum keeps the result differentiable
+        return x.new_zeros(tokens, *x.shape[2:]) + x.sum()
     token = torch.arange(tokens, device=x.device)
     starts = starts.long()
     sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=lengths.shape[0] - 1)

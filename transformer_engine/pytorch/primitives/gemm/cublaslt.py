@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, TensorFormat
+from ....common.hardware import Capability
+from ...runtime.device import current_hardware
+from ...runtime.self_tested import untested_reason
 from ..operand import Operand
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
@@ -34,12 +37,14 @@ _SCALE_MODES = {
     ((1, 32), "e8m0"): VEC32_UE8M0,
     ((1, 16), "e4m3"): VEC16_UE4M3,
 }
+_ALL_LAYOUTS: Capability = "fp8 products in all layouts"
 _SWIZZLED = 120_900  # first version of cuBLASLt whose swizzled scales need no workaround
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
     """Return the reason why the library is not queried for an algorithm, or None."""
-    if (reason := request.unsupported_on_gpu or library.missing()) is not None:
+    reason = request.unsupported_on_gpu or request.hardware.lacks("cublaslt") or library.missing()
+    if reason is not None:
         return reason
     if not request.native:
         return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
@@ -84,14 +89,17 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
     if request.dtype not in _WIDE:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
     a_format, b_format = formats
+    any_axis = a_format == FLOAT8 and request.hardware.has(_ALL_LAYOUTS)
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
-        if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
+        if not (layout.row_major or any_axis) or layout.stride == 0 or layout.stride % _ROWS:
             return f"the FP8 operand {name} is not K-contiguous with rows of a multiple of {_ROWS} bytes"
     depth = _ROWS if a_format == FLOAT8 else _BLOCK
     if request.k % depth:
         return f"K={request.k} is not a multiple of {depth}"
     if request.n % (_BLOCK if b_format == BLOCK_2D else _ROWS):
         return f"N={request.n} is not a multiple of {_BLOCK if b_format == BLOCK_2D else _ROWS}"
+    if not request.a_layout.row_major and request.m % _ROWS:
+        return f"M={request.m} is not a multiple of {_ROWS}, along which a is contiguous"
     if a_format != FLOAT8 and request.m % (_BLOCK if a_format == BLOCK_2D else _ROWS):
         return f"M={request.m} is not a multiple of {_BLOCK if a_format == BLOCK_2D else _ROWS}"
     return None
@@ -103,9 +111,10 @@ def reads_bytes(request: GemmRequest) -> bool:
 
 
 def _by_exponents(request: GemmRequest) -> bool:
-    """Whether blocks of 128 elements are multiplied as MXFP8: where no product reads their float32 scales."""
+    """Whether blocks of 128 elements are multiplied by exponents: where no product reads their float32 scales."""
+    needs = request.scaled_products if request.power_of_two else None
     hardware = request.hardware
-    return request.power_of_two and not hardware.has("fp8 block products") and hardware.has("mxfp8 products")
+    return needs is not None and not hardware.has("fp8 block products") and hardware.has(needs)
 
 
 def _unsupported_swizzled(request: GemmRequest) -> str | None:
@@ -143,6 +152,15 @@ def _unsupported_epilogue(request: GemmRequest) -> str | None:
     if request.a_format is not None and request.dtype == torch.float32 and request.bias != torch.bfloat16:
         return f"an FP8 product with a float32 result takes a bfloat16 bias, not {request.bias}"
     return None
+
+
+def reads_all_layouts() -> bool:
+    """Return whether products read FP8 codes with one scale along either axis, so that no transposed copy is needed.
+
+    The GPU has these products, and the self-test has passed there with the installed libraries.
+    """
+    hardware = current_hardware()
+    return hardware.has(_ALL_LAYOUTS) and library.missing() is None and untested_reason(_ALL_LAYOUTS) is None
 
 
 def problem_of(request: GemmRequest) -> CublasProblem:

@@ -105,6 +105,7 @@ TABLE: Table[GemmRequest] = Table(
         torch_mm.BLOCK_SCALES,
         torch_mm.SWIZZLED_SCALES,
         triton.BACKEND,
+        triton.DECODE,
         reference.WIDEN,
         reference.REFERENCE,
     ),
@@ -112,7 +113,7 @@ TABLE: Table[GemmRequest] = Table(
     operator=lambda request: _OPERATOR,
 )
 
-_DEQUANTIZING = ("widen", "reference")
+_DEQUANTIZING = ("decode", "widen", "reference")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common import env
 from ....common.dispatch import disturbances
-from ....common.formats import TensorFormat
+from ....common.formats import EXPONENT_PRODUCTS, TensorFormat
 from ....common.hardware import NO_GPU, Capability, Hardware
 from ...runtime.determinism import is_demanded
 from ...runtime.device import current_hardware
@@ -186,7 +186,7 @@ class GemmRequest:
         """
         if self.swizzled:
             return self.block_products
-        return "mxfp8 products" if self.power_of_two else None
+        return EXPONENT_PRODUCTS if self.power_of_two else None
 
     @property
     def unsupported_on_gpu(self) -> str | None:
@@ -264,7 +264,7 @@ def described(
     """Return the request of a key; raise ValueError for sizes or devices of operands, bias and out that differ."""
     a_form, b_form = format_named(a_format), format_named(b_format)
     a_general, b_general = (None if form is None else form.general for form in (a_form, b_form))
-    power_of_two = a_general is not None and b_general is not None
+    power_of_two = all(form is not None and form.power_of_two for form in (a_form, b_form))
     a_form, b_form = a_general or a_form, b_general or b_form
     a_depth = a_shape[1] * (1 if a_form is None else a_form.packing)
     b_depth = b_shape[1] * (1 if b_form is None else b_form.packing)

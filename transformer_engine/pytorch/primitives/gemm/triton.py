@@ -1,4 +1,4 @@
-"""Products of block-scaled codes by the Triton kernels of common/kernels/scaled_product.py.
+"""Products of block-scaled codes by the Triton kernels of `scaled_product.py` and `promoted_product.py`.
 
 FP8 codes with 1x128 and 128x128 blocks run on every GPU with FP8 tensor cores; MXFP8 and NVFP4 codes on GPUs whose
 tensor cores read their scales, where blocks with power-of-two scales are multiplied by the same instruction.
@@ -6,6 +6,7 @@ tensor cores read their scales, where blocks with power-of-two scales are multip
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import SWIZZLED_NAMES
+from ....common.formats import BLOCK_FORMATS, SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from ...runtime.launching import rows_dense
@@ -24,7 +25,7 @@ from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import swizzled_scale
 
 if TYPE_CHECKING:
-    from ....common.kernels.scaled_product import ProductEpilogue
+    from ....common.kernels.product_parts import ProductEpilogue
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
@@ -60,11 +61,29 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         least = request.hardware.scaled_dot
         place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
         return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
+    return _unsupported_result(request)
+
+
+def _unsupported_result(request: GemmRequest) -> str | None:
     if request.dtype not in _RESULTS:
         return f"the result is {request.dtype}; it writes bfloat16, float16 and float32"
     if not request.out_layout.row_major or request.out_layout.stride == 0:
         return "the rows of `out` are not contiguous"
     return None
+
+
+def _unsupported_by_decode(request: GemmRequest) -> str | None:
+    reason = request.unsupported_on_gpu or launch.missing()
+    if reason is not None:
+        return reason
+    for form in (request.a_format, request.b_format):
+        if form not in BLOCK_FORMATS.values():
+            return "it takes two operands of 1x128 or 128x128 blocks"
+    if request.power_of_two:
+        return "the values fit bfloat16, in which cuBLAS multiplies them faster"
+    hardware = request.hardware
+    reason = hardware.lacks("bf16 products") or hardware.lacks("cast kernels")
+    return reason or _unsupported_result(request)
 
 
 def _scales_in_instruction(request: GemmRequest) -> bool:
@@ -100,17 +119,18 @@ def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
     """Compute a product of MXFP8 or NVFP4 codes."""
-    from ....common.kernels import scaled_product as kernels  # it imports triton
+    from ....common.kernels import scaled_product  # it imports triton
+    from ....common.kernels.product_parts import Side, is_swapped
 
     assert a.format is not None and b.format is not None and a.format.block is not None
     codes = rows_dense(a.codes), rows_dense(b.codes)
     units = a.format.unit_amax, b.format.unit_amax
     sides = [
-        kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0 if amax is None else amax.numel())
+        Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0 if amax is None else amax.numel())
         for x, amax in zip(codes, (a.amax, b.amax), strict=True)
     ]
     out, stride = _result(a, b, epilogue)
-    record = kernels.product(
+    record = scaled_product.product(
         *sides,
         a.depth,
         stride,
@@ -121,7 +141,7 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
     )
     scales = swizzled_scale(a), swizzled_scale(b)
     levels = (a.amax, b.amax) if units[0] is not None else (None, None)
-    order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
+    order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
     end = (epilogue.bias, activation.x, out, activation.kept)
     tensors = (*codes[order], *scales[order], *levels[order], *end)
     launch.start(record, tensors, a.codes.get_device())
@@ -130,9 +150,17 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
 
 def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
     """Compute a product of FP8 codes with float32 scales of 1x128 or 128x128 blocks."""
-    from ....common.kernels.scaled_product import block_product  # it imports triton
+    from ....common.kernels.promoted_product import block_product  # it imports triton
 
     return _run_blocks(block_product, (), a, b, epilogue, activation)
+
+
+def run_decoded(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Compute `run_blocks` by products of the codes' values in bfloat16, which represents them exactly."""
+    from ....common.kernels.promoted_product import block_product  # it imports triton
+
+    decoding = functools.partial(block_product, decodes=True)
+    return _run_blocks(decoding, (), a, b, epilogue, NO_ACTIVATION, torch.uint8)
 
 
 def run_exponents(
@@ -151,8 +179,9 @@ def _run_blocks(
     b: Operand,
     epilogue: Epilogue,
     activation: Activation,
+    codes_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    from ....common.kernels import scaled_product as kernels  # it imports triton
+    from ....common.kernels.product_parts import Side, is_swapped  # it imports triton
 
     codes = rows_dense(a.codes), rows_dense(b.codes)
     sides, scales = [], (a.scale, b.scale)
@@ -160,17 +189,19 @@ def _run_blocks(
         assert operand.scale is not None
         unit = 1 if in_rows(operand.format) else 128
         down, along = operand.scale.stride()
-        sides.append(kernels.Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
+        sides.append(Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
     out, stride = _result(a, b, epilogue)
     record = launch_of(*sides, a.depth, stride, epilogue=_after(epilogue, activation))
-    order = slice(None, None, -1) if kernels.is_swapped(a.rows, b.rows) else slice(None)
+    order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
     end = (epilogue.bias, activation.x, out, activation.kept)
+    if codes_dtype is not None:
+        codes = codes[0].view(codes_dtype), codes[1].view(codes_dtype)
     launch.start(record, (*codes[order], *scales[order], *levels, *end), a.codes.get_device())
     return out
 
 
 def _after(epilogue: Epilogue, activation: Activation) -> ProductEpilogue:
-    from ....common.kernels.scaled_product import ProductEpilogue  # it imports triton
+    from ....common.kernels.product_parts import ProductEpilogue  # it imports triton
 
     accumulates = epilogue.accumulate and epilogue.out is not None
     return ProductEpilogue(accumulates, activation.name, activation.kept is not None)
@@ -185,3 +216,11 @@ def _result(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, int]:
 
 
 BACKEND = Backend("triton", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)
+# For GPUs without FP8 products: it reads codes, half the bytes of bfloat16, and promotes the sum of every block.
+DECODE = Backend(
+    "decode",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_by_decode,
+    bind=lambda request: on_device(run_decoded),
+    opaque=True,
+)

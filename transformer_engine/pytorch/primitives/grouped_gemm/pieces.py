@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ....common.formats import FLOAT8, MXFP8, ceil_div
+from ....common.formats import FLOAT8, ceil_div
 from ..operand import Operand
 from .groups import TILE_ROWS, Groups
 from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRows
-
-_MXFP8_ROWS = 32  # rows of an exponent of columns
 
 
 def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
@@ -24,9 +22,9 @@ def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
         for codes, scale in zip(groups.split(a.codes), a.scale[:, :1].unbind(0), strict=True):
             yield Operand(codes, scale, FLOAT8)
         return
-    if a.format == MXFP8:
+    if a.format.by_exponents:
         for codes, scale in zip(groups.split(a.codes), groups.split(a.scale), strict=True):
-            yield Operand(codes, scale, MXFP8)
+            yield Operand(codes, scale, a.format)
         return
     blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
     scales = a.scale.split([m * blocks for m in groups.known_rows])
@@ -40,11 +38,11 @@ def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operan
         for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
         return
-    if a.format == MXFP8:
+    if a.format.by_exponents:
         rows = groups.known_rows
-        scales = a.scale.split([m // _MXFP8_ROWS for m in rows], 1)
+        scales = a.scale.split([m // a.format.length for m in rows], 1)
         for codes, scale in zip(a.codes.split(rows, 1), scales, strict=True):
-            yield Operand(codes, scale, MXFP8)
+            yield Operand(codes, scale, a.format)
         return
     tiles = [ceil_div(m, TILE_ROWS) for m in groups.known_rows]
     codes = a.codes.split([count * TILE_ROWS * width for count in tiles])

@@ -67,7 +67,13 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
         )
     else:
         record = kernels.product_of_columns(n, k, groups, accumulates=request.accumulates, **options)
-    start = _rows if request.along == "columns" else _columns
+    return on_device(_rows if request.along == "columns" else _columns, record)
+
+
+def on_device(
+    start: Callable[[launch.Launch, GroupedProduct, int], None], record: launch.Launch
+) -> Callable[[GroupedProduct], None]:
+    """Return the call that starts a launch on the device of its product's operands."""
 
     def call(product: GroupedProduct) -> None:
         device = product.a.codes.get_device()

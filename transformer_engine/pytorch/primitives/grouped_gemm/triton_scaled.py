@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import MXFP8
+from ....common.formats import EXPONENT_PRODUCTS, EXPONENTS
 from ....common.kernels import launch
-from ...runtime.device import current_hardware, is_current_device
+from ...runtime.device import current_hardware
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
+from .triton import on_device
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -24,10 +25,10 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return f"it needs a CUDA device, the operands are on {request.device.type}"
     if (reason := launch.missing()) is not None:
         return reason
-    if (request.a_format, request.b_format) != (MXFP8, MXFP8):
-        return "it takes two MXFP8 operands"
+    if not (request.a_format == request.b_format == EXPONENTS):
+        return f"it takes two {EXPONENTS.name} operands"
     hardware = current_hardware()
-    if (reason := hardware.lacks("mxfp8 products")) is not None:
+    if (reason := hardware.lacks(EXPONENT_PRODUCTS)) is not None:
         return reason
     if optional.release("triton") < hardware.scaled_dot:
         least = ".".join(map(str, hardware.scaled_dot))
@@ -53,22 +54,13 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     else:
         options = {"accumulates": request.accumulates, "by_address": request.by_address}
         record, start = kernels.product_of_columns(*shape, **options), _columns
-
-    def call(product: GroupedProduct) -> None:
-        device = product.a.codes.get_device()
-        if is_current_device(device):
-            start(record, product, device)
-            return
-        with torch.cuda.device(device):
-            start(record, product, device)
-
-    return call
+    return on_device(start, record)
 
 
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     a, b = product.a, product.b
     assert isinstance(b, GroupedMatrices) and isinstance(product.out, Tensor)
-    inputs = (a.codes, b.codes, a.scale, b.scale, product.bias, product.groups.layout)
+    inputs = (a.codes, b.codes, product.groups.layout, a.scale, b.scale, product.bias)
     launch.start(record, (*inputs, product.out), device)
 
 

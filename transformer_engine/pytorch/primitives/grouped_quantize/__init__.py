@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
 from ...runtime.launching import run
 from ..grouped_gemm import Groups, Matrices
@@ -37,11 +37,11 @@ def quantize_rows(
     Raises:
         ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in the columns of MXFP8.
     """
-    if spec.format == MXFP8:
-        return _mxfp8_rows(x, groups, spec)
+    if spec.format.by_exponents:
+        return _rows_of_one_matrix(x, groups, spec)
     if spec.format not in (FLOAT8, BLOCK_1D):
         raise ValueError(
-            f"groups of rows are quantized to float8, block1d or mxfp8, not to {spec.format.name}"
+            f"groups of rows are quantized to float8, block1d or exponents, not to {spec.format.name}"
         )
     shape = (x.shape[0], x.shape[1])
     key = (
@@ -56,12 +56,14 @@ def quantize_rows(
     return TABLE.bound(key)(x, groups, slots)
 
 
-def _mxfp8_rows(x: Tensor, groups: Groups, spec: QuantizeSpec) -> GroupedQuantized:
+def _rows_of_one_matrix(x: Tensor, groups: Groups, spec: QuantizeSpec) -> GroupedQuantized:
     """Quantize all rows as one matrix: no block of 32 rows contains rows of two groups."""
-    multiple = spec.format.block[1] if spec.format.block is not None else 1
+    multiple = spec.format.length
     if spec.columnwise and (groups.rows is None or any(rows % multiple for rows in groups.rows)):
         rows = "unknown on the host" if groups.rows is None else list(groups.rows)
-        raise ValueError(f"the groups' rows are {rows}; MXFP8 columns need known multiples of {multiple}")
+        raise ValueError(
+            f"the groups' rows are {rows}; {spec.format.name} columns need known multiples of {multiple}"
+        )
     return GroupedQuantized(*quantize(x, spec)[:4])
 
 
@@ -73,8 +75,8 @@ def quantize_matrices(
     Raises:
         ValueError: The format is unsupported.
     """
-    if spec.format not in (FLOAT8, BLOCK_2D, MXFP8):
-        raise ValueError(f"matrices are quantized to float8, block2d or mxfp8, not to {spec.format.name}")
+    if spec.format not in (FLOAT8, BLOCK_2D) and not spec.format.by_exponents:
+        raise ValueError(f"matrices are quantized to float8, block2d or exponents, not to {spec.format.name}")
     first = matrices.tensors[0]
     key = (
         spec,

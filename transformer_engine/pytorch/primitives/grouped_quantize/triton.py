@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import FLOAT8, FLOAT32_MAX, MXFP8, ceil_div
+from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime.launching import Performed, run_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
-from ..quantize import QuantizeSpec, torch_dtype
+from ..quantize import FORMATS, QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 _WIDTH = 128
@@ -38,7 +38,8 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 def bind(request: GroupedQuantizeRequest) -> Call:
     """Return the call of the planned launches; the buffers of groups of rows depend on the groups."""
     spec = request.spec
-    quantize = {FLOAT8: _by_tensor, MXFP8: _by_exponents}.get(spec.format, _by_blocks)(request)
+    scaled = _by_exponents if spec.format.by_exponents else _by_blocks
+    quantize = (_by_tensor if spec.format == FLOAT8 else scaled)(request)
 
     def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
         if isinstance(values, Matrices):
@@ -90,17 +91,10 @@ def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
 
 
 def _by_exponents(request: GroupedQuantizeRequest) -> Callable[..., None]:
-    from ....common.kernels import mxfp8 as kernels  # it imports triton
-
     spec = request.spec
-    record = kernels.matrices(
-        request.shape,
-        request.groups,
-        spec.element,
-        spec.rowwise,
-        spec.columnwise,
-        square=spec.two_dimensional,
-    )
+    matrices = FORMATS[spec.format.name].matrices
+    assert matrices is not None
+    record = matrices(spec, request.shape, request.groups)
 
     def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
         run_into(record, (*inputs[:2], *made), inputs[0].device)
@@ -140,8 +134,8 @@ def _space_for_matrices(
         return GroupedQuantized(
             codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
         )
-    if spec.format == MXFP8:
-        length = MXFP8.block[1] if MXFP8.block is not None else 1
+    if spec.format.by_exponents:
+        length = spec.format.length
         exponents = partial(torch.empty, dtype=torch.uint8, device=device)
         scale = exponents(count, rows, ceil_div(depth, length)) if spec.rowwise else None
         scale_t = exponents(count, depth, ceil_div(rows, length)) if spec.columnwise else None

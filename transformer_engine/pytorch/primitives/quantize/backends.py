@@ -11,6 +11,7 @@ from ....common.dispatch import Backend
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime.launching import unsupported_casts
 from ..operand import Operand
+from ..scale_order import row_major, swizzled
 from .encodings import widen
 from .format_row import PlannedCall, QuantizeInputs
 from .formats import FORMATS
@@ -28,6 +29,8 @@ def dequantize(operand: Operand) -> Tensor:
         raise ValueError(
             f"an operand of format {form.name} needs its scale, which is None; pass the one that `quantize` returned"
         )
+    if form.in_tiles:
+        return dequantize(row_major(operand))
     row = FORMATS.get(form.name)
     if row is None:
         raise ValueError(f"no rule to dequantize format {form.name!r}; choose one of {', '.join(FORMATS)}")
@@ -65,7 +68,11 @@ def _bind_reference(request: QuantizeRequest) -> PlannedCall:
         record: Tensor | None,
         random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:
-        return encode(x, spec, QuantizeInputs(multiplier, amax, amax_t, random, record))
+        made = encode(x, spec, QuantizeInputs(multiplier, amax, amax_t, random, record))
+        if not spec.tiled:
+            return made
+        in_tiles = [s if s is None else swizzled(s).view(s.dtype) for s in (made.scale, made.scale_t)]
+        return made._replace(scale=in_tiles[0], scale_t=in_tiles[1])
 
     return call
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat, ceil_div
+from ....common.kernels.launch import Launch
 from ..operand import Operand
 from .spec import Quantized, QuantizeRequest, QuantizeSpec
 
@@ -62,6 +63,7 @@ class FormatRow:
         check: `check(rows, depth, spec)` raises ValueError for an unsupported shape; None: every shape is supported.
         plan: `plan(request)` returns the kernels' call for these matrices; None: there are no kernels.
         maxima: `maxima(x, spec, amax, amax_t)` returns the maxima for the second level of scales; None: one level.
+        matrices: `matrices(spec, shape, count)` returns the launch that quantizes matrices by a table of addresses.
         empty_scale: `empty_scale(x, rows, depth)` returns uninitialized scales in the kernels' layout; None: row-major.
     """
 
@@ -72,6 +74,7 @@ class FormatRow:
     plan: Plan | None = None
     maxima: Maxima | None = None
     empty_scale: Callable[[Tensor, int, int], Tensor] | None = None
+    matrices: Callable[[QuantizeSpec, tuple[int, int], int], Launch] | None = None
 
     def new_scale(self, x: Tensor, rows: int, depth: int) -> Tensor:
         """Allocate the scales of a matrix [rows, depth] on x's device, one per block, in the kernels' layout."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Operator
 from ....common.formats import E2M1, E4M3, E5M2
 from ...runtime import launching
+from ..scale_order import tiled_shape
 from .formats import FORMATS
 from .spec import Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
 
@@ -26,6 +27,7 @@ _OPTIONS = {
     "random_sign": "bool",
     "stochastic": "bool",
     "four_over_six": "str",
+    "tiled": "bool",
 }
 _SCHEMA = (
     "quantize(Tensor x, str format, str element, "
@@ -77,7 +79,10 @@ def _results(
     codes = [x.new_empty((m, k // row.format.packing), dtype=narrow) for m, k in directions]
     if row.format.block is None:
         return codes + [x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)]
-    return codes + [row.new_scale(x, m, k) for m, k in directions]
+    scales = [row.new_scale(x, m, k) for m, k in directions]
+    if rest[len(_OPTIONS) - 3]:  # the last option, tiled
+        scales = [x.new_empty(tiled_shape(*scale.shape), dtype=scale.dtype) for scale in scales]
+    return codes + scales
 
 
 def _as_operator(
@@ -109,6 +114,7 @@ def _as_operator(
             spec.random_sign,
             spec.stochastic,
             spec.four_over_six,
+            spec.tiled,
             multiplier,
             amax,
             amax_t,

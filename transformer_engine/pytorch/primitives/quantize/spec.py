@@ -72,7 +72,7 @@ class Quantized(NamedTuple):
 
 
 # The features of a spec, which a backend declares.
-OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_over_six")
+OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_over_six", "tiled")
 
 
 @dataclass(frozen=True)

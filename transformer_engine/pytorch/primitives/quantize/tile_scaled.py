@@ -27,6 +27,7 @@ def tile_scaled(
     decoded: Callable[[Tensor], Tensor] | None = None,
     launch: LaunchOf | None = None,
     empty_scale: Callable[[Tensor, int, int], Tensor] | None = None,
+    matrices: Callable[[QuantizeSpec, tuple[int, int], int], Launch] | None = None,
 ) -> FormatRow:
     """Return the row of a format with one level of scales.
 
@@ -38,6 +39,7 @@ def tile_scaled(
         launch: `launch(spec, shape, dtype, device)` returns the launch that writes the directions of spec; None: there
             is no kernel.
         empty_scale: `empty_scale(x, rows, depth)` returns uninitialized scales; None: row-major.
+        matrices: See `FormatRow`.
     """
 
     def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
@@ -71,9 +73,8 @@ def tile_scaled(
             *performed(x if x.is_contiguous() else x.contiguous())
         )
 
-    return FormatRow(
-        form, quantize, dequantize, plan=None if launch is None else plan, empty_scale=empty_scale
-    )
+    planned = None if launch is None else plan
+    return FormatRow(form, quantize, dequantize, plan=planned, empty_scale=empty_scale, matrices=matrices)
 
 
 def transposed(matrix: Tensor) -> Tensor:

@@ -87,12 +87,12 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
             self._power_of_two = True
         self.join_claims(src)  # with a flag, the device decides whose scales these are
 
-    def join_claims(self, source: QuantizedTensorStorage) -> None:
-        self._power_of_two = self._power_of_two and getattr(source, "_power_of_two", False)
-
-    def check_claims(self) -> None:
-        scales = (self._rowwise_scale_inv, self._columnwise_scale_inv)
-        self._power_of_two = all(x is None or is_power_of_two(x) for x in scales)
+    def join_claims(self, source: QuantizedTensorStorage | None) -> None:
+        if source is None:
+            scales = (self._rowwise_scale_inv, self._columnwise_scale_inv)
+            self._power_of_two = all(x is None or is_power_of_two(x) for x in scales)
+        else:
+            self._power_of_two = self._power_of_two and getattr(source, "_power_of_two", False)
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         return scale[:, :columns] if self._is_2D_scaled else scale.t()[:rows]

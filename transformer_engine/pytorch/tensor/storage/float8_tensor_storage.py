@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....common.formats import FLOAT8
 from ...constants import DType
+from ...primitives.gemm.cublaslt import reads_all_layouts
 from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized, dequantize
 from ..elements import float8_dtype, float8_number, nominal_dtype
@@ -78,9 +79,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def contract(self, axis: str) -> Operand:
         codes = self._data if axis == COLS else self._transpose
-        if codes is None:
-            raise self._missing(axis)
         rows, depth = matrix_shape(self.shape)
+        if codes is None:
+            if axis == COLS or self._data is None or not reads_all_layouts():
+                raise self._missing(axis)
+            codes = self._data.reshape(rows, depth).t()
         matrix = codes.reshape((rows, depth) if axis == COLS else (depth, rows))
         return Operand(matrix.view(float8_dtype(self._fp8_dtype)), self._scale_inv, FLOAT8, dtype=self._dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import whole
-from ...primitives.gemm.swizzle import compact
+from ...primitives.scale_order import compact
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 # The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves

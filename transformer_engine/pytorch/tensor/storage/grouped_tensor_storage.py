@@ -297,7 +297,14 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             flat = torch.nn.functional.pad(flat, (0, prod(self.shape) - flat.numel()))
         return flat.view(self.shape)
 
+    def plain_memory(self) -> Tensor | None:
+        """Values [n, M, N] of plain matrices, on the memory of the group; None if it holds codes."""
+        if self.rowwise_data is None or self.quantizer is not None:
+            return None
+        return self.rowwise_data.view(self.shape)
+
     def set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        """Present values of another dtype; plain values are converted, codes stay."""
         self._dtype = dtype
         if self.rowwise_data is not None and self.quantizer is None:
             self.rowwise_data = self.rowwise_data.to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....common.formats import MXFP8
 from ...constants import DType
-from ...primitives.gemm.swizzle import compact
+from ...primitives.scale_order import compact
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage
 from .quantized_tensor_storage import Writer

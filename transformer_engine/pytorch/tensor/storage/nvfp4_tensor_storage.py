@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ....common.formats import NVFP4, NVFP4_FORMATS, TensorFormat
 from ...constants import DType
-from ...primitives.gemm.swizzle import compact
 from ...primitives.operand import COLS
 from ...primitives.quantize import Quantized, hadamard_transform
+from ...primitives.scale_order import compact
 from .block_scaled import BlockScaledStorage, padded
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 

@@ -127,7 +127,6 @@ class QuantizedTensorStorage:
     COLUMNWISE: ClassVar[tuple[str, ...]]
 
     format: ClassVar[TensorFormat]
-
     _quantizer: Writer | None
     _dtype: torch.dtype
 
@@ -155,10 +154,10 @@ class QuantizedTensorStorage:
 
     def get_usages(self) -> dict[str, bool]:
         """Return the present directions: {"rowwise": bool, "columnwise": bool}."""
-        return {
-            "rowwise": getattr(self, self.ROWWISE[0]) is not None,
-            "columnwise": getattr(self, self.COLUMNWISE[0]) is not None,
-        }
+        rowwise, columnwise = (
+            getattr(self, names[0]) is not None for names in (self.ROWWISE, self.COLUMNWISE)
+        )
+        return {"rowwise": rowwise, "columnwise": columnwise}
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the values [..., K] in dtype, computed in float32."""
@@ -285,8 +284,7 @@ class QuantizedTensorStorage:
 
     def clear(self) -> None:
         """Free the payload: every tensor is replaced by an empty one."""
-        for name in self.TENSORS:
-            tensor = getattr(self, name)
+        for name, tensor in self._named_tensors().items():
             if tensor is not None:
                 setattr(self, name, tensor.new_empty(0))
 
@@ -341,11 +339,8 @@ class QuantizedTensorStorage:
             if mine is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
 
-    def join_claims(self, source: QuantizedTensorStorage) -> None:
-        """Drop the claims about scales that a storage, whose scales were copied into parts of this one, lacks."""
-
-    def check_claims(self) -> None:
-        """Compute the claims about scales again from their values, after bytes of unknown origin were copied here."""
+    def join_claims(self, source: QuantizedTensorStorage | None) -> None:
+        """Drop claims about scales that the source of copied parts lacks; None: compute them from the scales."""
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
         """Quantize a tensor into this payload, in its present directions."""
@@ -367,13 +362,9 @@ class QuantizedTensorStorage:
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in dtype, by default the nominal dtype."""
-        if dtype is None:
-            return self.decode(self.dtype)
-        values_dtype("dtype", dtype)
-        return self.decode(dtype)
-
-    def set_nominal_dtype(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        if dtype is not None:
+            values_dtype("dtype", dtype)
+        return self.decode(self.dtype if dtype is None else dtype)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -390,16 +381,14 @@ class QuantizedTensorStorage:
     is_cuda = property(lambda self: self.device.type == "cuda")
 
     def _first_tensor(self) -> Tensor:
-        for name in self.TENSORS:
-            tensor = getattr(self, name)
+        for tensor in self._named_tensors().values():
             if tensor is not None:
                 return tensor
         raise RuntimeError(f"{type(self).__name__} holds no data; call restore_from_saved before using it")
 
     def __repr__(self) -> str:
-        fields = ", ".join(
-            f"{name}={None if t is None else tuple(t.shape)}" for name, t in self._named_tensors().items()
-        )
+        shapes = {name: None if t is None else (*t.shape,) for name, t in self._named_tensors().items()}
+        fields = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return f"{type(self).__name__}({fields}, dtype={self._dtype})"
 
     def _named_tensors(self) -> dict[str, Tensor | None]:

@@ -6,6 +6,7 @@ Of each sequence, the last query in the piece sees the keys up to itself, so tha
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -90,8 +91,9 @@ class ContiguousAttention:
         piece = piece_of_rank(lengths, starts, tokens, groups.ring_rank)
         k, v = (_Gathered.apply(x, groups.ring_group, groups.ring_size) for x in (inputs.k, inputs.v))
         sink = inputs.sink
-        if sink is not None:
-            sink = cast(Tensor, _OfAllRanks.apply(sink, groups.ring_group))
+        if sink is not None and sink.requires_grad and torch.is_grad_enabled():
+            sink = sink.view_as(sink)
+            sink.register_hook(functools.partial(_sum_over_ranks, groups.ring_group))
         own = inputs._replace(
             k=k, v=v, lengths_q=piece.lengths_q, lengths_kv=piece.lengths_kv, starts_q=piece.starts_q,
             starts_kv=starts, sink=sink,
@@ -147,17 +149,8 @@ class _Gathered(Function):
         return reduce_scatter(wide.unflatten(0, (ctx.size, -1)), ctx.group).to(grad.dtype), None, None
 
 
-class _OfAllRanks(Function):
-    """A parameter of all ranks, whose gradient is the sum over the tokens of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable("context-parallel attention")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+def _sum_over_ranks(group: Any, gradient: Tensor) -> Tensor:
+    """Return the sum of a parameter's gradients over the tokens of all ranks."""
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total

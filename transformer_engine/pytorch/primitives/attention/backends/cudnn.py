@@ -138,7 +138,7 @@ def _unsupported_backward(call: AttentionCall) -> str | None:
         if call.deterministic:
             return "deterministic gradients of a sink with packed sequences"
     if call.deterministic:
-        if packed and (reason := call.hardware.lacks("cudnn packed attention")) is not None:
+        if packed and (reason := call.hardware.lacks("cudnn deterministic packed attention")) is not None:
             return f"deterministic gradients of packed sequences: {reason}"
         blocks = -(-call.seqlen_kv // _KEYS_OF_A_BLOCK)
         space = blocks * call.batch * call.heads * call.seqlen_q * call.head_dim_qk * 4

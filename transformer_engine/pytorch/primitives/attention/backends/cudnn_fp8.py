@@ -33,8 +33,9 @@ TAKES = frozenset(
 )
 FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
-# First versions on 10.x for heads of 192/128, for deterministic gradients, and for a scale from the tensor itself: the
-# original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16 bits; the outputs of this package are codes.
+# First versions on 10.x and 11.0 for heads of 192/128, for deterministic gradients, and for a scale from the tensor
+# itself: the original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16 bits; the outputs of this package are
+# codes.
 _TWO_SIZES, _DETERMINISTIC, _CURRENT = (9, 21, 0), (9, 18, 0), (9, 14, 0)
 DECODED = "attention of the decoded tensors in 16 bits takes its place"
 
@@ -72,21 +73,22 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
-    """Return the reason why FP8 attention of compute capability 10.x does not support the call, or None."""
+    """Return the reason why FP8 attention of compute capability 10.x and 11.0 does not support the call, or None."""
     sizes = call.head_dim_qk, call.head_dim_v
     if max(sizes) > 128 and sizes != (192, 128):
         return (
             f"head sizes {sizes[0]} and {sizes[1]} on {call.hardware.title}: it takes up to 128, and 192/128"
         )
-    version = get_cudnn_version()
+    version, row = get_cudnn_version(), call.hardware
     for needed, first, what in (
+        (True, row.cudnn_fp8, "these kernels"),
         (sizes == (192, 128), _TWO_SIZES, "heads of 192/128"),
         (call.demands_determinism, _DETERMINISTIC, "deterministic gradients"),
         (call.fp8 == "current", _CURRENT, "current scaling"),
     ):
         if needed and version < first:
             found, least = (".".join(map(str, each)) for each in (version, first))
-            missed = f"cuDNN {found} has no FP8 attention with {what} on {call.hardware.title}"
+            missed = f"cuDNN {found} has no FP8 attention with {what} on {row.title}"
             return f"{missed}, {least} has; {UPGRADE_CUDNN}"
     return None
 
@@ -94,7 +96,9 @@ def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
 def unsupported_backward(call: AttentionCall) -> str | None:
     """Return the reason why the FP8 backward pass does not support the call; None if it does."""
     if call.hardware.has("cudnn fp8 gradients of all heads"):
-        return unsupported_reason(call)
+        two_sizes = call.head_dim_qk != call.head_dim_v
+        reason = call.hardware.lacks("cudnn fp8 gradients of two sizes") if two_sizes else None
+        return reason or unsupported_reason(call)
     if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
         return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
     return unsupported_reason(call)

@@ -32,6 +32,10 @@ WINDOWS, ALIBI, DETERMINISTIC, SOFTCAP = (
     (2, 4, 1),
     (2, 6, 0),
 )  # releases from which the package has an option
+# The first release with kernels for 10.0 and higher, if it was built with CUDA 12.8; and the first whose gradients of
+# heads above 192 fit into 99 KiB of shared memory, without dropout.
+BLACKWELL, SMALL_GRADIENTS = (2, 7, 3), (2, 5, 5)
+_WIDE_HEAD = 192
 TAKES = FLASH | {Feature.ALIBI, Feature.DROPOUT, Feature.SOFTCAP}
 
 
@@ -68,8 +72,34 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"flash-attn {VERSION} has no softcap, which came with 2.6"
     if call.softcap != 0.0 and call.dropout > 0.0:
         return "softcap together with attention_dropout"
-    reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD) or _unsupported_hardware(call, found)
     return reason or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
+
+
+def _unsupported_hardware(call: AttentionCall, found: tuple[int, ...]) -> str | None:
+    """Return the reason why a release does not support the call's GPU, or None."""
+    hardware = call.hardware
+    if found < BLACKWELL and not hardware.has("early flash attention 2"):
+        return (
+            f"flash-attn {VERSION} has no kernels for {hardware.title}, 2.7.3 and higher have if they are built with "
+            "CUDA 12.8; pip install --upgrade --no-build-isolation flash-attn"
+        )
+    if (
+        not call.needs_gradient
+        or call.head_dim_qk <= _WIDE_HEAD
+        or hardware.has("flash attention 2 of wide heads")
+    ):
+        return None
+    if call.dropout > 0.0:
+        return (
+            f"a gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} with dropout on {hardware.title}"
+        )
+    if found < SMALL_GRADIENTS:
+        return (
+            f"flash-attn {VERSION} has no gradient of heads of size {call.head_dim_qk} > {_WIDE_HEAD} on "
+            f"{hardware.title}, 2.5.5 and higher have; pip install --upgrade flash-attn"
+        )
+    return None
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .....common.formats import MXFP8
+from .....common.formats import MXFP8, TILED_FORMATS
 from .....common.kernels.launch import Launch
 from .. import tiles
 from ..encodings import LARGEST, cast, e8m0_from_float, e8m0_to_float
@@ -30,7 +30,18 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
 def _launch(spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Launch:
     from .....common.kernels import mxfp8  # it imports triton
 
-    return mxfp8.blocks(shape, spec.element, spec.rowwise, spec.columnwise, square=spec.two_dimensional)
+    options = {"square": spec.two_dimensional, "tiled": spec.tiled}
+    return mxfp8.blocks(shape, spec.element, spec.rowwise, spec.columnwise, **options)
 
 
-ROWS = (tile_scaled(MXFP8, encode, decoded=e8m0_to_float, launch=_launch),)
+def _matrices(spec: QuantizeSpec, shape: tuple[int, int], count: int) -> Launch:
+    from .....common.kernels import mxfp8  # it imports triton
+
+    directions = spec.rowwise, spec.columnwise
+    return mxfp8.matrices(shape, count, spec.element, *directions, square=spec.two_dimensional)
+
+
+ROWS = (
+    tile_scaled(MXFP8, encode, decoded=e8m0_to_float, launch=_launch, matrices=_matrices),
+    tile_scaled(TILED_FORMATS[MXFP8], encode, decoded=e8m0_to_float),
+)

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .....common.formats import E2M1, E4M3, NVFP4_FORMATS, TensorFormat, float32_max
+from .....common.formats import E2M1, E4M3, NVFP4_FORMATS, TILED_FORMATS, TensorFormat, float32_max
 from .....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
 from ....runtime.launching import Performed
 from ...operand import Operand
@@ -222,4 +222,8 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     return call
 
 
-ROWS = tuple(FormatRow(form, quantize, dequantize, check, _plan, maxima) for form in NVFP4_FORMATS.values())
+ROWS = tuple(
+    FormatRow(form, quantize, dequantize, check, _plan, maxima)
+    for plain in NVFP4_FORMATS.values()
+    for form in (plain, TILED_FORMATS[plain])
+)

@@ -1,0 +1,127 @@
+"""torch.utils.checkpoint around a compiled function repeats the scales of delayed scaling."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import transformer_engine.pytorch as te
+from tests.distributed.test_other_checkpoints import LAYERS, Function, by_torch, scaling_states, trained
+from tests.support.layers import HIDDEN, RECIPES
+from tests.support.tolerances import relative_error
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.quantization import compiled_runs
+
+pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.any_device]
+
+WAYS: dict[str, Callable[[Function], Function]] = {
+    "hooks": by_torch(False),
+    "reentrant": by_torch(True),
+    "hooks in reentrant": lambda f: by_torch(True)(by_torch(False)(f)),
+    "reentrant in hooks": lambda f: by_torch(False)(by_torch(True)(f)),
+    "hooks in hooks": lambda f: by_torch(False)(by_torch(False)(f)),
+    "te hooks": lambda f: lambda x: te.checkpoint(f, x, use_reentrant=False),
+    "te": lambda f: lambda x: te.checkpoint(f, x),
+    "contexts of te": by_torch(False, context_fn=te.distributed.get_activation_recompute_contexts),
+}
+OFTEN = ("LayerNormMLP", "GroupedLinear", "called twice", "TransformerLayer")
+
+
+def compiled(way: Callable[[Function], Function], backend: str, frames: list[CompileCounterWithBackend]):
+    """The way around a compiled function."""
+
+    def wrap(function: Function) -> Function:
+        torch._dynamo.reset()
+        frames.append(CompileCounterWithBackend(backend))
+        return way(torch.compile(function, backend=frames[-1]))
+
+    return wrap
+
+
+def assert_compiled_equals_eager(layer, recipe, way, inside, device, backend="aot_eager"):
+    module = LAYERS[layer](device=device) if "ttention" not in layer else LAYERS[layer]().to(device)
+    twin = copy.deepcopy(module)
+    frames: list[CompileCounterWithBackend] = []
+    expected = trained(module, RECIPES[recipe], WAYS["te"], inside)
+    actual = trained(twin, RECIPES[recipe], compiled(WAYS[way], backend, frames), inside)
+    assert len(expected) == len(actual) > 0 and frames[0].frame_count > 0
+    for ours, theirs in zip(actual, expected, strict=True):
+        if backend == "aot_eager" and not ours.is_cuda:
+            assert torch.equal(ours, theirs)
+        assert relative_error(ours.float(), theirs.float()) <= 1e-2
+    assert not compiled_runs.is_recomputed()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["autocast outside", "autocast inside"])
+@pytest.mark.parametrize(
+    "layer", ["Linear", *(pytest.param(layer, marks=pytest.mark.slow) for layer in ("te.ops", *OFTEN))]
+)
+def test_delayed_scales_are_repeated_in_compiled_functions(layer, inside, device):
+    assert_compiled_equals_eager(layer, "delayed", "hooks", inside, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True], ids=["autocast outside", "autocast inside"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("layer", ["Linear", "te.ops", *OFTEN])
+def test_compiled_functions_have_the_bits_of_eager_ones(layer, recipe, way, inside, device):
+    assert_compiled_equals_eager(layer, recipe, way, inside, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["hooks", "reentrant"])
+@pytest.mark.parametrize("layer", ["Linear", "te.ops"])
+def test_compiled_kernels_repeat_scales(layer, way, device):
+    assert_compiled_equals_eager(layer, "delayed", way, False, device, backend="inductor")
+
+
+def test_both_runs_call_one_graph(device):
+    torch._dynamo.reset()
+    layer, graphs = te.Linear(HIDDEN, HIDDEN, device=device), CompileCounterWithBackend("aot_eager")
+    function = torch.compile(layer, backend=graphs, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(16, HIDDEN, device=device, requires_grad=True)
+        with te.autocast(recipe=DelayedScaling()):
+            y = by_torch(False)(function)(x)
+        y.square().sum().backward()
+    assert graphs.frame_count == 1
+
+
+def test_the_second_run_leaves_scales_and_histories_alone(device):
+    layer = te.Linear(HIDDEN, HIDDEN, device=device)
+    function = by_torch(False)(torch.compile(layer, backend="aot_eager"))
+    recipe = DelayedScaling(amax_history_len=4)
+    outputs = []
+    for size in (1.0, 30.0):
+        x = (size * torch.randn(16, HIDDEN, device=device)).requires_grad_()
+        with te.autocast(recipe=recipe):
+            outputs.append(function(x))
+    forward = scaling_states(layer)[:2]
+    torch.autograd.grad(outputs[0].sum(), list(layer.parameters()))
+    for before, after in zip(forward, scaling_states(layer)[:2], strict=True):
+        assert torch.equal(before, after)
+
+
+def test_eager_and_compiled_layers_in_one_checkpoint(device):
+    model = torch.nn.Sequential(*(te.Linear(HIDDEN, HIDDEN, device=device) for _ in range(3)))
+    twin = copy.deepcopy(model)
+    twin[1] = torch.compile(twin[1], backend="aot_eager")  # pyright: ignore[reportArgumentType]
+    expected = trained(model, RECIPES["delayed"], by_torch(False), False)
+    actual = trained(twin, RECIPES["delayed"], by_torch(False), False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+
+
+def test_a_scale_that_the_first_run_did_not_read_raises(device):
+    scale, history = torch.ones(1, device=device), torch.zeros(4, 1, device=device)
+    with (
+        compiled_runs.compiled_run({}, True, True),
+        pytest.raises(
+            RuntimeError, match=r"reads a scale 1 times in the second run .* and 0 times in its first"
+        ),
+    ):
+        compiled_runs.repeated_scale(scale, history, "state")

@@ -1,0 +1,164 @@
+"""Compile all launches of training steps of layers for GPUs of the table of hardware, without a GPU; print JSON lines.
+
+    PYTHONPATH=. python -m tests.kernels.layer_compile 8.9 [--sample] [--part 0/2]
+
+Each line is a pair of a title and facts: instructions of tensor cores and of casts, registers, stack, shared and tensor
+memory. The launches are those that `tests.primitives.hardware_layers` records on the simulated GPU: with all libraries,
+without, and with the Triton backends of products and attention forced. --sample compiles one launch per kernel and kind
+of operands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tests.primitives import hardware_layers
+from tests.primitives.scaled_compile import ANY, resources
+from tests.support.simulated_gpu import RecordedLaunch, Simulation
+from transformer_engine.common import optional
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.hardware import Hardware
+from transformer_engine.common.kernels import conversion
+from transformer_engine.common.kernels.launch import Launch, compile_options
+
+CAST = re.compile(r"\bcvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+DOUBLE_ROUNDING = re.compile(r"\bcvt\.\S*e[45]m[32]x2\.f16")
+# Capability of the dense products of a recipe by Triton.
+DENSE = {"block": "fp8 products", "mxfp8": "mxfp8 products", "nvfp4": "nvfp4 products"}
+
+
+class Pointer:
+    """A tensor's dtype and alignment, which Triton reads in place of the tensor."""
+
+    def __init__(self, dtype: torch.dtype, aligned: bool):
+        self.dtype = dtype
+        self.address = 16 if aligned else 1
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    @staticmethod
+    def ptr_range() -> int:
+        return 0
+
+
+def use_target(hardware: Hardware) -> None:
+    """Make Triton compile for a GPU of the table in this process."""
+    target = GPUTarget("cuda", hardware.target, 32)
+    fake = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+    )
+    driver.set_active(fake)
+
+
+def compiled(launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...], row: Hardware) -> Any:
+    """The kernel that a launch with tensors of these dtypes and alignments compiles to."""
+    dtypes = [None if kind is None else str(kind[0]).removeprefix("torch.") for kind in kinds]
+    constants, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)
+    options = compile_options(launch.warps, launch.registers, launch.fuses)
+    if launch.dependent:
+        options["launch_pdl"] = True
+    pointers = [
+        None
+        if kind is None
+        else Pointer(torch.uint8 if as_bytes and kind[0].itemsize == 1 else kind[0], kind[1])
+        for kind in kinds
+    ]
+    return launch.kernel.warmup(*pointers, *launch.scalars, *constants, grid=launch.grid, **options)
+
+
+def facts(recorded: RecordedLaunch, row: Hardware) -> dict[str, Any]:
+    kernel = compiled(recorded.launch, recorded.kinds, row)
+    ptx = kernel.asm["ptx"]
+    registers, stack = resources(kernel.asm["cubin"])
+    return {
+        "products": sorted(set(ANY.findall(ptx))),
+        "casts": len(CAST.findall(ptx)),
+        "double roundings": len(DOUBLE_ROUNDING.findall(ptx)),
+        "registers": registers,
+        "stack": stack,
+        "shared": kernel.metadata.shared,
+        "tensor memory": getattr(kernel.metadata, "tmem_size", 0) or 0,
+    }
+
+
+def title_of(recorded: RecordedLaunch, row: Hardware) -> str:
+    launch = recorded.launch
+    function = launch.kernel.fn
+    dtypes = [str(kind[0]).removeprefix("torch.") if kind else "-" for kind in recorded.kinds]
+    module = function.__module__.rpartition(".")[2]
+    constants = [str(value) for value in launch.constants]
+    unaligned = sum(not kind[1] for kind in recorded.kinds if kind)
+    return " ".join(
+        [
+            f"{row.architecture} {module}.{function.__name__}({', '.join(constants)})",
+            f"[{', '.join(dtypes)}]",
+            f"{list(launch.scalars)} warps={launch.warps}",
+            *[f"unaligned={unaligned}"] * bool(unaligned),
+        ]
+    )
+
+
+def forced(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]:
+    """Force the Triton backends of a recipe's products, where the row has them."""
+    choice = {"attention": "triton"}
+    scaled = recipe_name == "block" or optional.release("triton") >= row.scaled_dot
+    if scaled and recipe_name in DENSE and row.has(DENSE[recipe_name]):  # pyright: ignore[reportArgumentType]
+        choice["gemm"] = "triton"
+    if recipe_name == "none" or (recipe_name in ("delayed", "current", "block") and row.has("fp8 products")):
+        choice["grouped_gemm"] = "triton"
+    return use_backend(**choice)
+
+
+def recorded_launches(simulation: Simulation) -> list[RecordedLaunch]:
+    """The launches of all layers and recipes, by the tables' choice and by force."""
+    for by_force in (False, True):
+        for layer, name, recipe in hardware_layers.cases():
+            with forced(name, simulation.hardware) if by_force else nullcontext():
+                for _ in hardware_layers.train(layer, recipe):
+                    pass
+    return list(simulation.launches.values())
+
+
+def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
+    """One launch per kernel and kinds of its tensors of one byte."""
+    found: dict[Any, RecordedLaunch] = {}
+    for recorded in every:
+        codes = tuple(kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds)
+        found.setdefault((recorded.launch.kernel, codes), recorded)
+    return list(found.values())
+
+
+def main(arguments: list[str]) -> None:
+    simulation = hardware_layers.simulation(arguments)
+    every = recorded_launches(simulation)
+    if "--sample" in arguments:
+        every = sample(every)
+    if "--part" in arguments:
+        part, parts = map(int, arguments[arguments.index("--part") + 1].split("/"))
+        every = every[part::parts]
+    use_target(simulation.hardware)
+    for recorded in every:
+        title = title_of(recorded, simulation.hardware)
+        try:
+            found = facts(recorded, simulation.hardware)
+        except Exception as error:  # failures are results of this program
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"}
+        print(json.dumps([title, found]), flush=True)
+    print(json.dumps(["Triton", triton.__version__]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

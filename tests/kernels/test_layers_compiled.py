@@ -1,0 +1,103 @@
+"""Launches of layers' training steps, compiled for GPUs of the table: instructions, stack, shared and tensor memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+
+import pytest
+
+from tests.primitives.scaled_compile import INSTRUCTIONS
+from tests.support import programs
+from transformer_engine.common.hardware import ROWS, Hardware
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+)
+
+NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
+# Bytes of stack per thread that a kernel may use on some GPU, with Triton 3.6 to 3.9.
+STACKS = {
+    "attention.attend": 128,
+    "attention_backward.grad_keys": 144,
+    "grouped_gemm.columns_kernel": 96,
+    "block_fused.backward_kernel": 256,
+    "block_cast.both_blocks_kernel": 16,
+    "delayed_scaling._advance": 8,
+    "activation_cast.backward_kernel": 8,
+}
+SIXTEEN_BITS = (
+    r"(?:mma\.sync\S*\.(?:bf16\.bf16|tf32\.tf32)|wgmma\.mma_async\S*bf16|tcgen05\.mma\S*kind::(?:f16|tf32))"
+)
+CODES = r"(?:mma\.sync\S*m16n8k32\S*e[45]m[32]|wgmma\.mma_async\S*e[45]m[32]|tcgen05\.mma\S*kind::f8f6f4)"
+TITLE = re.compile(r"(\S+) ([\w.]+)\(.*?\) \[([^\]]*)\]")
+
+
+def wanted(kernel: str, dtypes: list[str], row: Hardware) -> str | None:
+    """Pattern of all matrix instructions of a kernel; None for a kernel without products."""
+    codes = any(dtype.startswith("float8") for dtype in dtypes[:2])
+    if kernel == "scaled_product.product_kernel":
+        return INSTRUCTIONS["mxfp8" if codes else "nvfp4", row.has("tensor memory")]
+    if kernel in ("scaled_product.block_kernel", "grouped_gemm.rows_kernel", "grouped_gemm.columns_kernel"):
+        return CODES if codes else SIXTEEN_BITS
+    attends = kernel in (
+        "attention.attend",
+        "attention_backward.grad_keys",
+        "attention_backward.grad_queries",
+    )
+    return SIXTEEN_BITS if attends else None
+
+
+def compiled(architecture: str, *options: str) -> dict[str, dict]:
+    """{title: facts} of the launches of a row."""
+    arguments = ["-W", "ignore", "-m", "tests.kernels.layer_compile", architecture, "--sample", *options]
+    environment = {**os.environ, "PYTHONPATH": programs.search_path()}
+    lines = programs.output(arguments, programs.ROOT, environment, patience=3600).splitlines()
+    found = dict(json.loads(line) for line in lines if line.startswith("["))
+    assert found.pop("Triton")
+    return found
+
+
+def check(architecture: str, found: dict[str, dict]) -> None:
+    row = NVIDIA[architecture]
+    for title, facts in found.items():
+        assert "error" not in facts, (title, facts)
+        match = TITLE.match(title)
+        assert match is not None and match[1] == architecture, title
+        kernel, dtypes = match[2], match[3].split(", ")
+        assert facts["stack"] <= STACKS.get(kernel, 0), (title, facts)
+        assert facts["shared"] <= row.shared_memory and facts["tensor memory"] <= row.tensor_memory, (
+            title,
+            facts,
+        )
+        assert facts["double roundings"] == 0, title
+        pattern = wanted(kernel, dtypes, row)
+        if pattern is None:
+            assert facts["products"] == [] or kernel.startswith(("nvfp4", "router", "attention")), (
+                title,
+                facts,
+            )
+        else:
+            assert facts["products"], title
+            assert [name for name in facts["products"] if not re.match(pattern, name)] == [], (title, facts)
+
+
+def test_a_sample_of_launches_of_a_training_step_compiles_as_planned():
+    found = compiled("12.0", "--part", "5/8")
+    assert len(found) >= 4
+    check("12.0", found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", NVIDIA)
+def test_every_kernel_of_a_training_step_compiles_as_planned(architecture):
+    found = compiled(architecture)
+    assert len(found) > 30
+    check(architecture, found)
+    kernels = {TITLE.match(title)[2] for title in found}  # pyright: ignore[reportOptionalSubscript]
+    row = NVIDIA[architecture]
+    assert ("scaled_product.block_kernel" in kernels) == row.has("fp8 products")
+    # On 12.1, Triton before 3.8 has no native product of MXFP8 and NVFP4: cuBLASLt is the only backend.
+    assert "scaled_product.product_kernel" not in kernels or row.has("mxfp8 products")

@@ -1,0 +1,484 @@
+"""PyTorch's tools for modules have their documented effect on every public layer and operation.
+
+The oracle of a tool is the same module without it: a hook that doubles an output has the doubled output of the module
+without a hook, a parametrized weight the results of the weight that it computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import transformer_engine.pytorch as te
+from tests.support.layers import FFN, HIDDEN, KINDS
+
+TOKENS, BATCH = 16, 2
+ROWS = TOKENS * BATCH
+OPS: dict[str, Callable[[], nn.Module]] = {
+    "ops.Linear": lambda: te.ops.Linear(HIDDEN, FFN),
+    "ops.BasicLinear": lambda: te.ops.BasicLinear(HIDDEN, FFN),
+    "ops.Bias": lambda: te.ops.Bias(HIDDEN),
+    "ops.LayerNorm": lambda: te.ops.LayerNorm(HIDDEN),
+    "ops.RMSNorm": lambda: te.ops.RMSNorm(HIDDEN),
+    "ops.GELU": te.ops.GELU,
+    "ops.SwiGLU": te.ops.SwiGLU,
+    "ops.GroupedLinear": lambda: te.ops.GroupedLinear(2, HIDDEN, FFN),
+    "ops.Sequential": lambda: te.ops.Sequential(
+        te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN), te.ops.GELU(), te.ops.Linear(FFN, HIDDEN)
+    ),
+}
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: lambda kind=kind, options=options: kind(**options, **_on_cpu(kind))
+    for kind, options in KINDS.items()
+}
+ALL = MODULES | OPS
+CONTAINERS = ["MultiheadAttention", "TransformerLayer", "ops.Sequential"]
+
+
+def _on_cpu(kind: type[nn.Module]) -> dict[str, Any]:
+    return {} if kind is te.DotProductAttention else {"device": "cpu"}
+
+
+class Step(NamedTuple):
+    """Output, gradient of the input, and gradients of the parameters by name."""
+
+    output: Tensor
+    input_gradient: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ALL[name]().train()
+
+
+def matrices(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Submodules and names of their weight matrices."""
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.dim() == 2
+    ]
+
+
+def call(name: str, module: nn.Module, x: Tensor) -> Tensor:
+    """Call a module with everything that it needs."""
+    short = name.removeprefix("ops.")
+    if short == "DotProductAttention":
+        heads = x.view(TOKENS, BATCH, 2, HIDDEN // 2)
+        return module(heads, heads * 0.5, heads * 0.25, attn_mask_type="causal")
+    if short == "GroupedLinear":
+        sizes = [ROWS // 2, ROWS // 2]
+        rows = x.reshape(ROWS, HIDDEN)
+        return module(rows, torch.tensor(sizes)) if name.startswith("ops.") else module(rows, sizes)
+    output = module(x)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(TOKENS, BATCH, HIDDEN, device="cpu").to(dtype).requires_grad_()
+
+
+def step(
+    name: str, module: nn.Module, run: Callable[[Tensor], Tensor] | None = None, scale: float = 1.0
+) -> Step:
+    x = inputs()
+    y = call(name, module, x * scale) if run is None else run(x)
+    torch.manual_seed(2)
+    y.backward(torch.randn_like(y))
+    assert x.grad is not None
+    return Step(y.detach(), x.grad, {key: each.grad for key, each in module.named_parameters()})
+
+
+def assert_equal(actual: Step, expected: Step, output: float = 1.0, gradient: float = 1.0) -> None:
+    torch.testing.assert_close(actual.output, expected.output * output)
+    torch.testing.assert_close(actual.input_gradient, expected.input_gradient * gradient)
+
+
+def assert_all_equal(actual: Step, expected: Step) -> None:
+    assert_equal(actual, expected)
+    for name, gradient in expected.gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(actual.gradients[name], gradient, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+# Tools. Each takes the name of a class, and raises AssertionError if the tool has another effect on it.
+
+
+def forward_hook(name: str) -> None:
+    module = make(name)
+    module.register_forward_hook(lambda _, args, output: output * 2)
+    # The gradient of twice the output is twice the gradient.
+    assert_equal(step(name, module), step(name, make(name)), output=2.0, gradient=2.0)
+
+
+def forward_pre_hook(name: str) -> None:
+    module = make(name)
+    module.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+    reference = make(name)
+    if name == "DotProductAttention":
+
+        def doubled(x: Tensor) -> Tensor:
+            heads = x.view(TOKENS, BATCH, 2, HIDDEN // 2)
+            return reference(heads * 2, heads * 0.5, heads * 0.25, attn_mask_type="causal")
+
+        assert_all_equal(step(name, module), step(name, reference, doubled))
+    else:
+        assert_all_equal(step(name, module), step(name, reference, scale=2.0))
+
+
+def child_forward_hook(name: str) -> None:
+    for number in range(len(list(make(name).children()))):
+        module, calls = make(name), []
+        child = list(module.children())[number]
+        child.register_forward_hook(lambda *args: calls.append(1))  # noqa: B023
+        assert_all_equal(step(name, module), step(name, make(name)))
+        assert calls, f"the hook of {type(child).__name__} did not run"
+
+
+def full_backward_hook(name: str) -> None:
+    module = make(name)
+    module.register_full_backward_hook(
+        lambda _, inputs, outputs: tuple(None if g is None else g * 2 for g in inputs)
+    )
+    assert_equal(step(name, module), step(name, make(name)), gradient=2.0)
+
+
+def full_backward_pre_hook(name: str) -> None:
+    module = make(name)
+    module.register_full_backward_pre_hook(lambda _, outputs: tuple(g * 2 for g in outputs))
+    assert_equal(step(name, module), step(name, make(name)), gradient=2.0)
+
+
+def tensor_hook(name: str) -> None:
+    module, seen = make(name), []
+    for key, parameter in module.named_parameters():
+        parameter.register_hook(lambda gradient, key=key: seen.append(key))
+    step(name, module)
+    assert set(seen) == {key for key, _ in module.named_parameters()}
+
+
+class _Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def _with_doubled_matrices(name: str) -> nn.Module:
+    module = make(name)
+    with torch.no_grad():
+        for owner, key in matrices(module):
+            getattr(owner, key).mul_(2)
+    return module
+
+
+def parametrized_weight(name: str) -> None:
+    module = make(name)
+    for owner, key in matrices(module):
+        parametrize.register_parametrization(owner, key, _Twice())
+    found = step(name, module)
+    assert_equal(found, step(name, _with_doubled_matrices(name)))
+    assert all(gradient is not None for gradient in found.gradients.values())
+
+
+def _normalized(name: str, apply: Callable[[nn.Module, str], Any]) -> None:
+    module, reference = make(name), make(name)
+    for owner, key in matrices(module):
+        apply(owner, key)
+    module.eval()  # spectral_norm updates its vectors in training mode
+    for (owner, key), (of_module, _) in zip(matrices(reference), _owners(module), strict=True):
+        with torch.no_grad():
+            getattr(owner, key).copy_(getattr(of_module, key))
+    found = step(name, module)
+    assert_equal(found, step(name, reference.eval()))
+    assert all(gradient is not None for gradient in found.gradients.values())
+
+
+def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (owner, key)
+        for owner in module.modules()
+        if parametrize.is_parametrized(owner)
+        for key in owner.parametrizations
+    ]
+
+
+def weight_norm(name: str) -> None:
+    _normalized(name, parametrizations.weight_norm)
+
+
+def spectral_norm(name: str) -> None:
+    _normalized(name, parametrizations.spectral_norm)
+
+
+def pruned_weight(name: str) -> None:
+    module, reference = make(name), make(name)
+    owners = matrices(module)
+    for owner, key in owners:
+        prune.l1_unstructured(owner, key, 0.5)
+    for (owner, key), (of_module, _) in zip(matrices(reference), owners, strict=True):
+        with torch.no_grad():
+            getattr(owner, key).mul_(getattr(of_module, f"{key}_mask"))
+    assert_equal(step(name, module), step(name, reference))
+
+
+def extra_parameter(name: str) -> None:
+    module = make(name)
+    module.register_parameter("extra", nn.Parameter(torch.ones(3, device="cpu")))
+    found = step(name, module)
+    assert found.gradients.pop("extra") is None
+    assert_all_equal(found, step(name, make(name)))
+
+
+class _Adapted(nn.Module):
+    """A module with a low-rank adapter beside it."""
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base = base
+        self.scale = nn.Parameter(torch.full((), 3.0, device="cpu"))
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        output = self.base(*args, **options)
+        return output * self.scale if isinstance(output, Tensor) else (output[0] * self.scale, *output[1:])
+
+
+def _replaced(name: str, replace: Callable[[nn.Module, str, nn.Module], None]) -> None:
+    for key in [key for key, _ in make(name).named_children()]:
+        module, reference = make(name), make(name)
+        step(name, module)
+        module.zero_grad()
+        replace(module, key, _Adapted(getattr(module, key)))
+        getattr(reference, key).register_forward_hook(
+            lambda _, args, output: output * 3 if isinstance(output, Tensor) else (output[0] * 3, *output[1:])
+        )
+        found = step(name, module)
+        assert_equal(found, step(name, reference))
+        assert found.gradients[f"{key}.scale"] is not None
+
+
+def replaced_child(name: str) -> None:
+    _replaced(name, setattr)
+
+
+def set_submodule(name: str) -> None:
+    _replaced(name, lambda module, key, new: module.set_submodule(key, new))
+
+
+def deep_copy(name: str) -> None:
+    module = make(name)
+    step(name, module)
+    module.zero_grad()
+    twin = copy.deepcopy(module)
+    assert_all_equal(step(name, twin), step(name, module))
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in module.parameters()}
+
+
+def pickled(name: str) -> None:
+    module, buffer = make(name), io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    assert_all_equal(step(name, torch.load(buffer, weights_only=False)), step(name, make(name)))
+
+
+def _loaded(name: str, assign: bool) -> None:
+    source = make(name)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.25)
+    module = make(name)
+    module.load_state_dict(source.state_dict(), strict=True, assign=assign)
+    assert_all_equal(step(name, module), step(name, source))
+
+
+def strict_load(name: str) -> None:
+    _loaded(name, assign=False)
+
+
+def assigned_load(name: str) -> None:
+    _loaded(name, assign=True)
+
+
+def plain_load(name: str) -> None:
+    """The state dict has the parameters alone, as one of torch's module has."""
+    source = make(name)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.25)
+    module = make(name)
+    module.load_state_dict({key: value.detach() for key, value in source.named_parameters()}, strict=True)
+    assert_all_equal(step(name, module), step(name, source))
+
+
+def to_empty(name: str) -> None:
+    source = make(name)
+    module = make(name).to("meta").to_empty(device="cpu")
+    module.load_state_dict(source.state_dict())
+    assert_all_equal(step(name, module), step(name, source))
+
+
+def converted(name: str) -> None:
+    module, reference = make(name).to(torch.bfloat16), make(name)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    y = call(name, module, inputs(torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    expected = call(name, reference, inputs(torch.bfloat16).float())
+    torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def swapped_tensors(name: str) -> None:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module = make(name)
+        step(name, module)
+        module.zero_grad()
+        identities = [id(parameter) for parameter in module.parameters()]
+        module.to(torch.float64).to(torch.float32)
+        assert identities == [id(parameter) for parameter in module.parameters()]
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert_all_equal(step(name, module), step(name, make(name)))
+
+
+def functional_call(name: str) -> None:
+    module = make(name)
+    values = dict(_with_doubled_matrices(name).named_parameters())
+    found = step(name, module, lambda x: _functional(name, module, values, x))
+    assert_equal(found, step(name, _with_doubled_matrices(name)))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(value.grad is not None for value in values.values())
+
+
+class _Called(nn.Module):
+    def __init__(self, name: str, module: nn.Module):
+        super().__init__()
+        self.name, self.module = name, module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return call(self.name, self.module, x)
+
+
+def _functional(name: str, module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.func.functional_call(
+        _Called(name, module), {f"module.{key}": value for key, value in values.items()}, (x,)
+    )
+
+
+def _checkpointed(name: str, use_reentrant: bool) -> None:
+    module = make(name)
+    found = step(name, module, lambda x: checkpoint(_Called(name, module), x, use_reentrant=use_reentrant))
+    assert_all_equal(found, step(name, make(name)))
+
+
+def reentrant_checkpoint(name: str) -> None:
+    _checkpointed(name, True)
+
+
+def other_checkpoint(name: str) -> None:
+    _checkpointed(name, False)
+
+
+def compiled(name: str) -> None:
+    module = make(name)
+    run = torch.compile(_Called(name, module), backend="aot_eager")
+    assert_all_equal(step(name, module, run), step(name, make(name)))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of one rank."""
+    if dist.is_initialized():
+        yield
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}.store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+        if os.path.exists(f"{file.name}.store"):
+            os.remove(f"{file.name}.store")
+
+
+def _in_wrapper(name: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    wrapped = wrap(_Called(name, make(name)))
+    x = inputs()
+    y = wrapped(x)
+    torch.manual_seed(2)
+    y.backward(torch.randn_like(y))
+    expected = step(name, make(name))
+    torch.testing.assert_close(y.detach(), expected.output)
+    torch.testing.assert_close(x.grad, expected.input_gradient)
+
+
+def data_parallel(name: str) -> None:
+    if list(make(name).parameters()):
+        _in_wrapper(name, nn.parallel.DistributedDataParallel)
+
+
+def fully_sharded_1(name: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if list(make(name).parameters()):
+        _in_wrapper(name, lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")))
+
+
+def fully_sharded_2(name: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    _in_wrapper(name, lambda module: fully_shard(module, mesh=mesh))
+
+
+TOOLS = {
+    tool.__name__: tool
+    for tool in (
+        forward_hook,
+        forward_pre_hook,
+        full_backward_hook,
+        full_backward_pre_hook,
+        tensor_hook,
+        parametrized_weight,
+        weight_norm,
+        spectral_norm,
+        pruned_weight,
+        extra_parameter,
+        deep_copy,
+        pickled,
+        strict_load,
+        assigned_load,
+        plain_load,
+        to_empty,
+        converted,
+        swapped_tensors,
+        functional_call,
+        reentrant_checkpoint,
+        other_checkpoint,
+        compiled,
+        data_parallel,
+        fully_sharded_1,
+        fully_sharded_2,
+    )
+}
+TOOLS_OF_CHILDREN = {tool.__name__: tool for tool in (child_forward_hook, replaced_child, set_submodule)}
+CASES = [(name, tool) for tool in TOOLS for name in ALL]
+CASES += [(name, tool) for tool in TOOLS_OF_CHILDREN for name in CONTAINERS]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("name", "tool"), CASES, ids=lambda value: value)
+def test_a_tool_of_torch_has_its_documented_effect(name: str, tool: str):
+    (TOOLS | TOOLS_OF_CHILDREN)[tool](name)

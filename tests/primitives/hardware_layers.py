@@ -1,0 +1,162 @@
+"""Backends of every operation of a training step of layers, on one simulated GPU of the table of hardware; print JSON.
+
+    PYTHONPATH=. python -m tests.primitives.hardware_layers 10.0 [--without]
+
+{layer: {recipe: {"forward" or "backward": {operation: backends}}}}, the backends joined by commas. With --without,
+nvmath-python, cudnn-frontend and flash-attn-4 count as absent: torch and Triton remain. Tables without callables, which
+only choose between ways to fuse, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+import transformer_engine.pytorch as te
+from tests.support import forked
+from tests.support.programs import ROOT, search_path
+from tests.support.simulated_gpu import Simulation, simulate
+from transformer_engine.common import recipe as recipes
+from transformer_engine.common.dispatch import observing, tables
+from transformer_engine.common.hardware import hardware_named
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization.support import check_recipe_support
+
+TOKENS, BATCH, WIDTH, HEADS, GROUPS = 1024, 2, 512, 4, 4
+ROWS = [512, 256, 1024, 256]  # of each group
+BF16 = torch.bfloat16
+RECIPES: dict[str, Callable[..., recipes.Recipe] | None] = {
+    "none": None,
+    "delayed": recipes.DelayedScaling,
+    "current": recipes.Float8CurrentScaling,
+    "block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+Choices = dict[str, dict[str, dict[str, dict[str, str]]]]
+
+
+def _input(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=BF16, device="cuda", requires_grad=True)
+
+
+def _transformer_layer(**options: Any) -> tuple[Any, tuple[Any, ...]]:
+    layer = te.TransformerLayer(
+        WIDTH, 2 * WIDTH, HEADS, attention_dropout=0.0, hidden_dropout=0.1, params_dtype=BF16, **options
+    )
+    return layer, (_input(TOKENS, BATCH, WIDTH),)
+
+
+def _llama_layer() -> tuple[Any, tuple[Any, ...]]:
+    return _transformer_layer(activation="swiglu", normalization="RMSNorm", bias=False, num_gqa_groups=2)
+
+
+def _grouped_linear() -> tuple[Any, tuple[Any, ...]]:
+    return te.GroupedLinear(GROUPS, WIDTH, WIDTH, params_dtype=BF16), (_input(sum(ROWS), WIDTH), ROWS)
+
+
+def _operations() -> tuple[Any, tuple[Any, ...]]:
+    options = {"dtype": BF16}
+    layer = ops.Sequential(
+        ops.RMSNorm(WIDTH, **options),
+        ops.Linear(WIDTH, 2 * WIDTH, bias=False, **options),
+        ops.SwiGLU(),
+        ops.Linear(WIDTH, WIDTH, **options),
+    )
+    return layer, (_input(TOKENS, WIDTH),)
+
+
+def _attention() -> tuple[Any, tuple[Any, ...]]:
+    layer = te.DotProductAttention(HEADS, 128, qkv_format="bshd", attn_mask_type="causal")
+    return layer, tuple(_input(BATCH, TOKENS, HEADS, 128) for _ in range(3))
+
+
+LAYERS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
+    "TransformerLayer": _transformer_layer,
+    "TransformerLayer, RMSNorm, SwiGLU": _llama_layer,
+    "GroupedLinear": _grouped_linear,
+    "te.ops MLP": _operations,
+    "DotProductAttention, fp8_dpa": _attention,
+}
+
+
+def cases() -> Iterator[tuple[str, str, recipes.Recipe | None]]:
+    """(layer, recipe, its object)."""
+    for layer in LAYERS:
+        for name, make in RECIPES.items():
+            if layer.endswith("fp8_dpa"):
+                if name in ("delayed", "current", "mxfp8"):
+                    yield layer, name, make(fp8_dpa=True) if make is not None else None
+            else:
+                yield layer, name, None if make is None else make()
+
+
+def train(layer: str, recipe: recipes.Recipe | None) -> Iterator[None]:
+    """Run the forward pass of a training step, yield, and run its backward pass."""
+    FP8GlobalStateManager.reset()
+    module, inputs = LAYERS[layer]()
+    with _emulation(recipe):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(*inputs)
+        yield
+        torch.autograd.backward([y], [torch.empty_like(y)])
+
+
+def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]:
+    """Backends of a training step's operations, by pass and operation."""
+    found: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
+    here = found["forward"]
+
+    def see(operation: str, request: Any) -> None:
+        table = tables[operation]
+        if table.backends[-1].bind is None:
+            return
+        name = next(verdict.backend for verdict in table.explain(request) if verdict.chosen)
+        names = here.setdefault(operation, [])
+        if name not in names:
+            names.append(name)
+
+    with observing(see):
+        for _ in train(layer, recipe):
+            here = found["backward"]
+    return {
+        name: {op: ", ".join(names) for op, names in sorted(used.items())} for name, used in found.items()
+    }
+
+
+def _emulation(recipe: recipes.Recipe | None) -> AbstractContextManager[Any]:
+    """Emulate the formats of a recipe only if the simulated GPU does not have it."""
+    available = recipe is None or check_recipe_support(recipe)[0]
+    return nullcontext() if available else te.emulate()
+
+
+def choices() -> Choices:
+    """{layer: {recipe: {pass: {operation: backends}}}} on the GPU that this process simulates."""
+    found: Choices = {}
+    for layer, name, recipe in cases():
+        found.setdefault(layer, {})[name] = step(layer, recipe)
+    return found
+
+
+def choices_on(architecture: str, libraries: bool = True) -> Choices:
+    """The choices on a simulated GPU, from a process of its own."""
+    arguments = ["-W", "ignore", "-m", __name__, architecture, *["--without"] * (not libraries)]
+    return json.loads(forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300))
+
+
+def simulation(arguments: list[str]) -> Simulation:
+    """The simulation of the GPU in the arguments of a program."""
+    torch.set_num_threads(1)
+    return simulate(hardware_named("nvidia", arguments[0]), libraries="--without" not in arguments)
+
+
+if __name__ == "__main__":
+    simulation(sys.argv[1:])
+    print(json.dumps(choices()))

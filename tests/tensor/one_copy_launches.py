@@ -1,0 +1,40 @@
+"""Print the products and casts of a TransformerLayer on a simulated GPU whose self-test has passed or not, as JSON.
+
+    python -m tests.tensor.one_copy_launches 10.0 [passed]
+
+{recipe: {"transposed": number of kernels that write codes and their transpose, "products": backends}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.primitives import hardware_layers
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.runtime import self_tested
+
+PATH = "fp8 products in all layouts"
+LAYER = "TransformerLayer, RMSNorm, SwiGLU"
+
+
+def main(arguments: list[str]) -> None:
+    simulation = hardware_layers.simulation(arguments)
+    self_tested._stored = lambda index: {PATH: "passed" in arguments}
+    found = {}
+    for name, make in {"delayed": recipes.DelayedScaling, "current": recipes.Float8CurrentScaling}.items():
+        simulation.launches.clear()
+        passes = hardware_layers.step(LAYER, make())
+        transposed = 0
+        for recorded in simulation.launches.values():
+            outputs = recorded.kinds[recorded.launch.inputs :]
+            transposed += (
+                sum(kind is not None and str(kind[0]).startswith("torch.float8") for kind in outputs) > 1
+            )
+        products = sorted({passes[each]["gemm"] for each in passes})
+        found[name] = {"transposed": transposed, "products": products, "launches": len(simulation.launches)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

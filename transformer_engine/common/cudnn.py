@@ -1,0 +1,40 @@
+"""Versions of cuDNN: the least one that release 2.20 of the original demands, and the numbers of a version."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+MIN_CUDNN_VERSION = (9, 12, 0)
+
+
+def decode_cudnn_version(version: int) -> tuple[int, int, int]:
+    """Major, minor and patch number of a version as cuDNN counts it, for example 91200 is 9.12.0.
+
+    Args:
+        version: Number of `cudnnGetVersion()`. Versions before 9 have four digits.
+    """
+    scale = 10000 if version >= 90000 else 1000
+    major, rest = divmod(int(version), scale)
+    minor, patch = divmod(rest, 100)
+    return major, minor, patch
+
+
+def check_cudnn_version(version: int | None = None) -> None:
+    """Check that cuDNN has at least MIN_CUDNN_VERSION. This package does not require it: other backends take over.
+
+    Args:
+        version: Version to check; by default that of the imported PyTorch. Without cuDNN nothing is checked.
+
+    Raises:
+        RuntimeError: The version is older.
+    """
+    if version is None:
+        torch: Any = sys.modules.get("torch")
+        version = None if torch is None else torch.backends.cudnn.version()
+    if version is None:
+        return
+    found = decode_cudnn_version(version)
+    if found < MIN_CUDNN_VERSION:
+        least, own = (".".join(map(str, numbers)) for numbers in (MIN_CUDNN_VERSION, found))
+        raise RuntimeError(f"cuDNN is {own}, the API of release 2.20 demands {least}; update cuDNN")

@@ -1,0 +1,196 @@
+"""The exchange of tokens between the devices of experts.
+
+GPUs exchange only the filled rows with lax.ragged_all_to_all. Other platforms lack that operation and exchange whole
+buffers with a dense all_to_all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .checks import check_array, check_integers, check_values
+from .permutation import aligned, room_for
+
+
+@dataclass(frozen=True)
+class EpConfig:
+    """Placement of experts on devices.
+
+    Attributes:
+        num_experts: Number of experts on all devices.
+        devices: Number of devices along the axis. Each holds num_experts / devices consecutive experts.
+        axis: Mesh axis over which the experts are sharded.
+    """
+
+    num_experts: int
+    devices: int
+    axis: str = "ep"
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.devices
+
+
+class EpHandle(NamedTuple):
+    """Routing of one dispatch, which `ep_combine` reverses.
+
+    Attributes:
+        sent: int32 [T, k], slot of the send buffer for each choice of each token.
+        arrived: int32 [devices * slots], row of the receive buffer for each received slot. A row past the end of
+            the buffer marks a dropped or empty slot.
+        sizes: int32 [2, devices], number of slots sent to each device and received from each device.
+    """
+
+    sent: Array
+    arrived: Array
+    sizes: Array
+
+
+class Plan(NamedTuple):
+    """The routing of one dispatch, before the exchange of tokens.
+
+    Attributes:
+        handle: The routing that the way back reverses.
+        source: int32 [devices * slots], the token of each slot of the send buffer; the number of tokens if it is empty.
+        inside: int32 [rows of the buffer], the received slot of each row; the number of slots for a row without one.
+        counts: int32 [local experts], the tokens of each expert, including dropped ones.
+    """
+
+    handle: EpHandle
+    source: Array
+    inside: Array
+    counts: Array
+
+
+def planned(cfg: EpConfig, topk_idx: Array, room: int, align_size: int = 1) -> Plan:
+    """Route choices [T, k] to a receive buffer of `room` rows, in which experts begin at multiples of align_size."""
+    check_integers("topk_idx", topk_idx)
+    _check_axis(cfg)
+    count, picks = topk_idx.shape
+    slots = count * min(picks, cfg.local_experts)
+    chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
+    device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
+    # For each slot, the number of earlier slots for the same device.
+    kinds = device.ravel()
+    same = jax.nn.one_hot(kinds, cfg.devices + 1, dtype=jnp.int32)
+    place = (jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1).reshape(
+        count, picks
+    )
+    # Choices that are not sent get an index past the end, which scatter drops; any other index is a slot in use.
+    sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
+    filled = (cfg.devices * slots,)
+    sources = jnp.broadcast_to(jnp.arange(count)[:, None], (count, picks)).ravel()
+    source = jnp.full(filled, count, jnp.int32).at[sent.ravel()].set(sources.astype(jnp.int32), mode="drop")
+    local = jnp.full(filled, cfg.local_experts, jnp.int32)
+    local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
+    # Number of slots sent to each device and received from each device, int32 [2, devices].
+    out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
+    out = jnp.minimum(out, slots)
+    back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
+    sizes = jnp.stack((out, back))
+    local = _exchange(local, sizes, cfg.local_experts, cfg)
+    counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
+    padded = aligned(counts, align_size)
+    order = jnp.argsort(local, stable=True)
+    slot = jnp.arange(order.size, dtype=jnp.int32)
+    offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
+    arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[local]
+    arrived = jnp.where(local < cfg.local_experts, arrived, room)
+    inside = jnp.full(room, order.size, jnp.int32).at[arrived].set(slot, mode="drop")
+    return Plan(EpHandle(sent, arrived, sizes), source, inside, counts[:-1])
+
+
+def dispatched(
+    cfg: EpConfig, topk_idx: Array, tokens: Array, topk_weights: Array, capacity: int, align_size: int = 1,
+    rows_of_buffer: int | None = None,
+) -> tuple[Array, Array, EpHandle, Array, Array]:  # fmt: skip
+    """Dispatch as `ep.ep_dispatch`, with token_counts that include dropped rows and exclude alignment.
+
+    Args:
+        cfg: Placement of the experts.
+        topk_idx: As in `ep_dispatch`.
+        tokens: As in `ep_dispatch`.
+        topk_weights: As in `ep_dispatch`.
+        capacity: Number of tokens for which the receive buffer has room.
+        align_size: The rows of each expert start at a multiple of this number, with zeros in between.
+        rows_of_buffer: Number of rows of the receive buffer. By default the buffer holds `capacity` tokens for any
+            distribution over the experts.
+
+    Returns:
+        As `ep_dispatch`.
+    """
+    check_routed(topk_idx, tokens, topk_weights)
+    room = rows_of_buffer or room_for(capacity, cfg.local_experts, align_size)
+    plan = planned(cfg, topk_idx, room, align_size)
+    sent, sizes = plan.handle.sent.ravel(), plan.handle.sizes
+    weights = jnp.zeros(plan.source.shape, topk_weights.dtype)
+    weights = weights.at[sent].set(topk_weights.ravel(), mode="drop")
+    rows = jnp.asarray(tokens).at[plan.source].get(mode="fill", fill_value=0)
+    recv, recv_weights = (
+        _exchange(x, sizes, 0, cfg).at[plan.inside].get(mode="fill", fill_value=0) for x in (rows, weights)
+    )
+    return recv, recv_weights, plan.handle, plan.counts, plan.counts.sum()
+
+
+def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
+    """Return the experts' outputs [T, k, H] in the order of the tokens' choices; zeros for choices not sent."""
+    slots = expert_out.at[handle.arrived].get(mode="fill", fill_value=0)
+    received = _exchange(slots, handle.sizes[::-1], 0, cfg)
+    return received.at[handle.sent].get(mode="fill", fill_value=0)
+
+
+def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
+    """Exchange slots [devices * slots, ...] between devices; block d of the input is sent to device d.
+
+    sizes is int32 [2, devices], the filled slots of each sent and received block. All other slots hold `empty`.
+    """
+    if cfg.devices == 1:
+        return x
+    slots = x.shape[0] // cfg.devices
+
+    def dense(x: Array, sizes: Array) -> Array:
+        parts = x.reshape(cfg.devices, slots, *x.shape[1:])
+        return lax.all_to_all(parts, cfg.axis, split_axis=0, concat_axis=0).reshape(x.shape)
+
+    def ragged(x: Array, sizes: Array) -> Array:
+        starts = jnp.arange(cfg.devices, dtype=jnp.int32) * slots
+        # Offset of this device's block in the buffer of every receiver.
+        there = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
+        return lax.ragged_all_to_all(
+            x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], there, sizes[1], axis_name=cfg.axis
+        )
+
+    return lax.platform_dependent(x, sizes, cuda=ragged, default=dense)
+
+
+def check_routed(topk_idx: Array, tokens: Array, topk_weights: Array) -> None:
+    """Raise an error unless tokens [T, H], choices and weights [T, k] fit together."""
+    check_values("tokens", tokens)
+    check_integers("topk_idx", topk_idx)
+    check_array("topk_weights", topk_weights)
+    agree = topk_idx.ndim == tokens.ndim == 2 and topk_idx.shape[0] == tokens.shape[0]
+    if not agree or topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            f"tokens {tokens.shape}, topk_idx {topk_idx.shape}, topk_weights {topk_weights.shape}; pass [T, H], [T, k] "
+            "and [T, k]"
+        )
+
+
+def _check_axis(cfg: EpConfig) -> None:
+    """Raise ValueError unless the expert axis is manual here and has the number of devices of the config."""
+    if cfg.devices == 1:
+        return
+    try:
+        found = lax.axis_size(cfg.axis)
+    except NameError as error:
+        raise ValueError(
+            f"axis={cfg.axis!r} of the EpConfig is not manual here; call inside shard_map over a mesh with that axis, "
+            "or bootstrap within autocast(mesh_resource=MeshResource(ep_resource=..)), which names it"
+        ) from error
+    if found != cfg.devices:
+        raise ValueError(f"axis {cfg.axis!r} has {found} devices; ep_bootstrap was called for {cfg.devices}")

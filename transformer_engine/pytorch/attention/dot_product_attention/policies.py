@@ -1,0 +1,300 @@
+"""thd_attention_policies: a mask and a window for each sequence of a packed batch.
+
+A policy is {"sequence_ids": ids, "mask_type": a padding type, "window_size": pair or None}, optionally with
+"bottom_right_diagonal". Together, policies contain every sequence once. Each policy is an attention over its sequences
+in the whole buffer, where the others are padding, and the outputs are added; or its tokens are gathered first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....common.checks import described, one_of
+from ...primitives.attention.choose import NoBackend
+from ...primitives.attention.mask import canonical_name, check_set_window_size
+from ...primitives.attention.packed import cumulative, lengths_of
+from ...quantization.autocast import AutocastState
+from ...runtime.tracing import in_eager_mode
+from ...runtime.warn_once import warn_once
+from .fp8_recipe import attention_recipe
+from .settings import AttentionArguments, AttentionConfig
+
+DISPATCHES = ("auto", "grouped")
+NO_POLICIES: dict[str, Any] = {"thd_attention_policies": None, "thd_attention_policy_dispatch": "auto"}
+_REQUIRED = ("sequence_ids", "mask_type", "window_size")
+_OPTIONAL = "bottom_right_diagonal"
+
+
+class Policy(NamedTuple):
+    """A checked policy."""
+
+    ids: Tensor
+    mask_type: str
+    window_size: tuple[int, int]
+    bottom_right_diagonal: bool | None
+
+
+Attend = Callable[..., Any]
+
+
+def check_policies(
+    config: AttentionConfig,
+    a: AttentionArguments,
+    device: torch.device,
+    state: AutocastState,
+    fp8_output: bool,
+) -> list[Policy]:
+    """Check the policies of a call, as far as shapes and settings decide.
+
+    Args:
+        config: Settings of the attention.
+        a: Arguments of the call.
+        device: Device of the queries.
+        state: State of autocast.
+        fp8_output: The output is requested as a Float8Tensor.
+
+    Raises:
+        ValueError: A policy or another argument of the call cannot be used.
+    """
+    given: Any = a.thd_attention_policies
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ValueError(
+            f"thd_attention_policies={described(given)} is not a non-empty list; give a list of dictionaries, or None"
+        )
+    one_of("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
+    tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+    fp8 = state.enabled and attention_recipe(state.recipe) is not None
+    for wrong, argument, remedy in (
+        (a.attn_mask_type is not None, f"attn_mask_type={a.attn_mask_type!r}", "policies have mask types"),
+        (a.window_size is not None, f"window_size={a.window_size!r}", "policies have windows"),
+        (tensor_format != "thd", f"qkv_format={tensor_format!r}", "give packed sequences, 'thd'"),
+        (a.cu_seqlens_q is None, "cu_seqlens_q=None", "give the bounds of the sequences"),
+        (a.attention_mask is not None, "attention_mask", "leave it None"),
+        (a.core_attention_bias is not None or a.core_attention_bias_type != "no_bias",
+         f"core_attention_bias_type={a.core_attention_bias_type!r}", "use 'no_bias'"),
+        (a.alibi_slopes is not None, "alibi_slopes", "leave it None"),
+        (a.inference_params is not None, "inference_params", "leave it None"),
+        (a.score_mod is not None, "score_mod", "leave it None"),
+        (fp8_output, "fp8_output=True", "set it to False"),
+        (fp8, "FP8 attention", "set fp8_dpa and fp8_mha of the recipe to False"),
+        (config.return_max_logit, "return_max_logit=True", "construct the attention without it"),
+        (config.context is not None, "a context-parallel group", "set the group to None"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"thd_attention_policies with {argument}; {remedy}")
+    return [_checked(index, policy, a, device) for index, policy in enumerate(given)]
+
+
+def _checked(index: int, policy: Any, a: AttentionArguments, device: torch.device) -> Policy:
+    name = f"thd_attention_policies[{index}]"
+    if not isinstance(policy, dict):
+        raise ValueError(
+            f"{name}={described(policy)} is not a dictionary; give one with {', '.join(_REQUIRED)}"
+        )
+    missing = [key for key in _REQUIRED if key not in policy]
+    unknown = [key for key in policy if key not in (*_REQUIRED, _OPTIONAL)]
+    if missing or unknown:
+        raise ValueError(
+            f"{name} has the keys {sorted(map(str, policy))}; give {', '.join(_REQUIRED)} and optionally {_OPTIONAL}"
+        )
+    ids = policy["sequence_ids"]
+    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: sequence_ids={described(ids)} must be a tensor [n] of int32 or int64")
+    if ids.device != device:
+        raise ValueError(
+            f"{name}: sequence_ids is on {ids.device}, the queries are on {device}; move one of them"
+        )
+    mask_type = policy["mask_type"]
+    if mask_type == "causal_padding":
+        mask_type = "padding_causal"
+    mask_type = canonical_name(mask_type, f"{name}: mask_type")
+    if not mask_type.startswith("padding"):
+        raise ValueError(
+            f"{name}: mask_type={mask_type!r}; give 'padding', 'padding_causal' or 'padding_causal_bottom_right'"
+        )
+    diagonal = policy.get(_OPTIONAL)
+    if diagonal is not None and not isinstance(diagonal, bool):
+        raise ValueError(f"{name}: bottom_right_diagonal={described(diagonal)}; give True, False or None")
+    return Policy(
+        ids,
+        mask_type,
+        check_set_window_size(mask_type, policy["window_size"]),
+        a.bottom_right_diagonal if diagonal is None else diagonal,
+    )
+
+
+# By the ids of the first policy: weak references to all ids, their versions, and the number of sequences.
+_COVERED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def check_coverage(policies: list[Policy], batch: int) -> None:
+    """Check that the policies contain each of `batch` sequences once, in ascending order.
+
+    The first check of the same unchanged tensors reads them on the host.
+
+    Raises:
+        RuntimeError: A CUDA graph is captured, and the tensors were not checked before.
+        ValueError: A sequence is missing, repeated or out of order.
+    """
+    ids = [policy.ids for policy in policies]
+    versions = None if any(x.is_inference() for x in ids) else tuple(x._version for x in ids)
+    cached = _COVERED.get(ids[0])
+    if cached is not None and versions is not None:
+        references, *facts = cached
+        if facts == [versions, batch] and [reference() for reference in references] == ids:
+            return
+    if ids[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "sequence_ids of thd_attention_policies are read on the host, which a CUDA graph cannot capture; call the "
+            "attention with the same tensors once before the capture"
+        )
+    whole: list[int] = []
+    for index, x in enumerate(ids):
+        values = x.tolist()
+        for sequence in values:
+            if not 0 <= sequence < batch:
+                raise ValueError(
+                    f"thd_attention_policies[{index}]: sequence {sequence} is outside 0..{batch - 1}, the sequences of "
+                    "cu_seqlens_q"
+                )
+        if any(after <= before for before, after in pairwise(values)):
+            raise ValueError(
+                f"thd_attention_policies[{index}]: sequence_ids {values} are not strictly ascending"
+            )
+        whole += values
+    if sorted(whole) != list(range(batch)):
+        absent, repeated = set(range(batch)) - set(whole), {x for x in whole if whole.count(x) > 1}
+        raise ValueError(
+            f"thd_attention_policies do not contain each of the {batch} sequences once: missing {sorted(absent)}, "
+            f"repeated {sorted(repeated)}"
+        )
+    if versions is not None:
+        _COVERED[ids[0]] = ([weakref.ref(x) for x in ids], versions, batch)
+
+
+class _Packed(NamedTuple):
+    """Tensors of queries, or of keys and values, with lengths [b] and starts [b + 1] of their sequences."""
+
+    tensors: tuple[Tensor, ...]
+    lengths: Tensor
+    starts: Tensor
+
+
+@in_eager_mode
+def attend_by_policies(
+    attend: Attend, policies: list[Policy], qkv: tuple[Tensor, Tensor, Tensor], a: AttentionArguments
+) -> Tensor:
+    """Compute an attention whose sequences have the masks of their policies.
+
+    Args:
+        attend: Computes an attention of q, k, v with masks and bounds by keyword.
+        policies: Result of `check_policies`.
+        qkv: Queries [t, h, d], keys [t, g, d] and values [t, g, d_v].
+        a: Arguments of the call.
+
+    Returns:
+        Output [t, h * d_v]; zero for tokens of no sequence.
+    """
+    if a.softcap is not None:
+        warn_once(
+            "softcap with thd_attention_policies",
+            "softcap has no effect with thd_attention_policies, which read the constructor's; leave it None",
+        )
+    cu_q = a.cu_seqlens_q
+    assert cu_q is not None
+    check_coverage(policies, cu_q.numel() - 1)
+    q, k, v = qkv
+    cu_kv, padded_kv = a.cu_seqlens_kv, a.cu_seqlens_kv_padded
+    queries = _Packed(
+        (q,), lengths_of(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
+    )
+    keys = _Packed((k, v), queries.lengths, queries.starts)
+    if cu_kv is not None and not (cu_kv is cu_q and padded_kv is a.cu_seqlens_q_padded):
+        keys = _Packed((k, v), lengths_of(cu_kv), cu_kv if padded_kv is None else padded_kv)
+    used = [policy for policy in policies if policy.ids.numel()]
+    output: Tensor | None = None
+    if q.shape[0] and len(used) == 1 and a.thd_attention_policy_dispatch != "grouped":
+        bounds = (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv)
+        return _attend(attend, used[0], (q, k, v), bounds, a)
+    for policy in used if q.shape[0] else ():
+        found = None
+        if a.thd_attention_policy_dispatch == "auto":
+            try:
+                found = _in_place(attend, policy, queries, keys, a)
+            except NoBackend:
+                found = None  # no backend supports other tokens between sequences
+        if found is None:
+            found = _gathered(attend, policy, queries, keys, a)
+        output = found if output is None else output if found is None else output + found
+    if output is None:
+        # No token: zeros that depend on the inputs.
+        nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()
+        output = q.new_zeros(q.shape[0], q.shape[1] * v.shape[2]) + nothing
+    return output
+
+
+def _attend(
+    attend: Attend,
+    policy: Policy,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    bounds: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    a: AttentionArguments,
+) -> Tensor:
+    bounds_fields = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    own = a._replace(
+        **dict(zip(bounds_fields, bounds, strict=True)),  # pyright: ignore[reportArgumentType]
+        attn_mask_type=policy.mask_type,
+        window_size=policy.window_size,
+        bottom_right_diagonal=policy.bottom_right_diagonal,
+        pad_between_seqs=a.pad_between_seqs if bounds[2] is None else True,
+        softcap=None,
+        **NO_POLICIES,
+    )
+    return attend(*qkv, **own._asdict())
+
+
+def _in_place(
+    attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
+) -> Tensor:
+    """Attention of a policy's sequences in the whole buffer; the other sequences are empty, their tokens padding."""
+
+    def policy_bounds(side: _Packed) -> Tensor:
+        return cumulative(side.lengths * torch.zeros_like(side.lengths).index_fill(0, policy.ids.long(), 1))
+
+    of_queries = policy_bounds(queries)
+    of_keys = of_queries if keys.lengths is queries.lengths else policy_bounds(keys)
+    (q,), (k, v) = queries.tensors, keys.tensors
+    bounds = (of_queries, of_keys, queries.starts, keys.starts)
+    return _attend(attend, policy, (q, k, v), bounds, a)
+
+
+def _gathered(
+    attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
+) -> Tensor | None:
+    """Attention of the gathered tokens of a policy, scattered into zeros; None without any query."""
+
+    def gathered(side: _Packed) -> tuple[Tensor, Tensor]:
+        ids, tokens = policy.ids.long(), side.tensors[0].shape[0]
+        token = torch.arange(tokens, device=ids.device)
+        chosen = torch.zeros_like(side.lengths, dtype=torch.bool).index_fill(0, ids, True)
+        starts = side.starts.long()
+        sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, starts.shape[0] - 2)
+        real = (token >= starts[sequence]) & (token < starts[sequence] + side.lengths[sequence])
+        return (real & chosen[sequence]).nonzero().flatten(), cumulative(side.lengths[ids])
+
+    places, bounds_q = gathered(queries)
+    same = keys.starts is queries.starts and keys.lengths is queries.lengths
+    places_kv, bounds_kv = (places, bounds_q) if same else gathered(keys)
+    if not places.numel():
+        return None
+    (q,), (k, v) = queries.tensors, keys.tensors
+    rows = (q[places], k[places_kv], v[places_kv])
+    found = _attend(attend, policy, rows, (bounds_q, bounds_kv, None, None), a)
+    return found.new_zeros(q.shape[0], found.shape[1]).index_copy(0, places, found)

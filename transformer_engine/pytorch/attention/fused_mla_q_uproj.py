@@ -1,0 +1,5 @@
+"""Alias of transformer_engine.pytorch.attention.mla_projection."""
+
+from .mla_projection import FusedMLAQUpProjFunction, FusedMLAQUpProjRopeQuant
+
+__all__ = ["FusedMLAQUpProjFunction", "FusedMLAQUpProjRopeQuant"]

@@ -1,0 +1,177 @@
+"""Communication of a pass as two calls: pending = begin(..), other work, x = pending.wait().
+
+Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies the
+rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
+
+A pass that is traced on Symbols appends the same calls to its instructions (`listed_collectives.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.collectives import allreduce, gather_rows, reduce_scatter_along_first_dim
+from ..distributed.faults import check_collective
+from ..distributed.operands import PendingOperand, gather_operand
+from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
+from ..distributed.symmetric_memory import symmetric_all_reduce
+from ..distributed.tensor_parallel import TensorParallel
+from ..primitives.gemm import Epilogue, gemm
+from ..primitives.operand import Operand
+from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from .linear_operands import dense_values, operand_of
+from .listed_collectives import (
+    ListedPending,
+    is_listed,
+    list_begin,
+    list_gathered_product,
+    list_scattered_product,
+    list_wait,
+)
+from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
+
+COLLECTIVES = {
+    "all_gather": gather_rows,
+    "all_reduce": allreduce,
+    "reduce_scatter": reduce_scatter_along_first_dim,
+}
+
+
+class Pending(NamedTuple):
+    """A collective that has begun.
+
+    Attributes:
+        work: Rows or an operand in transit, or (result, handle of the process group).
+        parallel: The tensor-parallel group.
+        overlaps: The rows of an all_gather may arrive one rank after another, for `gathered_product`.
+        dense: The result is values that form a matrix with a contiguous axis; see `dense_values`.
+    """
+
+    work: Any
+    parallel: TensorParallel
+    overlaps: bool = False
+    dense: bool = False
+
+    def wait(self) -> Any:
+        """Wait for the result on the current stream."""
+        work, parallel, overlaps, dense = self
+        if type(work) is ListedPending:
+            return list_wait(lambda started: Pending(started, parallel, overlaps, dense).wait(), work)
+        if isinstance(work, (PendingOperand, GatheredRows, ScatteredRows)):
+            result = work.wait()
+        else:
+            result, handle = work
+            if handle is not None:
+                handle.wait()
+        return dense_values(result) if dense else result
+
+
+def begin(
+    collective: str,
+    x: Any,
+    parallel: TensorParallel,
+    axis: int = 0,
+    overlaps: bool = False,
+    dense: bool = False,
+) -> Pending:
+    """Begin a collective over the tensor-parallel group.
+
+    Args:
+        collective: "all_gather", "all_reduce" or "reduce_scatter" of rows.
+        x: Values, a quantized tensor, or (to gather) an operand, whose codes and scales are sent. The sum of an
+            all_reduce may be written in place.
+        parallel: The group.
+        axis: Axis that an all_gather of operands joins: 0, or 1 for the column direction [K, M] of sharded rows.
+        overlaps, dense: See `Pending`.
+    """
+    return Pending(_begun(collective, x, parallel, axis, overlaps), parallel, overlaps, dense)
+
+
+def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
+    """`Pending.work` of a collective."""
+    if is_listed(x):
+        return list_begin(
+            lambda sent: _begun(collective, sent, parallel, axis, overlaps),
+            collective,
+            x,
+            parallel.size,
+            axis,
+        )
+    check_collective(parallel, collective, x)
+    if collective == "all_gather" and overlaps:
+        rows = gather_over_peers(x, parallel)
+        if rows is not None:
+            return rows
+    if isinstance(x, Operand):
+        return gather_operand(x, parallel.checked_group(), axis)
+    if collective == "all_reduce" and parallel.sums_symmetrically:
+        return symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=parallel.symmetric)
+    traced, quantized = torch.compiler.is_compiling(), isinstance(x, QuantizedTensorStorage)
+    if traced and quantized:
+        x = storage_of(x)  # a compiler cannot trace the construction of a quantized tensor
+    later = not (quantized or traced)
+    return COLLECTIVES[collective](x, parallel.checked_group(), later)
+
+
+def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
+    """Begin the sum of partial results [M, N] over the ranks; with sequence parallelism each rank gets its rows."""
+    return begin("reduce_scatter" if parallel.sequence else "all_reduce", x, parallel)
+
+
+def gathered_product(pending: Pending, b: Any, epilogue: Epilogue, dense: bool = False) -> tuple[Tensor, Any]:
+    """Compute a @ b.T of rows in transit, rank by rank where the rows arrive in this way.
+
+    Args:
+        pending: The gather of a [M, K].
+        b: Operand [N, K], or a `Matrix` that is read as its transpose.
+        epilogue: Bias, dtype and accumulation of the product.
+
+    Returns:
+        y [M, N], and the gathered a.
+    """
+    work, parallel, overlaps, dense = pending
+    if overlaps and type(work) is ListedPending:
+        # The instruction's function is called with real tensors. The bias is an argument of the instruction.
+        settings = epilogue._replace(bias=None)
+        return list_gathered_product(
+            lambda started, other, bias: gathered_product(
+                Pending(started, parallel, overlaps, dense), other, settings._replace(bias=bias)
+            ),
+            work,
+            b,
+            epilogue,
+            operand_of(b).rows,
+        )
+    if isinstance(work, GatheredRows):
+        y = product_of_rows(work, operand_of(b), epilogue)
+        return y, pending.wait()
+    whole = pending.wait()
+    return gemm(operand_of(whole), operand_of(b), epilogue), whole
+
+
+def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParallel) -> Pending:
+    """Begin the sum of a @ b.T over the ranks, each of which gets its rows; rows are in transit while others multiply.
+
+    Args:
+        a: Operand [M, K], or values.
+        b: Operand [N, K], or a `Matrix` that is read as its transpose.
+        epilogue: Dtype and accumulation of the product.
+        parallel: The group.
+    """
+    left, right = operand_of(a), operand_of(b)
+    if is_listed(a):
+        started = list_scattered_product(
+            lambda first, second: scattered_product(first, second, epilogue, parallel).work,
+            (a, b),
+            (left.rows, right.rows),
+            epilogue.dtype,
+            parallel.size,
+        )
+        return Pending(started, parallel)
+    rows = scatter_over_peers(left, right, epilogue, parallel)
+    if rows is not None:
+        return Pending(rows, parallel)
+    return begin("reduce_scatter", gemm(left, right, epilogue), parallel)

@@ -1,0 +1,194 @@
+"""x and dy of a linear layer as its products read them, gathered from the ranks that share their rows.
+
+With sequence parallelism each rank has M / ranks rows outside of the layer, and the products need all M: of x in a
+column-parallel layer, of dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` say how:
+
+- "values": gather values; every rank quantizes all rows.
+- "codes": each rank quantizes its rows; the codes of each direction are gathered.
+- "row_codes": the same, where the column direction is the transpose of the row direction.
+- "once": gather values and save all rows, because they cannot be quantized twice.
+
+The backward pass gathers the saved rows of x again, except in the last way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, ONCE, QUANTIZED, ROW_CODES, VALUES
+from ..offload.marks import active as offloading
+from ..offload.marks import mark_ready
+from ..primitives.column_sums import column_sums
+from ..primitives.gemm import as_matrix
+from ..primitives.operand import Operand
+from ..primitives.transpose import transposed_operand
+from ..tensor.quantizer import Matrix, Operands
+from .communication import Pending, begin
+from .linear_operands import cast_gradient, cast_input, dense_values, dequantized
+from .linear_spec import LinearSpec, gathers_gradient_codes, gradient_cast
+from .saving import wait_for_saved
+
+
+class QuantizedGradient(NamedTuple):
+    """dy [M, N] from a kernel that has quantized it: its operands, and its column sums db [N] if they are needed."""
+
+    operands: Operands
+    sums: Tensor | None
+
+
+def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
+    """Quantize x [M, K].
+
+    Returns:
+        x by rows, possibly in transit from other ranks; and what the backward pass reads of x.
+    """
+    way = spec.gather_input if spec.parallel.gathers_input else None
+    if way in (VALUES, ONCE):
+        return _gathered_values(x, spec, way)
+    if isinstance(x, Operands):
+        x_rows, x_columns = x
+    else:
+        # Columns are made again in the backward pass if the values are saved, or if rows alone can be gathered.
+        columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+        x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
+    saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns
+    if way is not None:
+        # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
+        x_rows = _begin_gather(x_rows, spec)
+    if spec.keep_input or spec.backward == HIGH_PRECISION:
+        saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
+    return x_rows, saved_value(saved, spec.needs_grad_weight)
+
+
+def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
+    """Gather x [M, K] in high precision and quantize all rows on every rank.
+
+    This rank's rows of x are saved and gathered again in the backward pass, or all rows if quantization is not
+    repeatable.
+    """
+    pending = _begin_gather(x, spec)
+    if spec.plain and way == VALUES:
+        return pending, x if spec.needs_grad_weight else None
+    shard, x = x, pending.wait()
+    columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+    x_rows, x_columns = cast_input(x, spec, True, columns and way == ONCE)
+    if way == VALUES:
+        return x_rows, shard if spec.needs_grad_weight else None
+    saved = x_rows if spec.backward == DEQUANTIZED else x_columns
+    if spec.keep_input or spec.backward == HIGH_PRECISION:
+        saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
+    return x_rows, saved_value(saved, spec.needs_grad_weight)
+
+
+def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple[Any, Any, Tensor | None]:
+    """Quantize dy [M, N], and sum its columns.
+
+    Returns:
+        dy by rows and by columns, each possibly in transit from other ranks, and db [N]. Columns are None if they are
+        to be made of the rows of all ranks (`columns_of_rows`).
+    """
+    if isinstance(dy, QuantizedGradient):
+        return *dy.operands, dy.sums
+    quantizes = spec.backward == QUANTIZED and not spec.plain
+    if spec.parallel.gathers_gradient:
+        if quantizes and gathers_gradient_codes(spec):
+            return _gathered_gradient_codes(dy, spec)
+        pending = _begin_gather(dy, spec, dense=True)
+        if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
+            return pending, None, None
+        dy = pending.wait()
+    else:
+        dy = dense_values(dy)
+    cast = gradient_cast(spec) if spec.needs_grad_bias else None
+    if cast is not None:
+        # One kernel reads dy for its codes and its column sums.
+        codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
+        return *spec.grad_output.adopt(codes, dy.dtype), db
+    db = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
+    if not quantizes:
+        return dy, Matrix(dy), db
+    if not (spec.needs_grad_input or spec.needs_grad_weight):
+        return None, None, db
+    return *cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db
+
+
+def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes; see `output_gradient`."""
+    by_rows = spec.gather_gradient == ROW_CODES
+    rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
+    if not (spec.needs_grad_input or spec.needs_grad_weight):
+        return None, None, None
+    rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
+    rows = _begin_gather(rows, spec) if rowwise else None
+    columns = _begin_gather(columns, spec, axis=1) if columnwise else None
+    if rows is not None and not spec.needs_grad_input:
+        rows = rows.wait()
+    return rows, columns, None
+
+
+def columns_of_rows(rows: Any) -> Operand | Matrix:
+    """Columns [K, M] of gathered rows [M, K]: the transposed codes, or a transposed view of values."""
+    return transposed_operand(rows) if isinstance(rows, Operand) else Matrix(rows)
+
+
+def gathers_again(spec: LinearSpec) -> bool:
+    """Whether the backward pass gathers the shard of x that the forward pass has saved."""
+    return spec.needs_grad_weight and spec.parallel.gathers_input and spec.gather_input != ONCE
+
+
+def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
+    """Begin to gather the saved rows of x: values, codes by rows, or codes by columns [K, M / ranks]."""
+    wait_for_saved(x)
+    if spec.backward != QUANTIZED or spec.gather_input == VALUES:
+        return _begin_gather(x.values if isinstance(x, Matrix) else x, spec)
+    by_rows = spec.gather_input == ROW_CODES
+    if spec.keep_input:
+        rows, columns = cast_input(x.values, spec, by_rows, not by_rows)
+        x = rows if by_rows else columns
+    return _begin_gather(x, spec, axis=0 if by_rows else 1)
+
+
+def columns_of_input(x: Any, spec: LinearSpec) -> Any:
+    """Columns [K, M] of x for dw, from the saved x, of which all rows may be in transit."""
+    if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
+        return _columns_again(x, spec)
+    wait_for_saved(x)
+    return x
+
+
+def _columns_again(x: Any, spec: LinearSpec) -> Any:
+    """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
+    way = spec.gather_input if isinstance(x, Pending) else None
+    x = x.wait() if isinstance(x, Pending) else x
+    if way is None:
+        wait_for_saved(x)
+    keeps_values = spec.keep_input or spec.backward == HIGH_PRECISION
+    if keeps_values and (way == VALUES or isinstance(x, Matrix)):
+        x = dequantized(x, spec.dtype)
+    if spec.backward != QUANTIZED:
+        if way == VALUES and not keeps_values:
+            # The forward pass multiplied these codes; the backward pass multiplies their values.
+            x, _ = cast_input(x, spec, True, False)
+        return Matrix(dequantized(x, spec.dtype))
+    if way == ROW_CODES:
+        return transposed_operand(x)
+    if way == VALUES or (way is None and spec.keep_input):
+        return cast_input(x, spec, False, True)[1]
+    return x
+
+
+def _begin_gather(x: Any, spec: LinearSpec, axis: int = 0, dense: bool = False) -> Pending:
+    overlaps = spec.parallel.overlap.gather and not spec.traced and not axis
+    return begin("all_gather", x, spec.parallel, axis, overlaps, dense)
+
+
+def saved_value(x: Any, is_read: bool) -> Any:
+    """The saved x, marked as complete for copies to the host; None if no gradient reads it."""
+    if not is_read:
+        return None
+    if offloading.synchronizer is not None:
+        mark_ready(x)
+    return x

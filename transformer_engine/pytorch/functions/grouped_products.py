@@ -1,0 +1,256 @@
+"""Operations of a linear layer over consecutive groups of rows, each with a weight: casts, products and sums.
+
+If `GroupedCall.layout` is given, an operation is one launch for all groups, on operands of `primitives/grouped_gemm`.
+Otherwise it loops over the groups, operands are lists of one per group, and results have the bits of a loop of linear
+layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..primitives.column_sums import column_sums
+from ..primitives.gemm import Epilogue, gemm
+from ..primitives.grouped_gemm import (
+    GroupedColumns,
+    GroupedMatrices,
+    GroupedRows,
+    Groups,
+    Matrices,
+    irregular,
+    product_of_columns,
+    product_of_rows,
+)
+from ..primitives.grouped_quantize import row_sums
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .caller_buffers import handed_out
+from .grouped_call import GroupedCall, members_of, stacked_gradient
+from .linear_operands import (
+    converted,
+    dequantized,
+    input_operands,
+    operand_of,
+    operands_for_products,
+    read_as,
+    weight_operands,
+)
+from .linear_spec import inspects
+from .main_grad import main_grad_of
+from .weight_gradient import WeightGradient, overwrite_once
+
+
+def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
+    """Quantize x [M, K], dy [M, N] or the weights [N, K] in the requested directions.
+
+    Args:
+        x: The rows of all groups; or the weights, as a list or one stack.
+        call: Settings.
+        tensor: "input", "grad_output" or "weight".
+        rowwise, columnwise: The directions.
+    """
+    if call.layout is not None:
+        return _cast_together(x, call, call.layout, tensor, rowwise, columnwise)
+    if tensor == "weight":
+        members = zip(members_of(x), call.groups, strict=True)
+        pairs = [weight_operands(weight, group, columnwise) for weight, group in members]
+    else:
+        pairs: list[Any] = []
+        for part, group in zip(call.rows_of(x), call.groups, strict=True):
+            columns = columnwise and group.needs_grad_weight
+            if not (rowwise or columns):  # a frozen weight, and no gradient of the input
+                pairs.append((None, None))
+            elif tensor == "input" and rowwise:
+                pairs.append(input_operands(part, group.input, columns))
+            else:
+                quantizer = group.input if tensor == "input" else group.grad_output
+                pairs.append(operands_for_products(quantizer, part, rowwise, columns, False))
+    return (
+        [pair[0] for pair in pairs] if rowwise else None,
+        [pair[1] for pair in pairs] if columnwise else None,
+    )
+
+
+def _cast_together(
+    x: Any, call: GroupedCall, layout: Groups, tensor: str, rowwise: bool, columnwise: bool
+) -> tuple[Any, Any]:
+    """`cast_groups` in one launch."""
+    quantizer: Any = getattr(call.spec.quantizers, tensor)
+    if tensor == "weight":
+        codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(
+            Matrices.of(members_of(x)), rowwise, columnwise
+        )
+        return (
+            GroupedMatrices(codes=codes, scale=scale, format=quantizer.format) if rowwise else None,
+            GroupedMatrices(codes=codes_t, scale=scale_t, format=quantizer.format) if columnwise else None,
+        )
+    codes, scale, codes_t, scale_t = quantizer.rows(x.contiguous(), layout, rowwise, columnwise)
+    return (
+        GroupedRows(codes, scale, quantizer.format) if rowwise else None,
+        GroupedColumns(codes_t, scale_t, quantizer.format) if columnwise else None,
+    )
+
+
+def converted_weights(weights: Any, call: GroupedCall) -> Any:
+    """Values of the weights in the dtype of the layer."""
+    dtype = call.groups[0].dtype
+    if call.layout is not None and (weights[0] if isinstance(weights, list) else weights).dtype is dtype:
+        return weights  # one launch reads weights of the input's dtype only
+    if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensorStorage):
+        return weights.to(dtype)
+    return [converted(member, dtype) for member in members_of(weights)]
+
+
+def dequantized_groups(x: Any, call: GroupedCall) -> Any:
+    """Values of a matrix, or of the operand of each group; None for a group without one."""
+    if not isinstance(x, list):
+        return dequantized(x, call.dtype)
+    return [None if member is None else dequantized(member, call.dtype) for member in x]
+
+
+def trained_groups(operands: list[Any], call: GroupedCall) -> list[Any]:
+    """Operands of groups whose weights get a gradient, and None for the others."""
+    pairs = zip(operands, call.groups, strict=True)
+    return [part if group.needs_grad_weight else None for part, group in pairs]
+
+
+def product_of_groups(
+    a: Any, b: Any, call: GroupedCall, kind: str, transposed: bool = False, biases: Any = None
+) -> Tensor:
+    """Compute a_g [M_g, K] @ b_g [N, K].T + bias_g [N] of each group g, as one matrix [M, N].
+
+    Args:
+        a: Operand of the rows of all groups.
+        b: Operand of each group's weight.
+        call: Settings.
+        kind: "forward" or "grad_input", which choose accumulation and the caller's buffer.
+        transposed: b is values, which are read as their transposes.
+        biases: A bias of each group, or None.
+    """
+    buffer = call.buffers.output if kind == "forward" else call.buffers.grad_input
+    first = call.groups[0]
+    exact = getattr(first.accumulation, kind)
+    if call.layout is None:
+        dtype = first.dtype
+        epilogue = Epilogue(dtype, exact=exact)
+        added = [None] * len(call.groups) if biases is None else members_of(biases)
+        parts = [
+            gemm(
+                operand_of(left),
+                operand_of(read_as(right, transposed)),
+                epilogue if bias is None else Epilogue(dtype, bias=bias, exact=exact),
+            )
+            for left, right, bias in zip(call.rows_of(a), members_of(b), added, strict=True)
+        ]
+        y = call.joined(parts, buffer)
+    else:
+        rows = GroupedRows(a.contiguous()) if isinstance(a, Tensor) else a
+        matrices = b
+        if not isinstance(b, GroupedMatrices):
+            matrices = GroupedMatrices(Matrices.of(members_of(b)), transposed)
+        stack = torch.stack(biases) if isinstance(biases, list) else biases
+        y = product_of_rows(
+            rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer, clears=call.clears
+        )
+    return y if buffer is None else handed_out(y)
+
+
+def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
+    """Pass each group's rows to the inspector of the group."""
+    if not any(inspects(group, result) for group in call.groups):
+        return y
+    parts = []
+    for part, group in zip(call.rows_of(y), call.groups, strict=True):
+        parts.append(group.inspector.inspect(result, part) if inspects(group, result) else part)  # pyright: ignore
+    return call.joined(parts)
+
+
+def weight_gradients(
+    dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype, transposed: tuple[bool, bool] = (False, False)
+) -> Any:
+    """Compute dw_g [N, K] = dy_g.T @ x_g of each group g: a list, or the gradient of the stack.
+
+    Args:
+        dy, x: Operands of the columns of all groups.
+        call: Settings.
+        dtype: Dtype of the gradients.
+        transposed: Which of dy and x is values, which are read as their transposes.
+    """
+    if call.layout is not None:
+        dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
+        x = GroupedColumns(x.contiguous()) if isinstance(x, Tensor) else x
+        return stacked_weight_gradients(call, call.layout, dy, x, dtype)
+    if call.groups[0].weight_gradient.fused and not (
+        call.spec.stacked_weight or torch.compiler.is_compiling()
+    ):
+        overwrite_once([group.weight_gradient for group in call.groups if group.needs_grad_weight])
+    grads: list[Tensor | None] = []
+    overwritten: list[Tensor] = []
+    for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
+        gradient = None
+        if group.needs_grad_weight:
+            left, right = operand_of(read_as(left, transposed[0])), operand_of(read_as(right, transposed[1]))
+            destination = group.weight_gradient
+            if destination.overwrite and destination.fused and torch.compiler.is_compiling():
+                main_grad = main_grad_of(destination.parameter)
+                if any(main_grad is other for other in overwritten):
+                    destination = replace(destination, overwrite=False)
+                overwritten.append(main_grad)
+            gradient = destination.compute(
+                left, right, group.accumulation.grad_weight, dtype, group.inspector
+            )
+        grads.append(gradient)
+    if call.spec.stacked_weight:
+        return stacked_gradient(grads, call.groups[0].weight_gradient)
+    return grads
+
+
+def stacked_weight_gradients(
+    call: GroupedCall, groups: Groups, dy: GroupedColumns, x: GroupedColumns, dtype: torch.dtype
+) -> Any:
+    """Compute dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad.
+
+    A main_grad that several groups share receives the sum of their gradients.
+    """
+    exact = call.groups[0].accumulation.grad_weight
+    n, k = call.spec.extents
+    if not call.groups[0].weight_gradient.fused:
+        stack = torch.empty(groups.count, n, k, dtype=dtype, device=dy.codes.device)
+        product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
+        return stack if call.spec.stacked_weight else list(stack.unbind(0))
+    gradients = [group.weight_gradient for group in call.groups]
+    results = [main_grad_of(gradient.parameter) for gradient in gradients]
+    overwritten = [gradient.begins_accumulation() for gradient in gradients]
+    overwrite = all(overwritten)
+    if not overwrite:
+        for result, starts_anew in zip(results, overwritten, strict=True):
+            if starts_anew:
+                result.zero_()
+    # A launch writes all results at once, so that groups with one main_grad would overwrite each other.
+    separate = len({result.data_ptr() for result in results}) == len(results)
+    if separate and irregular(results) is None:
+        product_of_columns(dy, x, groups, (n, k), results, accumulate=not overwrite, exact=exact)
+    else:
+        stack = torch.empty(groups.count, n, k, dtype=results[0].dtype, device=dy.codes.device)
+        product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
+        written: set[int] = set()
+        for result, gradient in zip(results, stack.unbind(0), strict=True):
+            first = overwrite and result.data_ptr() not in written
+            result.copy_(gradient) if first else result.add_(gradient)
+            written.add(result.data_ptr())
+    if call.spec.stacked_weight:
+        return stacked_gradient((), gradients[0])
+    return [gradient._placeholder(dtype) for gradient in gradients]
+
+
+def bias_gradients(dy: Tensor, call: GroupedCall, dtype: torch.dtype) -> Any:
+    """Compute db_g [N], the sum of dy_g's rows, of each group g: a list, or the gradient of the stack."""
+    if call.layout is not None:
+        stack = row_sums(dy.contiguous(), call.layout).to(dtype)
+        return stack if call.spec.stacked_bias else list(stack.unbind(0))
+    parts = zip(call.rows_of(dy), call.groups, strict=True)
+    sums = [column_sums(part, dtype) if group.needs_grad_bias else None for part, group in parts]
+    return stacked_gradient(sums, WeightGradient()) if call.spec.stacked_bias else sums

@@ -1,0 +1,133 @@
+"""Trace of the statements of a layer's passes, for `explain(.., steps=True)`.
+
+The passes are plain functions. While one runs, Python's trace function reports each statement that assigns a tensor or
+an operand, with the backends that the statement asked for. Nothing is traced outside of a report.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from ...common.explanation import PassReport, PassStepReport
+from ..functions import gathered_operands, grouped_linear, linear, norm_linear
+from ..primitives.operand import Operand
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Matrix
+
+# The modules whose functions are passes and parts of passes.
+PASSES = (linear, gathered_operands, norm_linear, grouped_linear)
+_FILES = frozenset([module.__file__ for module in PASSES])
+
+
+def form(value: Any) -> str:
+    """Dtype, or format, and shape of a buffer."""
+    if isinstance(value, Matrix):
+        value = value.values
+    if isinstance(value, Operand):
+        name = str(value.codes.dtype).removeprefix("torch.") if value.format is None else value.format.name
+        return f"{name} {[value.rows, value.depth]}"
+    if isinstance(value, tuple):  # codes and scales that a kernel has quantized
+        return ", ".join([form(buffer) for buffer in _buffers(value)])
+    if isinstance(value, list):
+        forms = list(dict.fromkeys([form(member) for member in value]))
+        return f"{len(value)} groups: " + ", ".join(forms[:3] + ["..."] * (len(forms) > 3))
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+@functools.cache
+def _statements(file: str) -> dict[int, str]:
+    """{line: text} of the statements of a file, by every line of a statement."""
+    with open(file, encoding="utf-8") as opened:
+        source = opened.read()
+    found: dict[int, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)):
+            text = " ".join((ast.get_source_segment(source, node) or "").split())
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                found[line] = text.replace("( ", "(").replace(" )", ")")
+    return found
+
+
+def _buffers(value: Any) -> list[Any]:
+    """The tensors and operands of a value; matrices by the values that they hold."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, (Operand, Matrix)):
+        return [buffer for member in value for buffer in _buffers(member)]
+    if isinstance(value, Matrix):
+        return [value.values]
+    return [value] if isinstance(value, (Tensor, Operand, QuantizedTensorStorage)) else []
+
+
+@dataclass(eq=False)
+class PassTrace:
+    """Collects the passes that run while `run` is a runner of `functions.layer`.
+
+    Attributes:
+        reports: The passes in the order in which they ran.
+        asked: Backends that the running statement has asked for.
+    """
+
+    reports: list[PassReport] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Run a pass and report its statements."""
+        steps: list[PassStepReport] = []
+        # Buffers by identity, which are reported once. They are kept alive, so that no identity is used twice.
+        known: dict[int, tuple[str, Any]] = {id(buffer): ("", buffer) for buffer in _buffers(arguments)}
+        before = sys.gettrace()
+        self.asked.clear()
+        sys.settrace(functools.partial(self._entered, steps, known))
+        try:
+            results = function(*arguments)
+        finally:
+            sys.settrace(before)
+        saved: tuple[str, ...] = ()
+        if isinstance(results, tuple):
+            buffers = _buffers(results[1])
+            saved = tuple([f"{known.get(id(b), ('', 0))[0]} {form(b)}".strip() for b in buffers])
+        self.reports.append(PassReport(name, tuple(steps), saved))
+        return results
+
+    def _entered(
+        self,
+        steps: list[PassStepReport],
+        known: dict[int, tuple[str, Any]],
+        frame: FrameType,
+        event: str,
+        _: Any,
+    ) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in _FILES:
+            return None
+        for name, value in frame.f_locals.items():
+            for buffer in _buffers(value):
+                if not known.get(id(buffer), ("",))[0]:
+                    known[id(buffer)] = (name, buffer)
+        running: list[str] = []  # the statement that runs
+
+        def line(frame: FrameType, event: str, _: Any) -> Any:
+            text = _statements(frame.f_code.co_filename).get(frame.f_lineno, "")
+            if event == "line" and running and text == running[-1]:
+                return line
+            made: list[str] = []
+            for name, value in frame.f_locals.items():
+                fresh = [buffer for buffer in _buffers(value) if id(buffer) not in known]
+                known.update({id(buffer): (name, buffer) for buffer in fresh})
+                if fresh:
+                    made.append(f"{name} {form(value)}")
+            if made and running:
+                steps.append(PassStepReport(running[-1], tuple(made), tuple(self.asked)))
+                self.asked.clear()
+            running[:] = [text]
+            return line
+
+        return line

@@ -1,0 +1,5 @@
+"""Alias of transformer_engine.pytorch.ops.basic.activation."""
+
+from .activation import ClampedSwiGLU, SwiGLU
+
+__all__ = ["ClampedSwiGLU", "SwiGLU"]

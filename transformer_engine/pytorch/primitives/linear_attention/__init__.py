@@ -1,0 +1,61 @@
+"""Linear attention by gated delta rules, differentiable in all floating-point inputs; table of backends."""
+
+from __future__ import annotations
+
+import torch
+
+from ....common.dispatch import Operator, Table
+from ...runtime.autograd import without_autocast
+from . import chunked, cudnn, fla, reference
+from .operators import TracedLinearAttention
+from .request import (
+    DeltaInputs,
+    DeltaRequest,
+    DeltaResult,
+    DeltaSpec,
+    Rule,
+)
+
+
+@without_autocast
+def linear_attention(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
+    """Compute the output [B, T, H, dv] in q's dtype, and the final state [N, H, dv, dk] in float32 if requested.
+
+    `reference` has the recurrence, `DeltaInputs` the shapes. torch.autocast has no effect.
+    """
+    return TABLE.bound(_key_of(inputs, spec))(*inputs)
+
+
+def _key_of(inputs: DeltaInputs, spec: DeltaSpec) -> tuple[object, ...]:
+    """Return the fields of the request of a call."""
+    q, cu_seqlens = inputs.q, inputs.cu_seqlens
+    return (
+        spec,
+        tuple(q.shape),
+        inputs.v.shape[-1],
+        inputs.k.shape[2] if spec.rule == Rule.GDP else 1,
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        q.dtype,
+        q.device.type,
+        inputs.initial_state is not None,
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+    )
+
+
+_TRACED = TracedLinearAttention(linear_attention)
+
+
+def _operator_of(request: DeltaRequest) -> Operator:
+    def call(*tensors) -> DeltaResult:
+        return _TRACED(request.spec, *tensors)
+
+    # On fake tensors the operators allocate their results.
+    return Operator(call, call)
+
+
+TABLE: Table[DeltaRequest] = Table(
+    "linear_attention",
+    (cudnn.BACKEND, fla.BACKEND, chunked.BACKEND, reference.BACKEND),
+    describe=DeltaRequest,
+    operator=_operator_of,
+)

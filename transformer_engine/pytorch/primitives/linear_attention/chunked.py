@@ -1,0 +1,108 @@
+"""Gated delta rules in chunks of tokens, in torch operations: products of matrices instead of a step per token.
+
+Within a chunk that begins with the state S, let G_i be the sum of the logarithms of the decays up to token i. The
+updates r_i = write_i v_i - (the state before token i)^T (erase_i k_i) solve a triangular system:
+
+    r_i + sum_{j < i} (erase_i k_i)^T (exp(G_i - G_j) k_j) r_j = write_i v_i - S^T (exp(G_i) erase_i k_i)
+    o_i = S^T (exp(G_i) q_i) + sum_{j <= i} q_i^T (exp(G_i - G_j) k_j) r_j
+    S <- diag(exp(G_C)) S + sum_j (exp(G_C - G_j) k_j) r_j^T
+
+Yang et al., Gated Delta Networks (2024). All chunks build their systems together; a loop over chunks carries the state.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .gates import Gated
+from .request import ALL_FEATURES, DeltaRequest, binder
+from .sequences import run_rows
+
+CHUNK = 64
+# With a decay per channel, the differences G_i - G_j [C, C, dk] are stored.
+CHUNK_OF_CHANNELS = 16
+# exp(-60) = 9e-27: smaller decays would only cost digits in the differences of sums.
+_SMALLEST = -60.0
+
+
+def unsupported_reason(request: DeltaRequest) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if request.q[1] * request.updates <= 1:
+        return "there is at most one update, which needs no chunks"
+    return None
+
+
+def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the output [B, T, H, dv] and the state after the last token [B, H, dk, dv]."""
+    updates, length = rows.k.shape[2], rows.q.shape[1]
+    if length == 0:
+        return rows.v.flatten(1, 2), state
+    decay, q = rows.decay.clamp(min=_SMALLEST), rows.q
+    if updates > 1:
+        # A token decays before its first update and is read after its last one.
+        decay = F.pad(decay.unsqueeze(2), (0, 0, 0, 0, 0, updates - 1)).flatten(1, 2)
+        q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, updates - 1, 0)).flatten(1, 2)
+    k, v, erase, write = (x.flatten(1, 2) for x in (rows.k, rows.v, rows.erase, rows.write))
+    size = min(CHUNK if decay.shape[-1] == 1 else CHUNK_OF_CHANNELS, length * updates)
+    q, k, v, decay, erase, write = (_chunks(x, size) for x in (q, k, v, decay, erase, write))
+    output, state = _over_chunks(Gated(q, k, v, decay.cumsum(-2), erase, write), state)
+    output = output.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : length * updates]
+    return output[:, updates - 1 :: updates], state
+
+
+def _over_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute outputs [B, H, N, C, dv] of tensors [B, H, N, C, ..], whose decays are sums within each chunk."""
+    q, k, v, total, erase, write = chunks
+    size = q.shape[-2]
+    lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    erased = erase * k
+    system = _pairs(erased, k, total, lower.tril(-1))
+    known = torch.cat((write * v, torch.exp(total) * erased), -1)
+    # The diagonal of ones is implied.
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    last = total[..., -1:, :]
+    parts = (
+        own,
+        from_state,
+        torch.exp(total) * q,
+        _pairs(q, k, total, lower),
+        torch.exp(last - total) * k,
+        torch.exp(last).transpose(-1, -2),
+    )
+    outputs: list[Tensor] = []
+    for first, factor, query, scores, key, decay in zip(*(x.unbind(2) for x in parts), strict=True):
+        update = first - factor @ state
+        outputs.append(query @ state + scores @ update)
+        state = decay * state + key.transpose(-1, -2) @ update
+    return torch.stack(outputs, 2), state
+
+
+def _pairs(left: Tensor, right: Tensor, total: Tensor, mask: Tensor) -> Tensor:
+    """left_i^T (exp(G_i - G_j) right_j) [.., C, C] for the pairs of the mask, otherwise 0."""
+    if total.shape[-1] == 1:
+        between = (total - total.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        return (left @ right.transpose(-1, -2)) * torch.exp(between)
+    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~mask.unsqueeze(-1), -torch.inf)
+    return torch.einsum("...id,...jd,...ijd->...ij", left, right, torch.exp(between))
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """Return [B, H, N, C, ..] of [B, T, H, ..], padded with zeros, which leave the state unchanged."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    return x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4)
+
+
+BIND = binder(partial(run_rows, recurrence))
+BACKEND: Backend[DeltaRequest] = Backend(
+    "chunked",
+    takes=ALL_FEATURES,
+    unsupported_reason=unsupported_reason,
+    bind=binder(partial(run_rows, recurrence)),
+    opaque=True,
+)

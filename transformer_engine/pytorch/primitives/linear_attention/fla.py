@@ -1,0 +1,100 @@
+"""flash-linear-attention (package fla-core): chunked Triton kernels for NVIDIA and AMD GPUs.
+
+Packed sequences cost one copy of their bounds to the host per call. Chunks have 64 tokens. The first of equal calls
+tunes the kernels for some seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....common import optional
+from ....common.dispatch import Backend
+from .gates import erase_gate, log_decay
+from .library import differentiable_once, finished, unsupported_by_kernels
+from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
+
+_SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
+_MINIMUM = (0, 6)  # first release with Gated DeltaNet 2
+# Function of each rule.
+_FUNCTIONS = {
+    Rule.GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    Rule.GDN2: ("fla.ops.gdn2", "chunk_gdn2"),
+    Rule.GDP: ("fla.ops.gated_delta_product", "chunk_gated_delta_product"),
+}
+
+
+def unsupported_reason(request: DeltaRequest) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if (reason := unsupported_by_kernels(request)) is not None:
+        return reason
+    if (reason := request.hardware.lacks("triton kernels")) is not None:
+        return reason
+    size = request.q[-1]
+    if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD:
+        return f"heads of queries and keys have size {size}; it takes {_SMALLEST_HEAD} to {_LARGEST_HEAD}"
+    if not optional.installed("fla"):
+        return f"fla-core is not installed ({optional.install_command('linear-attention')})"
+    release = optional.release("fla-core")
+    if (0, 0) < release < _MINIMUM:
+        return f"fla-core {'.'.join(map(str, release))} < 0.6; pip install --upgrade 'fla-core>=0.6,<0.7'"
+    if (
+        request.needs_gradient
+        and request.spec.rule != Rule.GDN2
+        and request.hardware.has("hopper instructions")
+    ):
+        triton = optional.release("triton")
+        if (3, 4) <= triton < (3, 7) and not optional.installed("tilelang"):
+            return f"triton {'.'.join(map(str, triton))} computes its gradients wrong on Hopper; install triton 3.7.1"
+    return optional.failure(*_FUNCTIONS[request.spec.rule])
+
+
+def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
+    """Compute a call, on any device for which Triton compiles, or that its interpreter serves."""
+    options: dict[str, Any] = {
+        "scale": spec.factor,
+        "output_final_state": Option.FINAL_STATE in spec.options,
+        "use_qk_l2norm_in_kernel": Option.L2_NORM in spec.options,
+        "cu_seqlens": inputs.cu_seqlens,
+    }
+    gates = {"g": log_decay(inputs, spec), "beta": erase_gate(inputs, spec)}
+    inputs = inputs._replace(**gates, a_log=None, dt_bias=None)
+    output, state = _RULES[spec.rule](differentiable_once(inputs), options)
+    return finished(output, state, inputs.cu_seqlens)
+
+
+def _gated_delta_net(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    state = inputs.initial_state
+    return chunk_gated_delta_rule(*inputs[:5], initial_state=state, state_v_first=True, **options)
+
+
+def _gated_delta_net_2(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
+    from fla.ops.gdn2 import chunk_gdn2
+
+    q, k, v, decay, erase, write = inputs[:6]
+    state = inputs.initial_state
+    return chunk_gdn2(
+        q, k, v, decay, erase.to(q.dtype), write, initial_state=state, state_v_first=True, **options
+    )
+
+
+def _gated_delta_product(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+    # This function stores the state as [dk, dv], and the updates of all tokens along one axis.
+    state = None if inputs.initial_state is None else inputs.initial_state.transpose(-1, -2)
+    k, v, beta = (x.flatten(1, 2) for x in (inputs.k, inputs.v, inputs.beta))
+    output, state = chunk_gated_delta_product(
+        inputs.q, k, v, inputs.g, beta, inputs.k.shape[2], initial_state=state, **options
+    )
+    return output, None if state is None else state.transpose(-1, -2)
+
+
+_RULES = {Rule.GDN: _gated_delta_net, Rule.GDN2: _gated_delta_net_2, Rule.GDP: _gated_delta_product}
+
+
+BACKEND: Backend[DeltaRequest] = Backend(
+    "fla", takes=ALL_FEATURES, unsupported_reason=unsupported_reason, bind=binder(run), opaque=True
+)

@@ -1,0 +1,61 @@
+"""Packed sequences of linear attention as rows of equal length, whose padding leaves the state unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .gates import Gated, gated
+from .request import DeltaInputs, DeltaResult, DeltaSpec, Option, compute_dtype
+
+# (inputs, initial state [B, H, dk, dv]) -> output [B, T, H, dv], final state
+Recurrence = Callable[[Gated, Tensor], tuple[Tensor, Tensor]]
+
+
+def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
+    """Compute a call by a recurrence over rows of equal length.
+
+    Reads the longest length of packed sequences on the host. Tokens after the last packed sequence get zeros.
+    """
+    rows, dtype = gated(inputs, spec), compute_dtype(inputs)
+    cu_seqlens = inputs.cu_seqlens
+    token: Tensor | None = None
+    if cu_seqlens is not None:
+        rows, token = _padded(rows, cu_seqlens)
+    batch, heads, sizes = rows.q.shape[0], rows.q.shape[2], (rows.q.shape[-1], rows.v.shape[-1])
+    if inputs.initial_state is None:
+        state = torch.zeros(batch, heads, *sizes, dtype=dtype, device=inputs.q.device)
+    else:
+        state = inputs.initial_state.to(dtype).transpose(-1, -2)
+    output, state = recurrence(rows, state)
+    if token is not None:
+        output = _packed(output, token, inputs.q.shape[1])
+    final = state.transpose(-1, -2).contiguous() if Option.FINAL_STATE in spec.options else None
+    return output.to(inputs.q.dtype), final
+
+
+def _padded(rows: Gated, cu_seqlens: Tensor) -> tuple[Gated, Tensor]:
+    """Return the inputs as [N, L, ..], zero in padding, and the packed index of each token [N, L]; -1 for padding.
+
+    A token with a key of zero and the logarithm 0 of the decay leaves the state unchanged.
+    """
+    starts, tokens = cu_seqlens.long(), rows.q.shape[1]
+    lengths = starts[1:] - starts[:-1]
+    longest = int(lengths.max()) if lengths.shape[0] and tokens else 0
+    place = torch.arange(longest, device=starts.device)
+    token = torch.where(place < lengths[:, None], starts[:-1, None] + place, -1)
+
+    def pad(x: Tensor) -> Tensor:
+        real = (token >= 0).reshape(*token.shape, *(1,) * (x.ndim - 2))
+        return torch.where(real, x[0, token.clamp(min=0)], 0.0)
+
+    return Gated(*(pad(x) for x in rows)), token
+
+
+def _packed(output: Tensor, token: Tensor, tokens: int) -> Tensor:
+    """Return [1, T, ..] of rows [N, L, ..], the inverse of `_padded`."""
+    real = token >= 0
+    packed = output.new_zeros(tokens, *output.shape[2:])
+    return packed.index_put((token[real],), output[real]).unsqueeze(0)
