@@ -140,7 +140,8 @@ def linear_backward(
         leading: Dimensions of x before K, which a quantized dx gets.
     """
     parallel, accumulation = spec.parallel, spec.accumulation
-    dy, x, w, *gelu_input = operands
+    dy, x, w = operands[:3]
+    gelu_input = operands[3:]  # torch 2.11 would trace a starred target as a tuple
     operands.clear()
     if gathers_again(spec):
         # This rank's rows of x are sent to all ranks while dx is computed.

@@ -129,10 +129,10 @@ def norm_linear_backward(
         dtypes: Dtypes of the gradients of weight and bias.
         leading: Dimensions of x before K.
     """
-    dy, d_returned, *saved = operands
+    # Slices: torch 2.11 traces a starred target as a tuple, from which nothing can be deleted.
+    dy, d_returned = operands[:2]
+    saved, of_linear = operands[2:6], [dy, *operands[6:]]
     operands.clear()
-    of_linear = [dy, *saved[4:]]
-    saved[4:] = []  # torch 2.11 does not trace the deletion of a slice
     del dy
     dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
     if dh is None:
@@ -309,10 +309,10 @@ def norm_mlp_backward(
         dtypes: Dtypes of the gradients of weight and bias of fc1 and of fc2.
         leading: Dimensions of x before H.
     """
-    dy, d_returned, *saved = operands
+    dy, d_returned = operands[:2]
+    saved = operands[2:6]
+    u, h, fc1_weight, a, fc2_weight = operands[6:]
     operands.clear()
-    u, h, fc1_weight, a, fc2_weight = saved[4:]
-    saved[4:] = []
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
     of_fc2 = [dy, a, fc2_weight]
     del dy, a, fc2_weight
