@@ -132,7 +132,8 @@ def norm_linear_backward(
     dy, d_returned, *saved = operands
     operands.clear()
     of_linear = [dy, *saved[4:]]
-    saved[4:] = []  # torch 2.11 does not trace the deletion of a slice
+    while len(saved) > 4:  # torch 2.11 traces no deletion of a slice
+        saved.pop()
     del dy
     dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
     if dh is None:
@@ -312,7 +313,8 @@ def norm_mlp_backward(
     dy, d_returned, *saved = operands
     operands.clear()
     u, h, fc1_weight, a, fc2_weight = saved[4:]
-    saved[4:] = []
+    while len(saved) > 4:
+        saved.pop()
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
     of_fc2 = [dy, a, fc2_weight]
     del dy, a, fc2_weight
