@@ -134,9 +134,8 @@ def norm_linear_backward(
     of_linear = [dy, *saved[4:]]
     del dy, saved[4:]
     dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
-    if dh is None:
-        return [None, None, None, dw, db]
-    return [*norm_backward(dh, d_returned, saved, spec.norm), dw, db]
+    of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
+    return [*of_norm, dw, db]
 
 
 NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
@@ -326,9 +325,8 @@ def norm_mlp_backward(
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]
     dh, dw1, db1 = linear_backward(of_fc1, spec.fc1, dtypes[0])
     of_linears = [dw1, db1, dw2, db2]
-    if dh is None:
-        return [None, None, None, *of_linears]
-    return [*norm_backward(dh, d_returned, saved, spec.norm), *of_linears]
+    of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
+    return [*of_norm, *of_linears]
 
 
 def _activation_gradient(da: Tensor, u: Tensor, spec: NormMLPSpec, bias_dtype: Any) -> Any:
@@ -361,8 +359,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
 
 def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
-    count = len(NormMLPTensors._fields)
-    kept = take_saved(ctx)
+    count, kept = len(NormMLPTensors._fields), take_saved(ctx)
     # Quantizers repeat the quantization of the forward pass and record nothing.
     spec, replayed, start = ctx.spec, [], count
     for quantizer in _forward_quantizers(spec):
