@@ -531,6 +531,18 @@ def test_a_softcap_of_the_call_is_the_graph_of_a_softcap():
     assert bound_tensors(request("no_mask", softcap=3.0), torch.device("cpu"))[0] == modifier
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_softcap_is_a_float32_number_under_any_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    limit = 30.3 if dtype is torch.bfloat16 else 30.4  # results are cached
+    torch.set_default_dtype(dtype)
+    try:
+        _, (number,) = bound_tensors(request("no_mask", softcap=limit), torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert number.dtype is torch.float32 and float(number) == pytest.approx(limit, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

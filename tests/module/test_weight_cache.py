@@ -204,13 +204,24 @@ def test_memory_that_a_graph_reads_outlives_state_dicts_and_cleared_caches(devic
     assert addresses(layer) == before
 
 
-def test_memory_that_no_graph_reads_is_freed_by_clear(device):
+FREEING = {
+    "clear": lambda workspaces: workspaces.clear(),
+    "pop": lambda workspaces: workspaces.pop("weight"),
+    "popitem": lambda workspaces: workspaces.popitem(),
+    "del": lambda workspaces: workspaces.__delitem__("weight"),
+    "replace": lambda workspaces: workspaces.__setitem__("weight", None),
+    "update": lambda workspaces: workspaces.update(weight=None),
+}
+
+
+@pytest.mark.parametrize("way", FREEING)
+def test_memory_that_no_graph_reads_is_freed_with_its_entry(way, device):
     layer, x = LAYERS["linear"](device), sample(device)
     call(layer, x, "block", True).sum().backward()
     (parts,) = cached(layer).values()
     alive = [weakref.ref(part) for part in parts if part is not None]
     del parts
-    layer._fp8_workspaces.clear()
+    FREEING[way](layer._fp8_workspaces)
     gc.collect()
     assert all(reference() is None for reference in alive)
 

@@ -141,6 +141,14 @@ def test_captured_placeholders_and_ones_are_kept(capturing):
     assert dummy() is not None and ones() is not None
 
 
+def test_ones_of_inference_mode_can_be_saved_for_a_backward_pass():
+    with torch.inference_mode():
+        get_cached_ones_tensor(13, torch.float32, CPU)
+    x = torch.randn(13, requires_grad=True)
+    (x * get_cached_ones_tensor(13, torch.float32, CPU)).sum().backward()
+    assert torch.equal(x.grad, torch.ones(13))
+
+
 def test_steps_of_ragged_offsets_are_never_evicted():
     first = cudnn_graph._steps(CPU, (64,))
     for step in range(1000):

@@ -205,6 +205,26 @@ def test_codes_of_another_format_quantize_unrounded_values(name, device):
     assert torch.equal(copied.dequantize(), expected.dequantize())
 
 
+FOREACH = {
+    "add": lambda sources, others: torch._foreach_add(sources, others),
+    "addcmul": lambda sources, others: torch._foreach_addcmul(sources, others, others),
+    "norm": lambda sources, others: torch._foreach_norm(sources),
+    "mul by a tensor": lambda sources, others: torch._foreach_mul(sources, torch.tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("way", FOREACH)
+def test_each_entry_of_a_list_is_promoted_alone(way, device):
+    """A float32 tensor in the lists does not change the dtype of another entry's result."""
+    source = CASES["current"](device)(values(device, *SHAPE))
+    wide, others = torch.randn(SHAPE, device=device), [torch.randn(SHAPE, device=device) for _ in range(2)]
+    others[0] = others[0].bfloat16()
+    results = FOREACH[way]([source, wide], others)
+    expected = FOREACH[way]([source.dequantize(), wide], others)
+    assert [result.dtype for result in results] == [result.dtype for result in expected]
+    assert all(map(torch.equal, results, expected))
+
+
 def test_an_item_assignment_leaves_other_values(device):
     """A single element cuts a block, so that the whole tensor is quantized again, from unrounded values."""
     tensor = CASES["current"](device)(values(device, *SHAPE) * 0.37)

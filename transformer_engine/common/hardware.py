@@ -5,9 +5,8 @@
     reason = hardware.lacks("mxfp8 products")
 
 No other module compares compute capabilities. ROCm reports gfx942 as compute capability 9.4, so the key of a row is the
-vendor and the architecture. The instructions of NVIDIA's rows were determined with its assembler, the limits come from
-the tables of the CUDA C++ Programming Guide. `docs/hardware.json` has the backends of
-products on each row.
+vendor and the architecture. NVIDIA's assembler shows which instructions a row has; the limits are those of the CUDA C++
+Programming Guide. `docs/hardware.json` lists the backends of matrix products per row.
 """
 
 from __future__ import annotations
@@ -330,7 +329,7 @@ def number_of(row: Hardware) -> int:
 
 
 def limits_of(capability: Capability) -> tuple[Hardware, Hardware | None]:
-    """Return NVIDIA's oldest row that has a capability, and the oldest one after the newest that has it, or None."""
+    """Oldest NVIDIA row with a capability, and the first row after the newest one with it, or None."""
     having = rows_with(capability)
     later = _NVIDIA[_NVIDIA.index(having[-1]) + 1 :]
     return having[0], later[0] if later else None

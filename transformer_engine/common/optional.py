@@ -25,6 +25,9 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+installed._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def failure(module: str, *names: str) -> str | None:
     """Return why a module, or one of these names in it, cannot be imported; None after a successful import."""
     return _failure(module, names)

@@ -50,7 +50,7 @@ class Store:
     limit: int = 512
 
     def path_of(self, *key: object) -> Path | None:
-        """Return the file of a content that depends on a key, by its text; None if there is no cache folder."""
+        """Path of the file for a key, by the key's text; None without a cache folder."""
         try:
             name = hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()
             return env.cache_directory() / self.folder / name
@@ -154,7 +154,7 @@ def _checksum(name: str, content: bytes) -> bytes:
 
 
 def last_use(path: Path) -> float:
-    """Return when a file was last used; 0 if another process has deleted it."""
+    """Time of a file's last use; 0 if another process has deleted the file."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -191,15 +191,9 @@ def product_of_rows(total: int, width: int, depth: int, groups: int, elements: t
 
 @functools.lru_cache(maxsize=4096)
 def product_of_columns(
-    total: int,
-    width: int,
-    depth: int,
-    groups: int,
-    elements: tuple[str, str],
-    *,
-    accumulates: bool = False,
-    by_address: bool = False,
-) -> Launch:
+    total: int, width: int, depth: int, groups: int, elements: tuple[str, str],
+    *, accumulates: bool = False, by_address: bool = False,
+) -> Launch:  # fmt: skip
     """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
     Args:

@@ -260,7 +260,7 @@ def _hardware_of(tensors: Tensors) -> Hardware:
 
 
 def _bytes(tensors: Tensors) -> list[Tensor | None]:
-    """Return views of FP8 tensors as bytes, for GPUs whose Triton has no FP8 types."""
+    """View one-byte tensors, such as FP8 codes, as uint8 for GPUs whose Triton has no FP8 types."""
     import torch
 
     return [

@@ -42,19 +42,19 @@ def block_kernel(
     LEADING_B,
     ROW_STRIDE,
     COLUMN_STRIDE,
+    EVEN: tl.constexpr,
     UNIT_A: tl.constexpr,
     UNIT_B: tl.constexpr,
     DECODE_A: tl.constexpr,
     DECODE_B: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ALONG_ROWS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BAND: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """Compute out [M, N] of FP8 codes with a float32 scale for UNIT_A (1 or 128) rows of a and BLOCK_K = 128 columns.
 
@@ -126,8 +126,8 @@ def block_product(
     rows, columns, stages, warps = _tile_of_bytes(right.rows) if decodes else tile_of(right.rows)
     elements = [INTEGERS[_DTYPES[side.element]] if decodes else "" for side in (left, right)]
     constants = (
-        left.unit, right.unit, *elements, swapped, epilogue.accumulates, epilogue.activation,
-        rows, columns, 128, 8, stages, depth % 128 == 0,
+        depth % 128 == 0, left.unit, right.unit, *elements, stages, rows, columns, 128,
+        swapped, epilogue.accumulates, epilogue.activation, 8,
     )  # fmt: skip
     return Launch(
         block_kernel,

@@ -61,7 +61,7 @@ def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
 
 
 def to_rows(values: Array, group: Array) -> Array:
-    """Broadcast values [G] of groups to rows, whose groups are given; 1 for rows of no group."""
+    """Broadcast per-group values [G] to rows, by the group of every row; 1 for rows without a group."""
     return jnp.append(values, jnp.ones(1, values.dtype))[group]
 
 

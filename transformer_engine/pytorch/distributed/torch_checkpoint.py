@@ -1,10 +1,9 @@
 """torch.utils.checkpoint repeats autocast, recipe and scales of the first run, as te.checkpoint does.
 
-torch restores its random states and torch.autocast for the second run, and has no registration of further states, such
-as those of a `CudaRNGStatesTracker`. Callers
-(Hugging Face, FSDP's wrapper, Lightning) imported its functions long ago, so the two classes are extended that both
-implementations instantiate in every call. The states belong to the graph node or to the frame of the call and are freed
-with it. Nested checkpoints nest their runs.
+torch restores its random states and torch.autocast for the second run, and has no hook for other state, such as a
+`CudaRNGStatesTracker`. Its functions cannot be replaced, because callers (Hugging Face, FSDP's wrapper, Lightning) have
+imported them before. This module therefore extends the classes that both implementations instantiate in every call. The
+graph node or the frame of the call owns the state. Nested checkpoints nest their runs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _SecondRunOfTorch(SecondRun):
 
 
 class _RepeatedFunction:
-    """A function whose first call is the first run, and whose other calls are second runs."""
+    """Wrapper of a checkpointed function: the first call is the first run, every later call a second run."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -49,7 +48,7 @@ class _RepeatedFunction:
 
 
 class _SecondRunFunction:
-    """A function that is called in second runs only."""
+    """Wrapper of a checkpointed function that is called in second runs only."""
 
     def __init__(self, function: Callable[..., Any], second_run: SecondRun):
         self.function = function

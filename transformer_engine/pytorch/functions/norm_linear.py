@@ -132,7 +132,8 @@ def norm_linear_backward(
     dy, d_returned, *saved = operands
     operands.clear()
     of_linear = [dy, *saved[4:]]
-    del dy, saved[4:]
+    saved[4:] = []  # torch 2.11 does not trace the deletion of a slice
+    del dy
     dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
     of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
     return [*of_norm, dw, db]
@@ -310,7 +311,7 @@ def norm_mlp_backward(
     dy, d_returned, *saved = operands
     operands.clear()
     u, h, fc1_weight, a, fc2_weight = saved[4:]
-    del saved[4:]
+    saved[4:] = []
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
     of_fc2 = [dy, a, fc2_weight]
     del dy, a, fc2_weight

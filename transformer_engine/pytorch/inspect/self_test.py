@@ -17,7 +17,7 @@ from .self_test_cases import SAMPLE, SelfTestCase, SelfTestSizes, Tensors, cases
 
 # The backend of an operation that the others are compared with.
 REFERENCES = {"gemm_epilogue": "composed", "fp8_attention": "emulated"}
-# Backends that compute in wider arithmetic than the operands have: correct, but not what a GPU was bought for.
+# Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
 EMULATING = ("reference", "widen", "emulated", "composed")
 # Compiled by torch.compile, which takes longer than all other cases together.
 LEFT_OUT = ("flex",)
@@ -146,7 +146,7 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
     try:
         request = _request(case)
     except Exception as error:  # a fault of the backend that the table chooses is a result of this test
-        return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=_words(error))]
+        return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=_message(error))]
     if request is None:
         reason = f"{case.operation} is not used on this machine"
         return [SelfTestResult(case.path, case.name, reference, "unsupported", reason=reason)]
@@ -162,7 +162,9 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
             expected = _expected(case, backend.name, reference, expected)
             results.append(_compared(case, table, backend.name, expected, device, times))
         except Exception as error:  # every fault of a library is a result of this test
-            results.append(SelfTestResult(case.path, case.name, backend.name, "failed", reason=_words(error)))
+            results.append(
+                SelfTestResult(case.path, case.name, backend.name, "failed", reason=_message(error))
+            )
     return results
 
 
@@ -200,13 +202,13 @@ def _compared(
     with use_backend(**{table.operation: backend}):
         results = case.compute()
         equal, error = _equal(results, expected), _error(results, expected)
-        took = _milliseconds(case.compute, device)
+        elapsed = _milliseconds(case.compute, device)
     ratio = None
     if case.baseline is not None:
         key = case.path, case.name
         if key not in times:
             times[key] = _milliseconds(case.baseline, device)
-        ratio = took / times[key]
+        ratio = elapsed / times[key]
     passed = equal == 1.0 if case.bound is None else error is not None and error <= case.bound
     reason = ""
     if not passed:
@@ -214,7 +216,7 @@ def _compared(
         reason = f"{equal:.6f} of the bytes are equal, relative error {error}; {limit}"
     status = "passed" if passed else "failed"
     shown = equal if case.bound is None else None
-    return SelfTestResult(case.path, case.name, backend, status, reason, shown, error, took, ratio)
+    return SelfTestResult(case.path, case.name, backend, status, reason, shown, error, elapsed, ratio)
 
 
 def _equal(results: Tensors, expected: Tensors) -> float:
@@ -264,7 +266,7 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     return sorted(times)[runs // 2]
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 

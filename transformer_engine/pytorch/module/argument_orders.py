@@ -1,8 +1,8 @@
 """Positional calls in the argument order of an earlier release of the original.
 
 Releases have inserted arguments in the middle of a signature. A call by position in an older order is recognized by
-the types of its arguments: `True` cannot be a softcap, nor a text a diagonal's alignment. A call that fits the present
-order is never reordered.
+the types of its arguments: a softcap cannot be `True`, and a diagonal's alignment cannot be a string. A call that fits
+the present order is never reordered.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Order(NamedTuple):
     tests: tuple[tuple[Test, ...], ...]
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the arguments have the types of this order, each given once."""
+        """Return whether the arguments have the types of this order, and none is passed twice."""
         if len(args) > len(self.names) or not kwargs.keys().isdisjoint(self.names[: len(args)]):
             return False
         return all(any(test(value) for test in tests) for value, tests in zip(args, self.tests, strict=False))
@@ -89,8 +89,8 @@ def accepts_older_orders(**inserted: tuple[str, ...]) -> Callable[[Function], Fu
         tests = {parameter.name: _tests_of(str(parameter.annotation)) for parameter in parameters}
 
         def order(release: str, absent: tuple[str, ...]) -> _Order:
-            kept = tuple(name for name in names if name not in absent)
-            return _Order(release, kept, tuple(tests[name] for name in kept))
+            remaining = tuple(name for name in names if name not in absent)
+            return _Order(release, remaining, tuple(tests[name] for name in remaining))
 
         present = order("", ())
         older = [

@@ -48,16 +48,11 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     products = tuple(
         [
             ProductQuantizers(
-                of_input,
-                of_weight,
-                of_output,
-                product.grad_output,
-                product.grad_input,
-                inspector=product.inspector,
+                x, weight, y, product.grad_output, product.grad_input, inspector=product.inspector
             )
-            for (of_input, of_weight, of_output), product in zip(repeated, active.products, strict=True)
+            for (x, weight, y), product in zip(repeated, active.products, strict=True)
         ]
     )
-    made = ModuleRecipe(products, active.recipe, active.group, quantizes=True)
-    made.unquantized_products = active.unquantized_products
-    return made
+    recipe = ModuleRecipe(products, active.recipe, active.group, quantizes=True)
+    recipe.unquantized_products = active.unquantized_products
+    return recipe

@@ -9,7 +9,7 @@ import torch
 
 from .config import Config
 
-_OF_PROCESS = frozenset({"name", "tp_group_initialized"})
+_RANK_SPECIFIC = frozenset({"name", "tp_group_initialized"})
 Entries = tuple[tuple[str, str], ...]
 
 
@@ -18,7 +18,7 @@ def settings_of(config: Config, path: str) -> Entries:
     return tuple(
         (f"{path}.{field.name}", repr(value))
         for field in fields(config)
-        if not field.name.startswith("_") and field.name not in _OF_PROCESS
+        if not field.name.startswith("_") and field.name not in _RANK_SPECIFIC
         if _is_plain(value := getattr(config, field.name))
     )
 

@@ -23,7 +23,7 @@ _use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttribute
 
 
 def parts_of(weight: Any) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
-    """Return the tensors of a quantized weight, or of all weights of a grouped layer, and a function to rebuild it."""
+    """Tensors of a quantized weight, or of a grouped layer's weights, and the function that rebuilds it from them."""
     if isinstance(weight, GroupedQuantized):
         return weight, GroupedQuantized._make  # pyright: ignore[reportReturnType]
     return weight.flatten()
@@ -105,6 +105,18 @@ class WeightCache(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)
 
+    def __setitem__(self, name: str, weight: Any) -> None:
+        self._entries.pop(name, None)
+        super().__setitem__(name, weight)
+
+    def __delitem__(self, name: str) -> None:
+        self._entries.pop(name, None)
+        super().__delitem__(name)
+
+    def update(self, *weights: Any, **named: Any) -> None:
+        for name, weight in dict(*weights, **named).items():
+            self[name] = weight
+
     def clear(self) -> None:
         super().clear()
         self._entries.clear()
@@ -112,6 +124,11 @@ class WeightCache(dict[str, Any]):
     def pop(self, name: str, *default: Any) -> Any:
         self._entries.pop(name, None)
         return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        name, weight = super().popitem()
+        self._entries.pop(name, None)
+        return name, weight
 
     def find(self, name: str, columnwise: bool) -> Any:
         """Return a cached weight, or None if it is missing or lacks the requested column direction."""
@@ -131,7 +148,7 @@ class WeightCache(dict[str, Any]):
         columnwise: bool,
         first: bool,
     ) -> Any:
-        """Return the weight that a call multiplies: the cached one, or a new one in the first microbatch of a step.
+        """Quantized weight of a call: the cached weight, or a new one in the first microbatch of a step.
 
         Args:
             name: Name of the weight.
@@ -148,14 +165,14 @@ class WeightCache(dict[str, Any]):
         if cached is not None and not first:
             return cached
         if first and in_backward_pass():
-            # The second run of a checkpoint repeats the codes of its first run. The cache may have newer ones.
+            # The second run of a checkpoint needs the codes of its first run, and the cache may have newer ones.
             return made_to_keep(lambda: quantize(columnwise))
         return self._renewed(name, parameters, quantize, columnwise)
 
     def _renewed(
         self, name: str, parameters: Sequence[Tensor], quantize: Callable[[bool], Any], columnwise: bool
     ) -> Any:
-        """Return the weight as quantized from the current values, in the memory of the cached one if it is free."""
+        """Quantize the current values, in the memory of the cached weight if no backward pass reads it."""
         free = self._free_entries(name)
         before = self.get(name)
         columnwise = columnwise or (before is not None and has_columns(before))
@@ -174,7 +191,7 @@ class WeightCache(dict[str, Any]):
         return weight
 
     def _free_entries(self, name: str) -> list[_CachedWeight]:
-        """Return the entries whose memory no pending backward pass holds: of the cached weight, then of graphs.
+        """Entries whose memory no pending backward pass reads: the cached weight, then weights of captured graphs.
 
         Raises:
             RuntimeError: A captured graph reads memory that a pending backward pass holds.
@@ -192,7 +209,7 @@ class WeightCache(dict[str, Any]):
         return [entry, *captured]
 
     def _keep_if_captured(self, name: str, entry: _CachedWeight) -> None:
-        """Keep the memory of a weight for the replays of the graph that is being captured."""
+        """Keep a weight's memory alive for replays if a graph that reads it is being captured."""
         first = next((part for part in entry.parts if part is not None), None)
         if first is not None and is_capturing(first.device):
             entries = self._captured.setdefault(name, [])

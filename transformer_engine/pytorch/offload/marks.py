@@ -5,8 +5,8 @@ Four marks are attributes of a tensor, which autograd preserves:
 * `_TE_do_not_offload`: parameters, and tensors derived from them.
 * `start_reload_event`: the moment from which the values are complete.
 * `offload_base_tensor`: copy the base of this view once for all views; implied for views with gaps.
-* `_TE_cached_weight`: weights that are quantized once for several microbatches. Their memory is written again when
-  no backward pass holds it, which is counted in references to this memory.
+* `_TE_cached_weight`: weights that are quantized once for several microbatches. The next step writes to their memory if
+  the number of references to it shows that no backward pass will read it.
 
 Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix is complete, well
 before the layer ends (`mark_ready`), and the moment at which a backward pass reads a tensor (`wait_for`).
@@ -96,7 +96,7 @@ def mark_cached(parts: Sequence[Tensor | None]) -> None:
 def countable(tensor: Tensor | None) -> Tensor | None:
     """Return an alias of a cached weight's tensor, for hooks that hold the tensor itself; another tensor unchanged.
 
-    The references from Python to a tensor count for nothing, but every alias counts as a reference to its memory.
+    Python's references to a tensor do not increase the count of references to its memory, but every alias does.
     """
     if tensor is None or not getattr(tensor, CACHED, False):
         return tensor

@@ -1,9 +1,9 @@
-"""Scales of compiled functions in the two runs of a recomputed function.
+"""Replayed scales of compiled functions that a checkpoint recomputes.
 
 A checkpoint that is not reentrant matches the tensors that both runs save by their order, so both runs must call the
 same graph. The graph reads scales through the operator `repeated_scale`, which knows the run only while it executes: in
-the first run it copies the present scale, and in the second run it returns that copy. What the second run writes to
-scales and histories is undone at its end.
+the first run it copies the present scale, and in the second run it returns that copy. Writes of the second run to
+scales and histories are undone at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.tracing import hidden_from_selective_checkpoints
 
 
 class _Run:
-    """One run: the copies by state, which the first run fills, and in a second run the reads and what to restore."""
+    """One run of a recomputed function: the first copies scales, a second reads the copies and undoes its writes."""
 
     def __init__(self, copies: dict[str, list[Tensor]], again: bool):
         self.copies = copies
@@ -98,12 +98,12 @@ class compiled_run(AbstractContextManager):
             self._run.restore()
 
 
-# The two runs differ in the operator's result, which a CUDA graph would repeat.
+# The operator's result depends on the run; a CUDA graph would repeat the first result.
 @torch.library.custom_op(
     "transformer_engine::repeated_scale", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def repeated_scale(scale: torch.Tensor, history: torch.Tensor, state: str) -> torch.Tensor:
-    """Return a copy of the scale of the first run, which is the present scale in the first run.
+    """Copy of a scale, float32 [n]: the present scale in the first run, and again the first run's scale in second runs.
 
     Args:
         scale: Scales of a state, float32 [n].

@@ -208,14 +208,13 @@ def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
         for direction in ("fwd", "bwd")
         if fp8_meta.get(f"scaling_{direction}") is not None
     }
-    check_extra_state(
-        decoded, {direction: held[0].scale.shape[0] for direction, held in states.items() if held}
-    )
+    slots = {direction: delayed[0].scale.shape[0] for direction, delayed in states.items() if delayed}
+    check_extra_state(decoded, slots)
     fp8_meta.update(decoded.get("extra_fp8_variables", {}))
     fp8_meta["recipe"] = decoded["recipe"]
-    for direction, held in states.items():
+    for direction, delayed_states in states.items():
         scale, history = decoded.get(f"scale_{direction}"), decoded.get(f"amax_history_{direction}")
-        for delayed in held:
+        for delayed in delayed_states:
             if scale is not None:
                 delayed.scale.copy_(scale)
             if history is not None:
@@ -241,7 +240,7 @@ def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
 
 
 def _load(data: bytes) -> Any:
-    """Return the content of a pickle, or of a file of torch.save; raise ExtraStateError unless it is harmless."""
+    """Read a pickle or a torch.save file; raise ExtraStateError unless its content is allowed."""
     if len(data) == 0:
         return None
     if len(data) > MAXIMUM_BYTES:
@@ -296,10 +295,10 @@ def _drop_functions(content: Any, foreign: set[type[Record]]) -> None:
 
 
 class _Builder:
-    """Recipes, containers and tensors of inert records.
+    """Builder of recipes, containers and tensors from inert records.
 
-    Objects that the pickle shares are built once per reference, so that results share nothing. The number of objects,
-    their depth and the memory of the tensors are limited.
+    A shared object is built once per reference, so that results share no memory. The number of objects, their depth and
+    the size of all tensors are limited.
     """
 
     def __init__(self) -> None:
@@ -361,7 +360,7 @@ class _Builder:
         return self._tensor(*arguments[:4])
 
     def _tensor(self, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        """Return a tensor within its storage; hooks and flags in the pickle are ignored."""
+        """Copy a strided tensor out of its storage; hooks and flags in the pickle are ignored."""
         if not isinstance(storage, StoredTensor):
             raise ExtraStateError(f"a tensor is made of {with_article(type(storage))}")
         whole = storage.tensor
@@ -378,7 +377,7 @@ class _Builder:
 
 
 def _recipe(kind: Any, attributes: Any) -> Recipe:
-    """Return a recipe from the attributes that its class has; construction validates them."""
+    """Construct a recipe from the attributes that its class has; the constructor validates them."""
     if not isinstance(attributes, dict):
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     known = {f.name: f for f in fields(kind)}

@@ -103,10 +103,10 @@ def forgive_missing(missing_keys: list[str], prefix: str) -> None:
 
 
 class CheckedLoading(torch.nn.Module):
-    """Module whose state dict is rejected as a whole if an extra state of it or of a descendant is rejected.
+    """Module that rejects a whole state dict, before any change, if its own or a descendant's extra state is invalid.
 
-    Descendants with a method `read_extra_state` are checked. In a model whose root is another module, each of these
-    modules is loaded as a whole.
+    Descendants with a method `read_extra_state` are checked. If the model's root is another class, the check covers
+    each `CheckedLoading` module separately.
     """
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ def _copied_scale_fake(scale):
     return torch.empty_like(scale)
 
 
-# Decomposed while the graph is traced, where it can change the mark.
+# A composite operator: its implementation runs during tracing, where it can change the mark.
 _library = get_library_allowing_overwrite("transformer_engine", "scale_snapshot")
 _library.define("scale_snapshot(Tensor scale) -> Tensor")
 scale_snapshot = torch.ops.transformer_engine.scale_snapshot.default

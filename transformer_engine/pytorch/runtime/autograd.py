@@ -52,7 +52,7 @@ def without_autocast(function: F) -> F:
     """Decorate a function that computes with torch.autocast off, whether or not its caller has turned it on.
 
     No effect while a compiler traces: it may trace a backward pass twice, and the state of the first, abandoned trace
-    would then stay in force. Traced code multiplies by `matrix_product`.
+    would then remain active. Traced code calls `matrix_product` instead.
     """
 
     @functools.wraps(function)
@@ -116,14 +116,14 @@ class Function(torch.autograd.Function):
                 # A metaclass may watch assignments by users; this one is not by a user.
                 type.__setattr__(cls, name, staticmethod(without_autocast(getattr(cls, name))))
         if "OPERATION" not in vars(cls):
-            named = getattr(cls.backward, "once_differentiable", cls.__name__.lstrip("_"))
-            type.__setattr__(cls, "OPERATION", named)
+            operation_name = getattr(cls.backward, "once_differentiable", cls.__name__.lstrip("_"))
+            type.__setattr__(cls, "OPERATION", operation_name)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Compute the function, as a node of autograd's graph; see `check_transforms`."""
         check_transforms(cls.OPERATION, args)
-        if _transforms_are_active():  # but of no argument: torch's apply would raise an error
+        if _transforms_are_active():  # no argument is transformed, but torch's apply would raise an error
             with enable_single_level_autograd_function():
                 return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         return super().apply(*args)
@@ -161,9 +161,9 @@ class _Product(Function):
 
 
 def recorded_product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b, whose backward pass, if autograd records one, runs with torch.autocast off too.
+    """Compute a @ b; the backward pass that autograd records runs with torch.autocast off.
 
-    torch's own node would multiply in the dtype of the autocast in which the backward pass runs.
+    torch's own node would multiply in the autocast dtype that is active during the backward pass.
     """
     records = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     if not records or torch.compiler.is_compiling() or _transforms_are_active():
@@ -198,7 +198,7 @@ def run_backward_on_calling_thread() -> None:
 
 
 def in_first_run() -> bool:
-    """Return whether an autograd function is computing its forward pass, as the first run of a reentrant checkpoint.
+    """Return whether an autograd function computes its forward pass, such as the first run of a reentrant checkpoint.
 
     torch disables gradients and forward-mode gradients there, for the checkpoints of every library; `torch.no_grad()`
     leaves the second mode enabled, and inference mode admits no backward pass.

@@ -33,9 +33,9 @@ def get_device_compute_capability() -> tuple[int, int]:
 
 @functools.cache
 def _architecture(index: int) -> tuple[str, str]:
-    """Return the vendor and the architecture of a device, the key of its row in `hardware.TABLE`."""
+    """Key of a device's row in `hardware.TABLE`: vendor and architecture."""
     if torch.version.hip is not None:
-        # For gfx942 torch reports the compute capability 9.4, which is not a number of NVIDIA's.
+        # For gfx942 torch reports the compute capability 9.4, a number that NVIDIA does not use.
         key = "amd", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
     else:
         key = "nvidia", "{}.{}".format(*_capability(index))
@@ -49,22 +49,25 @@ def _current_architecture() -> tuple[str, str]:
 
 
 def current_hardware() -> Hardware:
-    """Return the row of the current CUDA device in the table of hardware; `NO_GPU` without one."""
-    # A look-up in a module's dict, because a constant of traced code can be a text but not an object with guards.
+    """Hardware-table row of the current CUDA device; `NO_GPU` without one."""
+    # Traced code can have a string as a constant, but not a row, so the row is looked up by its key.
     return TABLE[_current_architecture()]
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of torch.autocast on a kind of device, such as "cuda", while autocast is active there."""
-    # The first query takes 0.1 us, the one of a kind 0.5 us. torch has no autocast for tensors without memory.
+    # The query over all device types takes 0.1 us, the query for one type 0.5 us. Meta tensors have no autocast.
     if not torch._C._is_any_autocast_enabled() or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def autocast_kind(device: torch.device) -> str:
-    """Return the kind of device that torch.autocast accepts for a device: "cpu" for meta, which has no autocast."""
+    """Device type for torch.autocast: "cpu" for meta tensors, which have no autocast."""
     return "cpu" if device.type == "meta" else device.type
+
+
+_CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -72,11 +75,8 @@ def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     results: list[Tensor | None] = []
     for x in tensors:
         dtype = autocast_dtype(x.device.type) if type(x) is Tensor else None
-        results.append(x if x is None or dtype is None or x.dtype not in _CAST else x.to(dtype))
+        results.append(x if x is None or dtype is None or x.dtype not in _CAST_DTYPES else x.to(dtype))
     return results
-
-
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -127,8 +127,8 @@ def _check_available(device: torch.device, name: str) -> None:
         ) from None
 
 
-def _parsed(device: torch.device | str | int, name: str) -> torch.device:
-    """Return a device in any form that torch accepts as a torch.device; raise TypeError or ValueError otherwise."""
+def _to_device(device: torch.device | str | int, name: str) -> torch.device:
+    """Convert a device in any form that torch accepts to torch.device; raise TypeError or ValueError otherwise."""
     if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
         device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
@@ -154,7 +154,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
     Raises:
         TypeError, ValueError: The value is not a device, or is the index of a GPU that does not exist.
     """
-    device = _parsed("cuda" if device is None else device, name)
+    device = _to_device("cuda" if device is None else device, name)
     if device.type not in ("cuda", "cpu", "meta"):
         _check_available(device, name)
     if device.type != "cuda":
@@ -180,4 +180,4 @@ def is_meta(device: torch.device | str | int | None) -> bool:
     Raises:
         TypeError, ValueError: The value is not a device.
     """
-    return device is not None and _parsed(device, "device").type == "meta"
+    return device is not None and _to_device(device, "device").type == "meta"

@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 class DeviceTables(Generic[K, V]):
-    """Values by key and stream; the oldest are evicted, except those that a captured graph reads.
+    """Values cached by key and stream; the oldest are evicted, except values that a captured graph reads.
 
     Args:
         build: build(key) -> the value, on the device for which it is requested.
@@ -32,7 +32,7 @@ class DeviceTables(Generic[K, V]):
         self._build = build
         self._most = most
         self._values: OrderedDict[tuple[K, int], V] = OrderedDict()
-        # A graph reads its tables at every replay, for an unknown time.
+        # Every replay reads these values, and the lifetime of the graph is unknown.
         self._captured: dict[K, V] = {}
 
     def __len__(self) -> int:
@@ -44,12 +44,12 @@ class DeviceTables(Generic[K, V]):
         A capture cannot copy numbers from the host. It begins with a synchronization, so that it may read the tables of
         every stream.
         """
-        at = (key, stream_of(device))
-        value = self._values.get(at)
+        entry = (key, stream_of(device))
+        value = self._values.get(entry)
         if is_capturing(device):
             return self._captured_value(key, value)
         if value is None:
-            value = self._values[at] = self._build(key)
+            value = self._values[entry] = self._build(key)
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
@@ -58,7 +58,7 @@ class DeviceTables(Generic[K, V]):
         if key in self._captured:
             return self._captured[key]
         if value is None:
-            value = next((other for (known, _), other in self._values.items() if known == key), None)
+            value = next((other for (other_key, _), other in self._values.items() if other_key == key), None)
         if value is not None:
             self._captured[key] = value
         return value
@@ -72,21 +72,25 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-_kept: dict[int, Any] = {}
+_read_by_graphs: dict[int, Any] = {}
 
 
 def keep_if_captured(value: V, device: torch.device) -> V:
     """Return a cached value, and keep it alive if a graph that reads it is being captured on the device."""
     if is_capturing(device):
-        _kept[id(value)] = value
+        _read_by_graphs[id(value)] = value
     return value
 
 
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
-    return keep_if_captured(_ones(num_elements, dtype, device), torch.device(device))
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # another GPU has another tensor
+    return keep_if_captured(_ones(num_elements, dtype, device), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _ones(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(num_elements, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # later calls may save the tensor for a backward pass
+        return torch.ones(num_elements, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""Results of `te doctor --self-test` on this machine, by which rows are admitted that no machine of the tests has run.
+"""Results of `te doctor --self-test` on this machine, which enable backends that no test has run on such a GPU.
 
-A backend or a layout that was only compiled for a GPU is used there after its path has passed:
+A backend or a layout that was compiled for a GPU, but never run on it, is used there once its path has passed:
 
     if (reason := untested_reason("fp8 products in all layouts")) is not None: ...
 

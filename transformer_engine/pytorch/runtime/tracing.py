@@ -47,10 +47,10 @@ def in_eager_mode(function: F) -> F:
 
 @contextmanager
 def hidden_from_selective_checkpoints() -> Iterator[bool]:
-    """Context of operators that selective checkpointing does not count; its value is whether any is active.
+    """Hide operators from selective checkpoints; yields whether one is active.
 
-    It matches the operators of both runs of a function by their order. A state that only one of the runs copies or
-    updates must not shift that order.
+    Selective checkpointing matches the operators of a function's two runs by their order. Operators on state that only
+    one run copies or updates would shift that order.
     """
     hidden: list[Any] = []
     while isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):

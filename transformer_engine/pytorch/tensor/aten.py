@@ -251,9 +251,8 @@ def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], stora
     if rest:
         return NotImplemented
     stop = start + shape[0]
-    if (
-        stop > tensor.shape[0]
-    ):  # rows behind a narrowed tensor, which belong to the tensor that it is a part of
+    if stop > tensor.shape[0]:
+        # The rows behind a narrowed tensor are rows of the whole tensor.
         place = vars(tensor).get(ROWS_OF)
         if place is None or place.whole.shape[1:] != tensor.shape[1:]:
             return NotImplemented

@@ -60,4 +60,4 @@ def quantize_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
 
 
 def _flat(buffers: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: held if held.dim() == 1 else held.reshape(-1) for name, held in buffers.items()}
+    return {name: buffer if buffer.dim() == 1 else buffer.reshape(-1) for name, buffer in buffers.items()}

@@ -1,4 +1,4 @@
-"""Consecutive groups of rows whose numbers of rows stay on the device, and matrices per group in flat buffers.
+"""Quantization of consecutive groups of rows without reading the groups' sizes on the host.
 
 Groups are copied into a matrix in which each group begins at a multiple of 128 rows, the largest block of a format.
 One quantization of this matrix has the bits of one quantization per group. Every shape follows from the numbers of

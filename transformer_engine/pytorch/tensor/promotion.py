@@ -1,4 +1,4 @@
-"""The dtype in which an operation reads quantized values: the one that it computes in, not the nominal dtype."""
+"""Dtypes in which operations read quantized values: the dtype of the computation instead of the nominal dtype."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 # Operations without the tag `pointwise` that promote the dtypes of their arguments.
 _PROMOTING = frozenset({aten.cat.default, aten.stack.default})
+_DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_arguments(
@@ -34,23 +35,42 @@ def read_arguments(
         kwargs: Its keywords.
         read: Function of a leaf of the arguments and a dtype, None for the nominal one.
     """
-    dtype = _computed_dtype(func, args, kwargs)
     arguments = func._schema.arguments
     written = {argument.name for argument in arguments if writes(argument)}
+    foreach = func.name().startswith("aten::_foreach_")
+    dtype = None if foreach else _computed_dtype(func, args, kwargs)
 
     def values(name: str, argument: Any) -> Any:
-        return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
+        if name in written or not (foreach and isinstance(argument, (list, tuple))):
+            return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
+        # Each entry of the lists is a computation of its own.
+        return [
+            read(leaf, _computed_dtype(func, *_entry_arguments(args, kwargs, index)))
+            for index, leaf in enumerate(argument)
+        ]
 
     positional = tuple(values(declared.name, given) for declared, given in zip(arguments, args, strict=False))
     return positional, {name: values(name, argument) for name, argument in kwargs.items()}
 
 
+def _entry_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], index: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of one entry of a foreach operation: this entry of every list, and the arguments without entries."""
+
+    def entry(argument: Any) -> Any:
+        if not isinstance(argument, (list, tuple)):
+            return argument
+        return argument[index] if index < len(argument) else None
+
+    return [entry(argument) for argument in args], {
+        name: entry(argument) for name, argument in kwargs.items()
+    }
+
+
 def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to decode values in that an operation reads in another one: codes times scales are float32."""
-    return dtype if dtype in _DECODED else torch.float32
-
-
-_DECODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    """Dtype in which values are decoded for an operation: its own floating-point dtype, or float32."""
+    return dtype if dtype in _DECODED_DTYPES else torch.float32
 
 
 def writes(argument: Any) -> bool:
@@ -62,9 +82,9 @@ def _computed_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """The dtype that an operation reads values in; None for the nominal dtype."""
     if func is aten.copy_.default:
         return args[0].dtype
-    named = kwargs.get("dtype")
-    if isinstance(named, torch.dtype) and named.is_floating_point:
-        return named
+    dtype_argument = kwargs.get("dtype")
+    if isinstance(dtype_argument, torch.dtype) and dtype_argument.is_floating_point:
+        return dtype_argument
     foreach = func.name().startswith("aten::_foreach_")
     if not (foreach or torch.Tag.pointwise in func.tags or func in _PROMOTING):
         return None

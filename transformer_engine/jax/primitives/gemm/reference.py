@@ -31,7 +31,7 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool = Fa
         a: Operand [*M, *K].
         b: Operand [*N, *K].
         dtype: dtype of the product.
-        exact: Accepted as by other backends; partial sums are float32.
+        exact: Accepted without effect; partial sums are always float32.
         widens: Whether the factors are bfloat16, which must represent the codes times their block scales.
     """
     per_row = any(operand.format is not None and operand.format.row_scaled for operand in (a, b))

@@ -87,7 +87,7 @@ class Modifier(NamedTuple):
 
 
 def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
-    """Return the record of a softcap or a score_mod; functions of indices, which are plain callables, have none."""
+    """Recorded softcap or score_mod of a call; None for functions of indices, which are plain callables."""
     if call.softcap != 0.0:
         return _softcap(call.softcap)
     return getattr(call.score_mod, "recorded", None)
@@ -107,7 +107,9 @@ def _softcap(limit: float) -> RecordedScoreMod:
 
     function = Softcap()
     program = record(function.forward, ("softcap",), function.backward, ())
-    return RecordedScoreMod(program, {"softcap": torch.tensor(limit, device="cpu")}, {})
+    with torch.inference_mode(False):  # later calls may save the tensor for a backward pass
+        number = torch.tensor(limit, dtype=torch.float32, device="cpu")
+    return RecordedScoreMod(program, {"softcap": number}, {})
 
 
 def unsupported_score_mod(call: AttentionCall) -> str | None:

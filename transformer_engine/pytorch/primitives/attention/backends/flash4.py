@@ -188,7 +188,7 @@ def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def _score_mods(call: AttentionCall, *names: str) -> dict[str, Any]:
-    """Return the arguments of a pass for the softcap; without one none, which earlier releases lack."""
+    """Keyword arguments of a pass for the softcap; none without a softcap, because earlier releases lack them."""
     return {} if call.softcap == 0.0 else dict(zip(names, _score_functions(call.softcap), strict=False))
 
 

@@ -10,6 +10,7 @@ FLASH = frozenset(
     {Feature.PACKED, Feature.WINDOW, Feature.BOTTOM_RIGHT, Feature.GROUPS, Feature.DETERMINISTIC}
 )
 
+UPGRADE_CUDNN = "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
 WITHOUT_DETERMINISM = (
     "its gradients are only deterministic under torch.use_deterministic_algorithms(True) without warn_only"
 )
@@ -43,9 +44,6 @@ def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: i
         if size > largest_head or size % multiple:
             return f"heads of {name} have size {size}; it takes multiples of {multiple} up to {largest_head}"
     return None
-
-
-UPGRADE_CUDNN = "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
 
 
 def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> str | None:
