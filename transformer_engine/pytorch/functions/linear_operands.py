@@ -125,6 +125,8 @@ def input_operands(
             found = _operands_of(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
+    if not isinstance(quantizer, BlockScalingQuantizer):
+        return quantizer.operands(x, True, columnwise)
     return operands_for_products(quantizer, x, True, columnwise, shared)
 
 
@@ -143,11 +145,12 @@ def operands_for_products(
     if (
         not shared
         and isinstance(quantizer, BlockScalingQuantizer)
+        and quantizer.makes_tiles
         and type(matrix) in _PLAIN
         and matrix.is_cuda
     ):
         needs = quantizer.spec(True, False).format.block_products
-        if quantizer.makes_tiles and needs is not None and current_hardware().has(needs):
+        if needs is not None and current_hardware().has(needs):
             return quantizer.tiled_operands(matrix, rowwise, columnwise)
     return quantizer.operands(matrix, rowwise, columnwise)
 
@@ -176,6 +179,8 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
         return _operands_of(weight, columnwise)
     if spec.weight.is_identity and weight.dtype != spec.dtype:
         weight = weight.to(spec.dtype)
+    if not isinstance(spec.weight, BlockScalingQuantizer):
+        return spec.weight.operands(weight, True, columnwise)
     return operands_for_products(spec.weight, weight, True, columnwise, spec.parallel.size > 1)
 
 

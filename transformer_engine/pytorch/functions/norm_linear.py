@@ -1,7 +1,4 @@
-"""Layers that begin with a norm, differentiable.
-
-- LayerNormLinear: y = norm(x) @ weight.T + bias
-- LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2
+"""LayerNormLinear: y = norm(x) @ weight.T + bias; LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
 
 The linear products are those of `linear.py`. Between them a kernel can do more than one step: a norm, an activation or
 the gradient of one can quantize its result (`IN_CODES`), and a product can compute GELU or its gradient in its epilogue
@@ -114,8 +111,8 @@ def norm_linear_forward(
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     returned = h if spec.returns_norm_output else None
     y, *operands = linear_forward(h, weight, bias, spec.linear, leading)
-    saved = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
-    return [y, returned], [*saved, *operands] if saves else []
+    of_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
+    return [y, returned], [*of_norm, *operands]
 
 
 def norm_linear_backward(
@@ -135,9 +132,8 @@ def norm_linear_backward(
     operands.clear()
     del dy
     dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
-    if dh is None:
-        return [None, None, None, dw, db]
-    return [*norm_backward(dh, d_returned, saved, spec.norm), dw, db]
+    of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
+    return [*of_norm, dw, db]
 
 
 NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
@@ -326,10 +322,8 @@ def norm_mlp_backward(
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]
     dh, dw1, db1 = linear_backward(of_fc1, spec.fc1, dtypes[0])
-    of_linears = [dw1, db1, dw2, db2]
-    if dh is None:
-        return [None, None, None, *of_linears]
-    return [*norm_backward(dh, d_returned, saved, spec.norm), *of_linears]
+    of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
+    return [*of_norm, dw1, db1, dw2, db2]
 
 
 def _activation_gradient(da: Tensor, u: Tensor, spec: NormMLPSpec, bias_dtype: Any) -> Any:
@@ -362,8 +356,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
 
 def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
-    count = len(NormMLPTensors._fields)
-    kept = take_saved(ctx)
+    count, kept = len(NormMLPTensors._fields), take_saved(ctx)
     # Quantizers repeat the quantization of the forward pass and record nothing.
     spec, replayed, start = ctx.spec, [], count
     for quantizer in _forward_quantizers(spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,7 +20,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
     groups = _groups(x)
     if random_sign:
         groups = groups * _signs(groups.ndim)
-    return (_butterflies(groups) * 0.25).reshape(x.shape).astype(x.dtype)
+    return _rounded((_butterflies(groups) * 0.25).reshape(x.shape), x.dtype)
 
 
 def inverse_transform(y: Array, random_sign: bool = True) -> Array:
@@ -27,7 +28,17 @@ def inverse_transform(y: Array, random_sign: bool = True) -> Array:
     groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
         groups = groups * _signs(groups.ndim)
-    return groups.reshape(y.shape).astype(y.dtype)
+    return _rounded(groups.reshape(y.shape), y.dtype)
+
+
+def _rounded(values: Array, dtype: jnp.dtype) -> Array:
+    """Round float32 values to dtype.
+
+    XLA removes a conversion to bfloat16 and back on a GPU (`xla_allow_excess_precision`), but no `reduce_precision`.
+    """
+    if dtype == jnp.bfloat16:
+        values = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+    return values.astype(dtype)
 
 
 def _signs(ndim: int) -> np.ndarray:
