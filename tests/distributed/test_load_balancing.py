@@ -281,7 +281,7 @@ def layer_outputs(strategy, rank):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     x, grad = (torch.randn(24, 16, generator=generator) for _ in range(2))
-    angles = te.RotaryPositionEmbedding(8)(16)
+    angles = te.RotaryPositionEmbedding(8)(16).cpu()
     arguments = {
         "cu_seqlens_q": REAL, "cu_seqlens_kv": REAL, "cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED,
         "max_seqlen_q": 16, "max_seqlen_kv": 16, "rotary_pos_emb": angles,

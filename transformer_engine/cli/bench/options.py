@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...common.planning import FORMATS
 from ..options import add_flag
 
 # The names of the tables, which import the frameworks.
-RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "nvfp4")
+RECIPES = tuple(FORMATS)
 PROVIDERS = ("te", "torch", "torch.compile", "torchao", "liger", "quack", "jax", "xla")
 FAMILIES = (
     "quantize",

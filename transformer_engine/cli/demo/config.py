@@ -13,6 +13,7 @@ from typing import Any
 from ...common import optional
 from ...common import recipe as recipes
 from ...common.numbers import with_article
+from ...common.planning import FORMATS
 
 # Libraries that a run in each framework needs, and the extra that installs them.
 NEEDED = {
@@ -67,7 +68,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 HIGH_PRECISION = "high_precision"
-RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "none")
+RECIPES = (*(name for name in FORMATS if name != "bf16"), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
 # Types of the fields of RunConfig, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {

@@ -28,6 +28,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, describe, rules_apply
 from .chain_plans import forward_plan
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
+from .lent_parameters import are_parametrized
 from .links import Links, check_tensor
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
@@ -86,15 +87,12 @@ class OperationFuser:
 
     def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
         """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
-        return (
-            [*self.forward_backward_fusion_functions],
-            [*self.forward_fusion_functions],
-            [*self.backward_fusion_functions],
-        )
+        both, forward = self.forward_backward_fusion_functions, self.forward_fusion_functions
+        return [*both], [*forward], [*self.backward_fusion_functions]
 
     @property
     def _basic_op_params(self) -> list[list[Any]]:
-        """The parameters of each basic operation, or what torch's tools have put in their place."""
+        """What each basic operation reads as its parameters."""
         return [op.own_tensors() for op in self._basic_ops]
 
     @property
@@ -123,7 +121,7 @@ class OperationFuser:
             TypeError: An input is not a tensor.
             ValueError: The number of extra inputs or of keyword arguments does not fit.
         """
-        if not parametrize._cache_enabled and self._is_parametrized():
+        if not parametrize._cache_enabled and are_parametrized(self._basic_ops):
             # A parametrization computes its tensor once in a call: passes and autograd read the same one.
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
@@ -175,11 +173,6 @@ class OperationFuser:
                         check()
                     return chain(given)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
-
-    def _is_parametrized(self) -> bool:
-        """Return whether torch.nn.utils.parametrize has added its child to an operation or to the owner of one."""
-        owners = [op._owner or op for op in self._basic_ops]
-        return any([owner._modules.get("parametrizations") is not None for owner in owners])  # noqa: C419 host time
 
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
@@ -245,11 +238,9 @@ class OperationFuser:
             for tensor in [getattr(op, name) for name in op.parameter_names]:
                 if tensor is None:
                     key.append(None)
-                else:
-                    given.append(tensor)
-                    key.append(
-                        (type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-                    )
+                    continue
+                given.append(tensor)
+                key.append((type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
             extra: tuple[Tensor, ...] = ()
             if op.num_extra_inputs:
                 extra = extra_inputs[at : at + op.num_extra_inputs]

@@ -21,7 +21,9 @@ from torch import Tensor
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
+from .bare_calls import call_one_by_one, is_bare
 from .channels import Channels
+from .lent_parameters import LentParameters
 from .recipe_slots import RecipeSlots
 
 _revisions = itertools.count(1)
@@ -151,8 +153,8 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        if self.is_fused_op and not all(op.is_bare() for op in members):
-            return self._called_one_by_one(members, input, extra_inputs)
+        if self.is_fused_op and not all(is_bare(op) for op in members):
+            return call_one_by_one(members, input, extra_inputs)
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members:
             fuser = type(self)._fuser([self])
@@ -162,42 +164,9 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     # The `forward` of this class that computes the same as a fused chain; a user's class may have another one.
     _own_forward: ClassVar[Callable[..., Any]] = forward
 
-    @staticmethod
-    def _called_one_by_one(
-        members: list[BasicOperation], input: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> Any:
-        """Call basic operations as modules, with their hooks."""
-        x: Any = input
-        outputs: list[Tensor] = []
-        at = 0
-        for op in members:
-            x = op(x, *extra_inputs[at : at + op.num_extra_inputs])
-            at += op.num_extra_inputs
-            if isinstance(x, tuple):
-                x, *extra = x
-                outputs += extra
-        return (x, *outputs) if outputs else x
-
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state without the fuser, which a copy recreates."""
         return {name: value for name, value in self.__dict__.items() if name != "_own_fuser"}
-
-    def is_bare(self) -> bool:
-        """Return whether nobody would notice that the operation or a part of it is fused instead of called.
-
-        A call runs hooks, and a `forward` that was replaced.
-        """
-        return all(
-            not (
-                op._forward_hooks
-                or op._forward_pre_hooks
-                or op._backward_hooks
-                or op._backward_pre_hooks
-                or "forward" in op.__dict__
-                or type(op).forward is not type(op)._own_forward
-            )
-            for op in (self, *self.basic_operations())
-        )
 
     def basic_operations(self) -> list[BasicOperation]:
         """Return the basic operations that this operation consists of, in order."""
@@ -206,7 +175,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         )
 
 
-class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta):
+class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta):
     """An operation with one main input and one main output that is not made of other operations.
 
     Derived classes implement `op_forward` and `op_backward`. A class with extra inputs or outputs sets
@@ -233,10 +202,6 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         self._extra_output_to_caller = [True] * self.num_extra_outputs
         self._captured_by_fuser = False
 
-    # The fused operation that owns this operation's parameters, and their names; see `lend_parameters`.
-    _owner: torch.nn.Module | None = None
-    _owned: tuple[str, ...] = ()
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._owned:
             setattr(self._owner, name, value)
@@ -248,28 +213,6 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         object.__setattr__(self, "_revision", next(_revisions))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._owner, name) if name in self._owned else super().__getattr__(name)
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if name in self._owned:
-            assert self._owner is not None
-            self._owner.register_parameter(name, param)
-        else:
-            super().register_parameter(name, param)
-
-    def lend_parameters(self, owner: torch.nn.Module) -> None:
-        """Move the parameters to a module, which owns them from now on; the operation reads them there.
-
-        torch's tools for modules, such as parametrizations and pruning, replace entries of `_parameters` and attributes
-        of the owner alone.
-        """
-        names = tuple(self._parameters)
-        for name in names:
-            owner.register_parameter(name, self._parameters.pop(name))
-        # Not `setattr`, which would make the owner a child of its child.
-        vars(self).update(_owner=owner, _owned=names)
 
     def own_tensors(self) -> list[Tensor]:
         """Return the tensors that the operation reads as its parameters, in the order of their gradients.

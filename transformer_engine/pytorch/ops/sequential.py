@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
+from .bare_calls import is_bare
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 
@@ -174,7 +175,7 @@ class Sequential(CheckedLoading):
         Operations with hooks or with another `forward` are called by themselves, because fusion would skip both.
         """
         modules = [module for module in self._modules.values() if module is not None]
-        kept: list[Any] = [isinstance(module, FusibleOperation) and module.is_bare() for module in modules]
+        kept: list[Any] = [isinstance(module, FusibleOperation) and is_bare(module) for module in modules]
         if self._module_groups is not None and modules == self._grouped[0] and kept == self._grouped[1]:
             return self._module_groups
         groups: list[OperationFuser | torch.nn.Module] = []
