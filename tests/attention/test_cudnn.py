@@ -254,7 +254,7 @@ FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "ampere": ({"hardware": nvidia(8, 0)}, "compute capability 8.0 has no cudnn fp8 attention"),
     "blackwell workstation": (
         {"hardware": nvidia(12, 0)},
-        "compute capability 12.0 has no cudnn fp8 attention; NVIDIA GPUs of compute capability 9.0 to 10.3 have",
+        "compute capability 12.0 has no cudnn fp8 attention; NVIDIA GPUs of compute capability 9.0 to 11.0 have",
     ),
     "empty": ({"batch": 0}, "an empty tensor"),
     "bias": (BIASED, "core_attention_bias_type='post_scale_bias'"),

@@ -1,6 +1,6 @@
 """Compile every quantization kernel for sm90 and sm100, without a GPU, and print counts of its PTX as JSON.
 
-Each of the two kernels that compare errors is compiled for one architecture; with `--all` for both.
+Two of the three kernels that compare errors are compiled for one architecture each; with `--all` for both.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def compiled(launch: Launch, pointers: dict[str, str | None], capability: int) -
     )
 
 
-# Kernels that LLVM optimizes for seconds: the architecture for which each is compiled by default.
+# Of the kernels that LLVM optimizes for seconds, those compiled for one architecture by default, which is given.
 COMPARING = {"nvfp4_4over6_squares": 100, "nvfp4_4over6_rows": 90}
 
 
