@@ -96,7 +96,9 @@ ROWS: dict[str, AttentionCall] = {
     "`softcap`": plain(softcap=30.0),
     "`softcap`, no mask": masked("no_mask", softcap=30.0),
     "`softcap`, thd": packed(softcap=30.0),
-    "`softcap` with a bias": plain(softcap=30.0, bias="post_scale_bias", bias_shape=SQUARE, bias_gradient=True),
+    "`softcap` with a bias": plain(
+        softcap=30.0, bias="post_scale_bias", bias_shape=SQUARE, bias_gradient=True
+    ),
     "`softcap` with ALiBi": plain(softcap=30.0, bias="alibi", slopes_shape=(16,)),
     "off-by-one softmax": plain(softmax="off-by-one"),
     "learnable softmax and its gradient": plain(softmax="learnable"),

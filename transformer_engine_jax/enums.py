@@ -63,7 +63,9 @@ JAXX_Quantize_Layout = enum.IntEnum(
     "JAXX_Quantize_Layout", "ROWWISE COLWISE ROWWISE_COLWISE", start=0, module=__name__
 )
 """Directions of a quantized array: for products along its last axis, along its other axes, or both."""
-JAXX_Score_Function = enum.IntEnum("JAXX_Score_Function", "SIGMOID SOFTMAX SQRTSOFTPLUS", start=0, module=__name__)
+JAXX_Score_Function = enum.IntEnum(
+    "JAXX_Score_Function", "SIGMOID SOFTMAX SQRTSOFTPLUS", start=0, module=__name__
+)
 """Functions from the logits of a router to its scores."""
 JAXX_Routing_Map_Format = enum.IntEnum(
     "JAXX_Routing_Map_Format", "BYTEMAP BITMAP_U8", start=0, module=__name__

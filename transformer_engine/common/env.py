@@ -370,7 +370,6 @@ _PLATFORM = (
     _number("NVTE_EP_HANDLE_CACHE_SIZE", 0, "Accepted; expert parallelism has no handle cache."),
     _number("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
     _number("NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
-    _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; no kernel is written in CuTe DSL."),
     _flag("NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE", False, "Accepted; norms are not computed by cuDNN."),
     _flag("NVTE_DEBUG_NUMERICS", False, "Accepted; te.observe reports statistics of tensors."),
     _flag(

@@ -84,9 +84,7 @@ def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callabl
     """Plan one call of cuBLASLt if it would be used, else the product and the operations after it."""
     product = request.product
     asked = (
-        product.device == "cuda"
-        and product.hardware.has("cublaslt")
-        and cublaslt_library.missing() is None
+        product.device == "cuda" and product.hardware.has("cublaslt") and cublaslt_library.missing() is None
     )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
     if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:

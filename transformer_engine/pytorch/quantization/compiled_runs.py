@@ -70,7 +70,7 @@ def is_recomputed() -> bool:
 
 def is_second_run() -> bool:
     """Return whether any of this thread's recomputed functions is in its second run."""
-    return any([run.again for run in _thread.runs])
+    return any([run.again for run in _thread.runs])  # noqa: C419 compilers trace a list
 
 
 class compiled_run(AbstractContextManager):
