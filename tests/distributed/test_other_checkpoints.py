@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -95,6 +96,8 @@ def _selective(saved: Callable[[Any], bool]) -> Callable[[], Any]:
     return partial(create_selective_checkpoint_contexts, policy)
 
 
+# torch's `debug=True` logs each operation with arguments for which its message has no place; pytest formats every message.
+logging.getLogger("LoggingTensor").disabled = True
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
