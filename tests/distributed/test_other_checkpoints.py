@@ -96,7 +96,7 @@ def _selective(saved: Callable[[Any], bool]) -> Callable[[], Any]:
     return partial(create_selective_checkpoint_contexts, policy)
 
 
-# torch's `debug=True` logs each operation with arguments for which its message has no place; pytest formats every message.
+# torch's `debug=True` logs operations with arguments for which the message has no place; pytest formats each message.
 logging.getLogger("LoggingTensor").disabled = True
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 

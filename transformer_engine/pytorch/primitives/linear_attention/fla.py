@@ -64,31 +64,32 @@ def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
 
 
 def _gated_delta_net(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops import gated_delta_rule
 
+    compute: Any = gated_delta_rule.chunk_gated_delta_rule  # its decorator hides the signature
     state = inputs.initial_state
-    return chunk_gated_delta_rule(*inputs[:5], initial_state=state, state_v_first=True, **options)
+    return compute(*inputs[:5], initial_state=state, state_v_first=True, **options)
 
 
 def _gated_delta_net_2(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
-    from fla.ops.gdn2 import chunk_gdn2
+    from fla.ops import gdn2
 
+    compute: Any = gdn2.chunk_gdn2
     q, k, v, decay, erase, write = inputs[:6]
     state = inputs.initial_state
-    return chunk_gdn2(
+    return compute(
         q, k, v, decay, erase.to(q.dtype), write, initial_state=state, state_v_first=True, **options
     )
 
 
 def _gated_delta_product(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:
-    from fla.ops.gated_delta_product import chunk_gated_delta_product
+    from fla.ops import gated_delta_product
 
+    compute: Any = gated_delta_product.chunk_gated_delta_product
     # This function stores the state as [dk, dv], and the updates of all tokens along one axis.
     state = None if inputs.initial_state is None else inputs.initial_state.transpose(-1, -2)
     k, v, beta = (x.flatten(1, 2) for x in (inputs.k, inputs.v, inputs.beta))
-    output, state = chunk_gated_delta_product(
-        inputs.q, k, v, inputs.g, beta, inputs.k.shape[2], initial_state=state, **options
-    )
+    output, state = compute(inputs.q, k, v, inputs.g, beta, inputs.k.shape[2], initial_state=state, **options)
     return output, None if state is None else state.transpose(-1, -2)
 
 
