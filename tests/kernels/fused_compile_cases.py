@@ -9,6 +9,9 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.compile_cases import count, ptx_of
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
