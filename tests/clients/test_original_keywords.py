@@ -146,7 +146,7 @@ def test_the_storage_class_makes_grouped_tensors(device):
             num_tensors=2, tensor_shape=(4, 8), rowwise_data=buffer, internal=internal
         )
         assert isinstance(made, GroupedTensor) is not internal and made.num_tensors == 2
-    assert GroupedTensorStorage.make_tensor_offsets([2, 0, 3], 8) == [0, 16, 16, 40]
+    assert GroupedTensorStorage.make_tensor_offsets([2, 0, 3], 8).tolist() == [0, 16, 16, 40]
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8"])

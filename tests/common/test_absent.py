@@ -47,7 +47,6 @@ NAMES = {
     ("transformer_engine.jax", "ShardingResource"): "in a MeshResource",
     ("transformer_engine.jax.sharding", "ShardingType"): "in a MeshResource",
     ("transformer_engine.jax", "update_fp8_metas"): "te.update_collections",
-    ("transformer_engine.jax.moe", "get_moe_recv_capacity_per_rank"): "leave the capacity out",
     ("transformer_engine.jax.moe", "record_ep_bootstrap_signature_for_moe"): "leave it out",
     ("transformer_engine.jax.cpp_extensions", "SoftmaxPrimitive"): "NVTE_JAX_CUSTOM_CALLS",
     (

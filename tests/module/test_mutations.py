@@ -40,6 +40,7 @@ EVERY_RECIPE = {**{name: recipe for name, recipe in RECIPES.items() if recipe is
 WRITTEN_IN_VAIN: set[str] = set()
 
 WITHOUT_ANOTHER_VALUE = {
+    "load_balancing_strategy",
     "num_gqa_groups",
     "return_layernorm_output",
     "rng_tracker_name",
@@ -93,8 +94,8 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
 
 def test_every_attribute_is_listed_as_fixed_or_has_another_value():
     without = {a for kind in NAMES for a in attributes(kind) if not list(values_for(kind, a, most=1))}
-    # On these layers: no norm to return, no tracker, no other number of groups that divides the heads, and names that
-    # the constructors of others take.
+    # On these layers: no norm to return, no tracker, no other number of groups that divides the heads, names that
+    # the constructors of others take, and no ranks that share a sequence.
     assert without <= WITHOUT_ANOTHER_VALUE, without
     held = {key for kind in NAMES for key in (*vars(layer_of(kind)), *dir(NAMES[kind]))}
     assert set(NOT_CHANGED) - held == set()

@@ -60,11 +60,7 @@ def test_scales_need_one_number_per_row():
     "kind", [ops.ScaledSReLU, lambda **o: ops.ScaledTanhSReLU(tanh_clamp_scale=2.0, **o)]
 )
 def test_recomputation_outside_of_a_fused_mlp_warns_and_proceeds(kind, monkeypatch):
-    from transformer_engine.pytorch.runtime import warn_once
-
-    for name in ("_seen", "_warned", "SEEN"):
-        if hasattr(warn_once, name):
-            monkeypatch.setattr(warn_once, name, set())
+    monkeypatch.setattr("transformer_engine.common.warning._issued", set())
     x, scales = torch.randn(2, 8), torch.rand(2)
     with pytest.warns(UserWarning, match="activation_recompute_in_mlp=True of .* has no effect"):
         y = kind(activation_recompute_in_mlp=True)(x, scales)

@@ -198,7 +198,7 @@ def test_pointers_of_little_alignment_give_the_same_result(library, spec, accumu
 REJECTIONS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
-    "7.5 has no bf16 products": {"hardware": nvidia(7, 5)},
+    "7.5 has no cublaslt": {"hardware": nvidia(7, 5)},
     "neither axis": {"a_layout": MatrixLayout(True, 0)},
     "dtypes differ": {"b_element": torch.float16},
     "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},

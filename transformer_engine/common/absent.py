@@ -105,7 +105,7 @@ ABSENT = {
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
     **dict.fromkeys(
-        ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2d]*"),
+        ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2dq]*"),
         "one step of the original's quantization of weights from shards; call "
         "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
     ),

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ...common import optional
+from ...common.formats import BLOCK_1D, BLOCK_2D, EXPONENT_PRODUCTS, FLOAT8
 from ..primitives.grouped_gemm import Groups, Matrices
 from ..primitives.grouped_quantize import GroupedQuantized, ScaleSlots, quantize_matrices, quantize_rows
 from ..primitives.quantize import QuantizeSpec
+from ..runtime.device import current_hardware
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.elements import element_of
 from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -93,7 +95,9 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
         if spec.format == (BLOCK_2D if of_matrices else BLOCK_1D):
             return GroupedQuantizer(spec)
     if isinstance(first, BlockScalingQuantizer) and first.makes_tiles:
-        spec = first.spec(True, True)
-        if spec.format.by_exponents and (of_matrices or not spec.two_dimensional):
+        spec, hardware = first.spec(True, True), current_hardware()
+        # Where Triton is too old for the GPU's instruction, a loop of products by libraries is native.
+        outdated = hardware.has(EXPONENT_PRODUCTS) and optional.release("triton") < hardware.scaled_dot
+        if spec.format.by_exponents and (of_matrices or not spec.two_dimensional) and not outdated:
             return GroupedQuantizer(spec)
     return None
