@@ -360,7 +360,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "width in te train": (
         lambda: resolve("cpu", {"hidden": 100}),
         ValueError,
-        ("hidden=100", "multiple of 32", "try 96"),
+        ("--hidden 100", "multiple of 32", "try 96"),
     ),
 }
 
