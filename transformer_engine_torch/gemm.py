@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
+from transformer_engine.common.formats import BLOCK_FORMATS
 from transformer_engine.common.numbers import to_bool, to_float, to_ints
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
@@ -233,12 +233,13 @@ def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
 
 def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:
     """Raise RuntimeError for a product of block-scaled operands that the original rejects."""
-    blocks = (BLOCK_1D, BLOCK_2D)
-    if a.format not in blocks or b.format not in blocks:
+    formats = a.format, b.format
+    if not all(form in BLOCK_FORMATS.values() for form in formats):
         return
+    squares = [BLOCK_FORMATS[True, powers] for powers in (False, True)]
     if not split:
         reason = "use_split_accumulator=False: their partial sums are always promoted; set it True"
-    elif a.format == b.format == BLOCK_2D:
+    elif all(form in squares for form in formats):
         reason = "both have 128 x 128 blocks; quantize one with block_scaling_dim=1"
     elif sums_bias:
         reason = "grad=True with a bias; sum the gradient over its rows before it is quantized"

@@ -172,8 +172,8 @@ def _attention() -> list[Call]:
             "pretrained_max_position_embeddings": SIZE, "interleaved": FLAG,
         }),
         _of("InferenceParams", te.InferenceParams, {"max_batch_size": 2, "max_sequence_length": 8}, {
-            "max_batch_size": REQUIRED_SIZE, "max_sequence_length": REQUIRED_SIZE, "num_heads_kv": REQUIRED_SIZE,
-            "head_dim_k": REQUIRED_SIZE, "head_dim_v": SIZE, "dtype": (*DTYPE, None), "is_paged": FLAG,
+            "max_batch_size": REQUIRED_SIZE, "max_sequence_length": REQUIRED_SIZE, "num_heads_kv": SIZE,
+            "head_dim_k": SIZE, "head_dim_v": SIZE, "dtype": DTYPE, "is_paged": FLAG,
             "max_ctx_len": SIZE, "qkv_format": (*NAME, None), "device": DEVICE,
             "page_size": SIZE, "total_num_pages": SIZE, "custom_cache_manager": (3, "paged", dict),
         }),

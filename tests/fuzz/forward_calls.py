@@ -101,7 +101,7 @@ def _norms() -> list[Call]:
         of_forward("FusedScaleMaskSoftmax.forward", lambda: FusedScaleMaskSoftmax(torch.add),
                  {"inp": tensor(1, 2, 4, 4), "mask": None, "attn_mask_type": "causal"},
                  {"inp": scores, "mask": masks, "attn_mask_type": (*NAME, None),
-                  "softmax_scale": ("1", NAN, [1.0])}),
+                  "scale": ("1", NAN, [1.0])}),
         of_forward("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
                  {"max_seq_len": (-1, 2.5, "8", None), "offset": (NAN, "8", None)}),
     ]  # fmt: skip

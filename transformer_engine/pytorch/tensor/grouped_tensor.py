@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.numbers import to_int
+from ..runtime.autograd import Function
 from ..runtime.checks import extents, tensor, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import once_differentiable
@@ -166,7 +167,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
 
 
-class _GroupValues(torch.autograd.Function):
+class _GroupValues(Function):
     """Values of a group of plain matrices as a plain tensor; the gradient passes through."""
 
     @staticmethod
