@@ -214,9 +214,10 @@ class GroupedNoScaleTensor(AbstractBaseTensor1x):
     Args:
         data: Rows of all groups, or a stack with the groups as first axis.
         amax: Absolute maxima, or None.
-        first_dims: Rows per group, int32 [G]; None for a stack. Also accepted as group_sizes.
+        first_dims: Rows per group, int32 [G]; None for a stack.
         last_dims: Columns per group of groups along the last axis, or None.
         original_shape: Shape of the values, by default that of data.
+        group_sizes: Former name of first_dims, read if first_dims is None.
     """
 
     data: Array
