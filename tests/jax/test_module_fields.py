@@ -258,7 +258,7 @@ CASES = [
     for place, fields in enumerate(covering(of_module))
 ]
 # Fields with separate tests: a score_mod excludes most other fields.
-ELSEWHERE = {"score_mod", "score_mod_bprop", "dtype"}
+ELSEWHERE = {"return_max_logit", "score_mod", "score_mod_bprop", "dtype"}
 PASSED_ON = {
     # A layer passes these to its attention; the layers above vary them.
     te_flax.MultiHeadAttention: set(OF_A_LAYER)
