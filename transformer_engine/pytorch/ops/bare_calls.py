@@ -8,19 +8,26 @@ from typing import Any
 from torch import Tensor
 
 
-def is_bare(operation: Any) -> bool:
-    """Return whether a call of an operation runs neither hooks nor a `forward` that was replaced, in no part of it."""
-    return all(
-        not (
-            op._forward_hooks
-            or op._forward_pre_hooks
-            or op._backward_hooks
-            or op._backward_pre_hooks
-            or "forward" in op.__dict__
-            or type(op).forward is not type(op)._own_forward
-        )
-        for op in (operation, *operation.basic_operations())
-    )
+def are_bare(operations: Sequence[Any]) -> bool:
+    """Return whether calls of operations run neither hooks nor a `forward` that was replaced, in no part of them.
+
+    It runs in each call of a chain: loops, because a generator would enter a function for each operation.
+    """
+    parts = list(operations)
+    for operation in operations:
+        if operation.is_fused_op:
+            parts += operation.basic_operations()
+    for part in parts:
+        if (
+            part._forward_hooks
+            or part._forward_pre_hooks
+            or part._backward_hooks
+            or part._backward_pre_hooks
+            or "forward" in part.__dict__
+            or type(part).forward is not type(part)._own_forward
+        ):
+            return False
+    return True
 
 
 def call_one_by_one(operations: Sequence[Any], input: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:

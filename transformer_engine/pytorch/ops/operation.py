@@ -21,7 +21,7 @@ from torch import Tensor
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
-from .bare_calls import call_one_by_one, is_bare
+from .bare_calls import are_bare, call_one_by_one
 from .channels import Channels
 from .lent_parameters import LentParameters
 from .recipe_slots import RecipeSlots
@@ -153,7 +153,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        if self.is_fused_op and not all(is_bare(op) for op in members):
+        if self.is_fused_op and not are_bare(members):
             return call_one_by_one(members, input, extra_inputs)
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
-from .bare_calls import is_bare
+from .bare_calls import are_bare
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 
@@ -33,7 +33,7 @@ class Sequential(CheckedLoading):
         self._grouped: tuple[list[Any], list[Any]] = (
             [],
             [],
-        )  # the modules of these groups, and which of them fuse
+        )  # the modules of these groups, and those that fuse
         self._last_global_state: Any = None
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
@@ -175,20 +175,20 @@ class Sequential(CheckedLoading):
         Operations with hooks or with another `forward` are called by themselves, because fusion would skip both.
         """
         modules = [module for module in self._modules.values() if module is not None]
-        kept: list[Any] = [isinstance(module, FusibleOperation) and is_bare(module) for module in modules]
-        if self._module_groups is not None and modules == self._grouped[0] and kept == self._grouped[1]:
+        operations = [module for module in modules if isinstance(module, FusibleOperation)]
+        fused = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
+        if self._module_groups is not None and (modules, fused) == self._grouped:
             return self._module_groups
         groups: list[OperationFuser | torch.nn.Module] = []
         chain: list[FusibleOperation] = []
-        # None ends the last chain.
-        for module, fuses in zip([*modules, None], [*kept, False], strict=True):
-            if fuses:
+        for module in [*modules, None]:  # None ends the last chain
+            if module in fused:
                 chain.append(module)  # pyright: ignore[reportArgumentType]
                 continue
             groups += [OperationFuser(chain)] if chain else []
             groups += [] if module is None else [module]
             chain = []
-        self._module_groups, self._grouped = groups, (modules, kept)
+        self._module_groups, self._grouped = groups, (modules, fused)
         return groups
 
     def _options(self, given: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
