@@ -46,10 +46,10 @@ def metadata() -> dict[str, object]:
         "long_description_content_type": "text/markdown",
         "project_urls": project_urls(repository) if repository else {},
         "license": "Apache-2.0",
-        # Not below the checkout: a later build would pack modules that have been deleted since.
-        "options": {"build": {"build_base": tempfile.mkdtemp(prefix="transformer-engine-build-")}},
     }
 
 
 if __name__ == "__main__":
-    setup(**metadata())
+    # Not below the checkout, where a later build would pack modules that have been deleted since.
+    with tempfile.TemporaryDirectory() as folder:
+        setup(**metadata(), options={"build": {"build_base": folder}})
