@@ -25,6 +25,7 @@ from .demo.trainer import Trainer
 from .devices import joined, launch, under_torchrun
 from .failure import reporting_failures, writing
 from .invocation import program
+from .options import torch_device
 from .progress import describe, results_table, train_with_progress
 
 RESTARTS = 3  # after the failure of a rank, from the last checkpoint
@@ -92,9 +93,8 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
         clears: Remove the files of an earlier run first.
     """
     console = Console(highlight=False, quiet=os.environ["RANK"] != "0")
-    cuda = request.device == "cuda" or (request.device == "auto" and torch.cuda.is_available())
     with (
-        joined("cuda" if cuda else "cpu") as device,
+        joined(torch_device(request.device).type) as device,
         reporting_failures(console),
         _interrupts(device) as stop,
     ):

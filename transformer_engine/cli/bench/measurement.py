@@ -13,6 +13,7 @@ from ...common import optional
 from ...pytorch.quantization import support_of
 from ..devices import default_devices, launch, under_torchrun
 from ..failure import reporting, reporting_failures, writing
+from ..options import torch_device
 from ..survey import KINDS
 from .cases import RECIPES, Case, cases
 from .compare import print_comparison
@@ -66,7 +67,7 @@ def measure(
         if compare is not None:
             print_comparison(console, *compare)
             return
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch_device("auto")
         quick = request.quick or device.type == "cpu"
         _check_file(json)
         ranks = None

@@ -14,6 +14,7 @@ from ...common import optional
 from ...common import recipe as recipes
 from ...common.numbers import with_article
 from ...common.planning import FORMATS
+from ..options import DEVICES
 
 # Libraries that a run in each framework needs, and the extra that installs them.
 NEEDED = {
@@ -235,8 +236,8 @@ class Execution:
 
 def resolve(device: str, given: dict[str, Any]) -> RunConfig:
     """Return a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {device!r} does not exist; choose one of auto, cpu, cuda")
+    if device not in DEVICES:
+        raise ValueError(f"--device {device!r} does not exist; choose one of {', '.join(DEVICES)}")
     chosen = {name: value for name, value in given.items() if value is not None}
     framework = chosen.setdefault("framework", default_framework())
     if device == "auto":

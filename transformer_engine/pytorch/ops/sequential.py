@@ -30,10 +30,8 @@ class Sequential(CheckedLoading):
         super().__init__()
         # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        self._grouped: tuple[list[Any], list[Any]] = (
-            [],
-            [],
-        )  # the modules of these groups, and those that fuse
+        # The modules of these groups, and those that fuse.
+        self._grouped: tuple[list[Any], list[Any]] = [], []
         self._last_global_state: Any = None
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
