@@ -54,6 +54,15 @@ def tensors(device, dtype=torch.bfloat16):
     return x, w, b, dy
 
 
+def values(quantizer, matrix, columnwise):
+    """The matrix that a product reads, in float64; by columns its transpose."""
+    if quantizer is IDENTITY:
+        return (matrix.t() if columnwise else matrix).double()
+    operand = quantizer.encode(matrix.detach(), not columnwise, columnwise)
+    operand = operand.contract("rows" if columnwise else "cols")
+    return dequantize(operand._replace(dtype=torch.float32)).double()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_product_reads_its_operands_as_quantized(name, device):
     x, w, b, dy = tensors(device)
@@ -61,12 +70,6 @@ def test_each_product_reads_its_operands_as_quantized(name, device):
     spec = spec_of(torch.bfloat16, qx, qw, qg, needs_grad_bias=True)
     y = linear(x, w, b, spec)
     y.backward(dy)
-
-    def values(quantizer, tensor, columnwise):
-        operand = quantizer.encode(tensor.detach(), not columnwise, columnwise).contract(
-            "rows" if columnwise else "cols"
-        )
-        return dequantize(operand._replace(dtype=torch.float32)).double()
 
     expected_y = values(qx, x, False) @ values(qw, w, False).t() + b.detach().double()
     expected_dx = values(qg, dy, False) @ values(qw, w, True).t()

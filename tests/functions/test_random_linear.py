@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
-from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
+from tests.functions import test_linear
+from tests.functions.test_linear import K, N, quantizers, values
+from transformer_engine.common.recipe import Float8CurrentScaling, Format
 from transformer_engine.pytorch.functions.linear import linear
-from transformer_engine.pytorch.functions.linear_spec import IDENTITY, Accumulation, LinearSpec
-from transformer_engine.pytorch.functions.weight_gradient import WeightGradient
-from transformer_engine.pytorch.primitives.quantize import dequantize
-from transformer_engine.pytorch.quantization import RecipeState
+from transformer_engine.pytorch.functions.linear_spec import IDENTITY, LinearSpec
 
-RECIPES = {
-    "none": None,
-    "delayed": DelayedScaling(),
-    "current": Float8CurrentScaling(),
-    "current_e4m3": Float8CurrentScaling(fp8_format=Format.E4M3),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
-N, K = 96, 128
+RECIPES = {"none": None, **test_linear.RECIPES, "current_e4m3": Float8CurrentScaling(fp8_format=Format.E4M3)}
 
 
 class Case(NamedTuple):
@@ -65,21 +47,13 @@ cases = st.builds(
 
 
 def spec_of(case: Case) -> LinearSpec:
-    recipe, quantizers = RECIPES[case.recipe], (IDENTITY, IDENTITY, IDENTITY)
-    if recipe is not None:
-        states = [
-            RecipeState.create(recipe, mode=mode, num_quantizers=count, device="cpu").make_quantizers()
-            for mode, count in (("forward", 3), ("backward", 2))
-        ]
-        quantizers = (states[0][0], states[0][1], states[1][0])
+    recipe = RECIPES[case.recipe]
+    of_recipe = (IDENTITY, IDENTITY, IDENTITY) if recipe is None else quantizers(recipe, "cpu")
     needs_grad_input, needs_grad_weight, needs_grad_bias = case.needs
-    return LinearSpec(
+    return test_linear.spec_of(
         torch.bfloat16,
-        *quantizers,
-        Accumulation(),
-        TensorParallel(),
-        WeightGradient(),
-        backward=case.backward,  # pyright: ignore[reportArgumentType]
+        *of_recipe,
+        backward=case.backward,
         keep_input=case.keep_input,
         needs_grad_input=needs_grad_input,
         needs_grad_weight=needs_grad_weight,
@@ -106,18 +80,10 @@ def results(case: Case, spec: LinearSpec | None = None) -> list[torch.Tensor | N
     return [y.detach(), x.grad, w.grad, b.grad]
 
 
-def values(quantizer: Any, matrix: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """The matrix that a product reads, in float64; by columns its transpose."""
-    if quantizer is IDENTITY:
-        return (matrix.t() if columnwise else matrix).double()
-    operand = quantizer.encode(matrix, not columnwise, columnwise).contract("rows" if columnwise else "cols")
-    return dequantize(operand._replace(dtype=torch.float32)).double()
-
-
 @settings(max_examples=120, deadline=None)
 @given(cases)
 def test_passes_multiply_the_operands_of_their_settings(case: Case):
-    assume(not (case.recipe == "delayed" and case.keep_input))
+    assume(not (case.recipe.startswith("delayed") and case.keep_input))
     spec = spec_of(case)
     x, w, b, dy = [tensor.detach() for tensor in tensors(case)]
     x, dy = x.reshape(-1, K), dy.reshape(-1, N)
@@ -147,7 +113,7 @@ def test_passes_multiply_the_operands_of_their_settings(case: Case):
 @settings(max_examples=60, deadline=None)
 @given(cases)
 def test_a_gradient_does_not_depend_on_which_others_are_computed(case: Case):
-    assume(not (case.recipe == "delayed" and case.keep_input))
+    assume(not (case.recipe.startswith("delayed") and case.keep_input))
     some, every = results(case), results(case._replace(needs=(True, True, True)))
     for got, wanted in zip(some, every, strict=True):
         assert got is None or (wanted is not None and torch.equal(got, wanted))
