@@ -1,7 +1,7 @@
 """Metadata that depends on the place of publication: the environment variable REPOSITORY_URL, the repository's address.
 
 A checkout has no canonical address. Where the variable is set, the project URLs are added and the relative links of
-README.md become absolute, because an index page has no files beside it.
+README.md become absolute, because an index page has no other files.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from transformer_engine.pytorch.primitives.gemm.cublaslt_problem import (
 )
 
 M, N, K = 4096, 4096, 4096
-MOST = 64  # algorithms that are asked for
+MOST = 64  # requested algorithms
 # dtype of the codes and mode of their scales.
 FORMATS = {
     "FP8, one scale": (torch.float8_e4m3fn, SCALAR),
@@ -141,7 +141,7 @@ def problem_of(form: str, layout: str) -> CublasProblem:
 
 
 def counts() -> dict[str, dict[str, int | str]]:
-    """{format: {layout: number of algorithms, or the reason why there is none}}."""
+    """{format: {layout: number of algorithms, or the reason for having none}}."""
     found: dict[str, dict[str, int | str]] = {}
     for form in FORMATS:
         of_format = found[form] = {}

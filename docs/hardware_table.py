@@ -37,7 +37,7 @@ RECIPES = {
 }
 OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
 NOT_NATIVE = ("reference", "widen", "decoded")
-OTHERS = ("grouped", "cast")  # operations of the files that are no dense products
+OTHERS = ("grouped", "cast")  # prefixes of the operations besides dense products
 # Architectures on which the kernels of this package are run before a release.
 RUN_HERE = ("9.0",)
 ATTENTION = {

@@ -253,7 +253,7 @@ def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, de
 
 
 def inputs_of(**tensors: Tensor | None) -> DeltaInputs:
-    """Inputs of the operation; those that are not given are None."""
+    """Inputs of the operation, None by default."""
     return DeltaInputs(*(tensors.get(name) for name in DeltaInputs._fields))  # pyright: ignore
 
 

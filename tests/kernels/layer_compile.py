@@ -3,7 +3,7 @@
     PYTHONPATH=. python -m tests.kernels.layer_compile 8.9 [--sample] [--part 0/2]
 
 Each line is a pair of a title and facts: instructions of tensor cores and of casts, registers, stack, shared and tensor
-memory. The launches are those that `tests.primitives.hardware_layers` records on the simulated GPU: with all libraries,
+memory. `tests.primitives.hardware_layers` records the launches on the simulated GPU: with all libraries,
 without, and with the Triton backends of products and attention forced. --sample compiles one launch per kernel and kind
 of operands.
 """

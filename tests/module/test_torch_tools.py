@@ -51,7 +51,7 @@ def _on_cpu(kind: type[nn.Module]) -> dict[str, Any]:
 
 
 class Step(NamedTuple):
-    """Output, gradient of the input, and gradients of the parameters by name."""
+    """Output, input gradient, and parameter gradients by name."""
 
     output: Tensor
     input_gradient: Tensor
@@ -243,7 +243,7 @@ def extra_parameter(name: str) -> None:
 
 
 class _Adapted(nn.Module):
-    """A module with a low-rank adapter beside it."""
+    """A module whose output is multiplied by a trained scale."""
 
     def __init__(self, base: nn.Module):
         super().__init__()

@@ -146,7 +146,7 @@ def choices() -> Choices:
 
 
 def choices_on(architecture: str, libraries: bool = True) -> Choices:
-    """The choices on a simulated GPU, from a process of its own."""
+    """The choices on a simulated GPU, from a separate process."""
     arguments = ["-W", "ignore", "-m", __name__, architecture, *["--without"] * (not libraries)]
     return json.loads(forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300))
 

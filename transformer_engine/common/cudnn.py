@@ -21,7 +21,7 @@ def decode_cudnn_version(version: int) -> tuple[int, int, int]:
 
 
 def check_cudnn_version(version: int | None = None) -> None:
-    """Check that cuDNN has at least MIN_CUDNN_VERSION. This package does not require it: other backends take over.
+    """Check that cuDNN has at least MIN_CUDNN_VERSION. This package does not require it, because other backends exist.
 
     Args:
         version: Version to check; by default that of the imported PyTorch. Without cuDNN nothing is checked.

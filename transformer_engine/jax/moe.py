@@ -95,7 +95,7 @@ def moe(
     Args:
         x: Input [b, s, h].
         gate_kernel: Kernel [h, E] of the router.
-        wi: Kernels [E, h, 2 f]: those of the activation, then those that the activation's output is multiplied with.
+        wi: Kernels [E, h, 2 f]: the activation's kernels, then the kernels of the other factor.
         wo: Kernels [E, f, h].
         wi_bias: Biases [E, 2 f], or None.
         wo_bias: Biases [E, h], or None.

@@ -30,7 +30,7 @@ class BenchRequest(NamedTuple):
 
     Attributes:
         families: Names of families; empty: all.
-        recipes: Names of recipes; None: those that the device supports.
+        recipes: Names of recipes; None: all supported ones.
         only: Parts of names of cases, separated by commas; empty: all.
         providers: Names of providers; None: all that are not on request.
         quick: Small sizes and few repetitions.

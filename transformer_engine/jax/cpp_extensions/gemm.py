@@ -207,7 +207,7 @@ def _product_of_groups(
     bias: Array | None = None, precision: Any = jax.lax.Precision.DEFAULT, preferred_element_type: Any = None,
     group_offset: Array | None = None, quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:  # fmt: skip
-    """See `grouped_gemm`; group_sizes: rows per group, None for those that lhs holds."""
+    """See `grouped_gemm`; group_sizes: rows per group, by default the sizes that lhs holds."""
     if group_sizes is None:
         rows = lhs.rowwise_tensor if isinstance(lhs, ScaledTensor2x) else lhs
         group_sizes = getattr(rows, "group_sizes", None)

@@ -43,7 +43,7 @@ def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K].
 
     Returns:
-        x by rows, possibly in transit from other ranks; and what the backward pass reads of x.
+        x by rows, possibly in transit from other ranks; and the saved x of the backward pass.
     """
     way = spec.gather_input if spec.parallel.gathers_input else None
     if way in (VALUES, ONCE):

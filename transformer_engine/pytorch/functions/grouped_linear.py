@@ -50,7 +50,7 @@ def grouped_linear_forward(
         multiplies: Compute y. Recomputation needs the other results only.
 
     Returns:
-        [y [M, N] or None]; and what the backward pass reads: x for dw_g, and the weights for dx.
+        [y [M, N] or None]; and the saved values: x for dw_g, and the weights for dx.
     """
     x, weights, biases = tensors
     layer = call.spec.layer
@@ -109,7 +109,7 @@ def grouped_linear_backward(
     layer = call.spec.layer
     assert layer is not None
     (weight_dtype, bias_dtype), *_ = dtypes
-    # Unquantized matrices are read as they are by rows, and as their transpose by columns.
+    # Unquantized matrices are read without conversion by rows, and as their transpose by columns.
     values = layer.plain or layer.backward != QUANTIZED
     if type(dy) is not Tensor or not dy.is_contiguous():
         dy = dense_values(dy)

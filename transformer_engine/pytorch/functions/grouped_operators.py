@@ -37,7 +37,7 @@ class GroupedKernel:
     Attributes:
         spec: The settings.
         inference: Function (call, inputs) -> y.
-        again: Function (call, inputs) -> what the backward pass reads, without y.
+        again: Function (call, inputs) -> saved values of the backward pass, without y.
         backward: Function (call, [dy, *the results of `again`]) -> a gradient of each input or None.
         lists: Sizes of the lists into which the inputs behind x are collected; None: each is an input by itself.
         present: Of each input, whether `backward` returns its gradient.

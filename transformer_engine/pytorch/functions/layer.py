@@ -1,7 +1,7 @@
 """Execution of passes and saving of buffers, shared by the autograd functions of linear layers.
 
-A layer's spec names its linear layers, its passes, and the environment of their steps. Each layer has an autograd
-function, whose two methods are `forward_of` and `backward_of_layer`.
+A kind of layer has two plain functions (`LayerFunctions`) and an autograd function, whose methods call `record` and
+`run_backward`.
 """
 
 from __future__ import annotations

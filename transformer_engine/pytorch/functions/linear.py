@@ -11,7 +11,7 @@ A linear layer computes three matrix products. Each contracts the last axis of b
 In low precision an operand is codes and scales. Scales of blocks belong to elements along the contracted axis, so that
 x, weight and dy are each quantized in two directions: by rows [M, K], and by columns, whose operand [K, M] is that of
 the transpose. The forward pass quantizes x and weight in both directions, multiplies the rows and saves the columns.
-Unquantized matrices are read as they are, by columns as their transpose (`Matrix`).
+Unquantized matrices are read without conversion, by columns as their transpose (`Matrix`).
 
 A tensor-parallel layer has a shard of the weight: [N / ranks, K] in the mode "column", [N, K / ranks] in the mode
 "row". Products are then partial sums over the ranks: dx in the mode "column", y in the mode "row". With sequence
@@ -82,7 +82,7 @@ def linear_forward(
         multiplies: Compute y. Recomputation needs the other results only.
 
     Returns:
-        y or None; and what the backward pass reads, x for dw and the weight for dx, None without that gradient.
+        y or None; and the saved values, x for dw and the weight for dx, None without that gradient.
     """
     parallel = spec.parallel
     x_rows, saved_input = forward_input(x, spec)

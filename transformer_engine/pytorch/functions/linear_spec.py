@@ -1,4 +1,4 @@
-"""LinearSpec: the settings of one call of a linear layer, and what follows from them."""
+"""LinearSpec: the settings of one call of a linear layer, and derived decisions."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def norm_linear_forward(
         leading: Dimensions of x before K.
 
     Returns:
-        (y, norm(x) or None); and what the backward pass reads: x, gamma, the statistics, norm(x) and the weight.
+        (y, norm(x) or None); and the saved values: x, gamma, the statistics, norm(x) and the weight.
     """
     x, gamma, beta, weight, bias = tensors
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
@@ -247,7 +247,7 @@ def norm_mlp_forward(
         multiplies: Compute y. Recomputation needs the saved values only.
 
     Returns:
-        (y, norm(x) or None); and what the backward pass reads: x, gamma, the statistics, u, and the operands of fc1
+        (y, norm(x) or None); and the saved values: x, gamma, the statistics, u, and the operands of fc1
         (norm(x), weight) and of fc2 (a, weight).
     """
     x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
