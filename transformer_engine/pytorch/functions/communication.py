@@ -121,7 +121,7 @@ def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
     return begin("reduce_scatter" if parallel.sequence else "all_reduce", x, parallel)
 
 
-def gathered_product(pending: Pending, b: Any, epilogue: Epilogue, dense: bool = False) -> tuple[Tensor, Any]:
+def gathered_product(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tensor, Any]:
     """Compute a @ b.T of rows in transit, rank by rank where the rows arrive in this way.
 
     Args:

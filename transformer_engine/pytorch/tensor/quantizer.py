@@ -42,11 +42,6 @@ class Operands(NamedTuple):
     columnwise: Operand | Matrix | None
 
 
-def turned(columnwise: Operand | Matrix) -> Operand:
-    """Return the operand [K, M] of a column direction."""
-    return plain(columnwise.values.t()) if isinstance(columnwise, Matrix) else columnwise
-
-
 class Quantizer(EncodesGroups):
     """Base class of quantizers. `encode` is the functional core; everything else is defined by it.
 
