@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fast.compiled import CompiledLayer, CompiledPass, compiles_on
+from ..fast.symbols import Symbol
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..runtime.autograd import check_transforms, without_autocast
-from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
-from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved_before_transfer, unpack
 from .sequence import leading_shape

@@ -20,7 +20,7 @@ parallelism, ranks share the rows of the activations outside of the layers: a su
 and is waited for late.
 
 The functions run step by step on any device. For warm calls on a GPU they run once on Symbols, which lists their
-kernels and products (`compiled.py`).
+kernels and products (`fast/compiled.py`).
 """
 
 from __future__ import annotations

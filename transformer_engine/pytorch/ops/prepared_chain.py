@@ -2,7 +2,7 @@
 
 A chain whose operations all contribute steps runs as one forward and one backward pass. Everything about these passes
 that does not depend on tensor values is prepared once per key of a call (`OperationFuser`): steps, specs, quantizers,
-the layout of saved buffers. On a GPU warm calls run the compiled passes of `functions/compiled.py`. Other chains go
+the layout of saved buffers. On a GPU warm calls run the compiled passes of `fast/compiled.py`. Other chains go
 through `chain_run.py`.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..distributed_weight import whole_weights
-from ..functions.compiled import CompiledLayer, compiles_on
+from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
 from ..functions.linear_spec import LinearSpec
 from ..functions.run import run

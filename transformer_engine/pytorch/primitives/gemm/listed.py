@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from ....common.formats import BLOCK_FORMATS, FLOAT8
-from ...runtime.symbols import Form, Instructions, NotListed, Symbol
+from ...fast.symbols import Form, Instructions, NotListed, Symbol
 from ..operand import Operand, OwnedOperand
 from . import composed, cublaslt_fused, request
 from .block_scales import block_scale_memory

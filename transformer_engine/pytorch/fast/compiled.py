@@ -1,8 +1,8 @@
 """Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`runtime/symbols.py`), which
+A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`fast/symbols.py`), which
 lists the launches and products, and the calls that collectives are; the list becomes one function
-(`runtime/generated_pass.py`). The steps remain the only place that decides anything. A call that something else may
+(`fast/generated_pass.py`). The steps remain the only place that decides anything. A call that something else may
 influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the steps.
 
 The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ...common.memory import Memory
+from ..fast.generated_pass import Generated, generate
+from ..fast.symbols import Instructions, NotAligned, NotListed
+from ..functions.saving import keep, take_saved_before_transfer
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.device import is_current_device
-from ..runtime.generated_pass import Generated, generate
-from ..runtime.symbols import Instructions, NotAligned, NotListed
 from ..tensor.quantizer import Quantizer
-from .saving import keep, take_saved_before_transfer
 
 # (inputs, *facts) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
