@@ -21,7 +21,6 @@ from torch import Tensor
 from ...common.memory import Memory
 from ..fast.generated_pass import Generated, generate
 from ..fast.symbols import Instructions, NotAligned, NotListed
-from ..functions.saving import keep, take_saved_before_transfer
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.device import is_current_device
@@ -177,21 +176,26 @@ class CompiledLayer:
         key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in beside]
         return self._forward(key, given, (spec,), beside)
 
-    def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
-        """Save the tensors that a forward pass returned for the backward pass, like `saving.save`."""
-        keep(ctx, kept)
-        ctx.forms, ctx.scale_update = kind.metadata, update
+    def record(self, ctx: Any, kind: Kind) -> None:
+        """Record the kind of the forward pass in its node, whose saved tensors it determines."""
+        ctx.forms = kind.metadata
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
-    def backward(self, ctx: Any, grads: Sequence[Tensor | None], spec: Any) -> tuple[Any, ...]:
-        """Return the gradients of the inputs."""
+    def backward(self, ctx: Any, given: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
+        """Gradients of the inputs.
+
+        Args:
+            ctx: The node.
+            given: The gradients of the results, then the saved tensors.
+            grads: Number of gradients.
+            spec: Spec of the layer.
+        """
         kind: Kind = ctx.kind
-        given = [*grads, *take_saved_before_transfer(ctx)]
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
         if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
             return self._backward.by_steps(given, (spec, ctx))[0]
         key: list[Any] = [kind]
-        compared = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]
+        compared = given if ctx.hooked else [*given[:grads], *[given[i] for i in kind.given]]
         for tensor in compared:
             key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         del compared

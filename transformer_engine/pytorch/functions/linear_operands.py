@@ -11,9 +11,9 @@ from ..distributed.common_scale import with_common_scale
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
 from ..fast.listed_collectives import is_listed, list_check
+from ..fast.listed_products import SymbolicOperand
 from ..fast.symbols import Symbol
 from ..primitives.gemm import as_matrix
-from ..primitives.gemm.listed import SymbolicOperand
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import dequantize

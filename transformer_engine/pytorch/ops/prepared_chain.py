@@ -253,13 +253,13 @@ class _PreparedChain(Function):
     @staticmethod
     def forward(ctx: Any, chain: PreparedChain, environment: ChainEnvironment, *tensors: Any) -> Any:
         ctx.chain, ctx.environment = chain, environment
-        ctx.scale_update = update = update_at_end_of_pass() if chain.updates_scales else None
+        ctx.scale_update = update_at_end_of_pass() if chain.updates_scales else None
         if chain.compiled is None:
             made, ctx.forms = _forward_pass([*tensors], chain, environment)
-            keep(ctx, made[chain.outputs :])
         else:
             made, kind = chain.compiled.forward([*tensors], chain)
-            chain.compiled.save(ctx, made[chain.outputs :], kind, update)
+            chain.compiled.record(ctx, kind)
+        keep(ctx, made[chain.outputs :])
         outputs = distinct(made[: chain.outputs], tensors)
         constant = [y for y in outputs if not y.is_floating_point()]
         if constant:
@@ -276,10 +276,11 @@ class _PreparedChain(Function):
         if grads[0] is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+        given = [*grads, *take_saved_before_transfer(ctx)]  # both calls empty this list
         if chain.compiled is None:
-            results = _backward_pass([*grads, *take_saved_before_transfer(ctx)], chain, ctx)[0]
+            results = _backward_pass(given, chain, ctx)[0]
         else:
-            results = chain.compiled.backward(ctx, grads, chain)
+            results = chain.compiled.backward(ctx, given, len(grads), chain)
         if ctx.scale_update is not None:
             ctx.scale_update.run()
         return None, None, *results
