@@ -25,6 +25,7 @@ from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.device import is_current_device
 from ..tensor.quantizer import Quantizer
+from . import ENABLED
 
 # (inputs, *facts) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
@@ -203,5 +204,5 @@ class CompiledLayer:
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Do passes on a device consist of launches? On a CPU torch computes them."""
-    return device.type == "cuda"
+    """Whether passes are compiled, and consist of launches on a device. On a CPU torch computes them."""
+    return ENABLED and device.type == "cuda"

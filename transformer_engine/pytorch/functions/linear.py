@@ -36,7 +36,7 @@ from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight
 from ..primitives.gemm import Epilogue, gemm, gemm_gelu_gradient
 from ..primitives.quantize import Cast
-from ..runtime.autograd import Function, applier
+from ..runtime.autograd import Function
 from ..runtime.tracing import result_in
 from ..tensor.quantizer import Matrix, Quantizer
 from .communication import Pending, begin_sum, gathered_product, scattered_product
@@ -257,7 +257,7 @@ FUNCTIONS = LayerFunctions("Linear", _forward, _backward, results=1)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
-        return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return infer_with(FUNCTIONS, spec, (x, weight, bias))[0]
 
 
@@ -271,6 +271,3 @@ class _Linear(Function):
     @backward_of("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *run_backward(FUNCTIONS, ctx, (grad_output,)), None
-
-
-_applied = applier(_Linear)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
+from ..fast import run_backward_on_calling_thread
 from ..functions.linear_spec import LinearSpec, gathering
 from ..functions.scale_update import END_OF_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
 from ..quantization.delayed_scaling import histories_agree
-from ..runtime.autograd import run_backward_on_calling_thread
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage

@@ -22,7 +22,7 @@ from ..functions.linear_spec import LinearSpec
 from ..functions.run import run
 from ..functions.saving import keep, pack, take_saved_before_transfer, unpack
 from ..functions.scale_update import update_at_end_of_pass
-from ..runtime.autograd import Function, applier, check_transforms
+from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, grad_facts
@@ -148,7 +148,7 @@ class PreparedChain:
         """Run the chain on whole weights."""
         environment = self._environment_of(given) if self._of_call else self.environment
         if self.first < len(self.members):
-            results = _prepared(self, environment, *given)
+            results = _PreparedChain.apply(self, environment, *given)
             return results if self.outputs > 1 else results[0]
         check_transforms(_PreparedChain.OPERATION, given)
         if self.compiled is None:
@@ -284,6 +284,3 @@ class _PreparedChain(Function):
         if ctx.scale_update is not None:
             ctx.scale_update.run()
         return None, None, *results
-
-
-_prepared = applier(_PreparedChain)
