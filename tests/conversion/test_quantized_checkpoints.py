@@ -51,7 +51,7 @@ def test_only_linear_weights_change_and_by_less_than_a_rounding(
     given, values = weights(SETTINGS["llama"]), decoded(saved(model, tmp_path / "quantized", name))
     assert set(values) == set(given)
     for key, weight in given.items():
-        # 112 columns of down_proj are no multiple of 32.
+        # The 112 columns of down_proj are not a multiple of 32.
         if not is_linear(key) or weight.shape[1] % FORMATS[name].block:
             assert torch.equal(values[key], weight), key
             continue
@@ -124,7 +124,7 @@ def test_second_round_trip_returns_the_same_values(name: str, model: conversion.
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_modelopt"])
-def test_weights_that_servers_concatenate_share_their_scale(
+def test_concatenated_layers_share_their_scale(
     name: str, model: conversion.Decoder, tmp_path: Path
 ):
     shards = Shards.open(saved(model, tmp_path / "quantized", name))
@@ -273,7 +273,7 @@ def test_transposed_weights_are_rejected(tmp_path: Path):
         ({"weight_block_size": [64, 64]}, r"is \[1, 1\], which does not fit .* in blocks of \[64, 64\]"),
     ],
 )
-def test_quantizations_that_are_not_read_are_named(
+def test_unsupported_quantizations_raise_an_error(
     change: dict, sentence: str, model: conversion.Decoder, tmp_path: Path
 ):
     folder = saved(model, tmp_path / "quantized", "fp8_block")
