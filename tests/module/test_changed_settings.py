@@ -11,7 +11,8 @@ import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, same, step
 from transformer_engine.common import env
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
-from transformer_engine.pytorch.module import precision, specs
+from transformer_engine.pytorch.functions import precision
+from transformer_engine.pytorch.module import specs
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4

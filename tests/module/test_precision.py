@@ -12,7 +12,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
-from transformer_engine.pytorch.module import precision
+from transformer_engine.pytorch.functions import precision
 
 RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
 SMALL, LARGE = (128, 1024, 1024), (8192, 4096, 14336)

@@ -28,7 +28,7 @@ from ..runtime.autograd import run_backward_on_calling_thread
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-from .precision import quantizes
+from ..functions.precision import quantizes
 from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
 
 
