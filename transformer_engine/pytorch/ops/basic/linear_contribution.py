@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ....common.formats import TensorFormat
 from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
+from ...functions.fusions import has_one_scale, unsupported_gradient_cast
 from ...functions.linear_spec import (
     IDENTITY,
     UNQUANTIZED,
@@ -24,7 +24,7 @@ from ...functions.linear_spec import (
 from ...functions.linear_spec import linear_spec as build_linear_spec
 from ...functions.precision import runs_quantized
 from ...functions.weight_gradient import WeightGradient
-from ...primitives.activation import ACTIVATIONS, gradient_fuses
+from ...primitives.activation import gradient_fuses
 from ...runtime.warn_once import warn_once
 from ...tensor.quantizer import Calibrating, Quantizer
 from ..chain import OperationCall
@@ -54,9 +54,8 @@ class ProducerCasts:
         cast = gradient_cast(spec)
         if cast is None:
             return ProducerCasts(input_cast(spec) is not None)
-        kind: TensorFormat = cast.spec.format
-        one_scale = cast.multiplier is None and kind.block is None
-        return ProducerCasts(input_cast(spec) is not None, True, one_scale, gradient_fuses(cast.spec, True))
+        beside_sums = gradient_fuses(cast.spec, True)
+        return ProducerCasts(input_cast(spec) is not None, True, has_one_scale(cast), beside_sums)
 
     def allows(self, tensor: str, producer: Step, sums: bool) -> bool:
         """Return whether a producer may make the codes of a tensor; see `Contribution.takes_codes`."""
@@ -67,8 +66,8 @@ class ProducerCasts:
         if producer.op != "activation_backward":
             return True
         settings: Any = producer.settings
-        gated = ACTIVATIONS[settings.kind].gated
-        return not (self.one_scale and gated) and (not sums or self.beside_sums)
+        separate_sums = sums and not self.beside_sums
+        return unsupported_gradient_cast(settings.kind, self.one_scale, separate_sums) is None
 
 
 Contribution.records["ProducerCasts"] = ProducerCasts
