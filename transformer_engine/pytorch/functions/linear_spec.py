@@ -282,17 +282,17 @@ def _of_shards(
 
 def gathers_values(spec: LinearSpec) -> bool:
     """Return whether the input is gathered before it is quantized."""
-    return spec.parallel.gathers_input and not gathers_codes(spec)
+    return spec.communicates and spec.parallel.gathers_input and not gathers_codes(spec)
 
 
 def gathers_codes(spec: LinearSpec) -> bool:
     """Return whether each rank quantizes its rows of the input, whose codes are gathered."""
-    return spec.parallel.gathers_input and spec.gather_input in (CODES, ROW_CODES)
+    return spec.gather_input in (CODES, ROW_CODES) and spec.parallel.gathers_input
 
 
 def gathers_gradient_codes(spec: LinearSpec) -> bool:
     """Return whether each rank quantizes its rows of the output gradient, whose codes are gathered."""
-    return spec.parallel.gathers_gradient and spec.gather_gradient in (CODES, ROW_CODES)
+    return spec.gather_gradient in (CODES, ROW_CODES) and spec.parallel.gathers_gradient
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
@@ -311,10 +311,9 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
         spec.plain
         or not spec.needs_grad_input
         or spec.backward != "quantized"
-        or spec.parallel.gathers_gradient
+        or spec.traced
+        or (spec.communicates and spec.parallel.gathers_gradient)
     ):
-        return None
-    if spec.traced:
         return None
     return spec.grad_output.cast(True, spec.needs_grad_weight)
 

@@ -198,7 +198,8 @@ class LayerNormLinear(ProductsModule):
         weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        if is_distributed(weight) or is_distributed(inp):
+        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
             return output_of_shards(self, options, inp, weight, bias, norm=norm)
         if getattr(weight, "is_distributed_weight", False):

@@ -191,7 +191,8 @@ class Linear(ProductsModule):
             return self.onnx_forward(inp, fp8_output, fp8_grad)
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        if is_distributed(weight) or is_distributed(inp):
+        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        if not plain and (is_distributed(weight) or is_distributed(inp)):
             return output_of_shards(self, options, inp, weight, bias)
         if getattr(weight, "is_distributed_weight", False):
             fused = self._config.fuse_wgrad_accumulation
