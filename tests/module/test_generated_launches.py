@@ -7,9 +7,11 @@ import json
 
 import pytest
 
+from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
 
+@needs_fast_path
 @pytest.mark.parametrize(("cases", "count"), [("some", 51), pytest.param("all", 87, marks=pytest.mark.slow)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int):

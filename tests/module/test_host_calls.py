@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
 # Upper bounds of package functions entered in one call of `benchmarks/host_calls.py`. Lower a bound when a pass
@@ -26,6 +27,7 @@ MOST = {
 }
 
 
+@needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_warm_pass_enters_few_functions(tmp_path):
     figures = tmp_path / "figures.json"

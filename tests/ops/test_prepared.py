@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.support.fast_path import needs_fast_path
 from tests.support.layers import same
 from tests.support.programs import output_without_gpu
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -304,6 +305,7 @@ def test_copies_prepare_their_own_chains():
 
 
 @pytest.mark.slow
+@needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_chains_start_the_kernels_of_their_steps():
     found = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])
