@@ -37,35 +37,10 @@ CHOICES: dict[str, list[Any]] = {
 def step(case: Settings, layer: Any, number: int) -> dict[str, Any]:
     """Symbols of the results, gradients and scaling states of one step."""
     x, recipe = case.sample(number, torch.device("cpu")), case.made_recipe()
-    states = {
-        f"{key}.{name}": getattr(state, name)
-        for key, state in layer.numerics.meta.items()
-        if hasattr(state, "amax_history")
-        for name in ("scale_in_place", "amax_history")
-    }
-    weights = {
-        f"{name} {place}": part
-        for name, cached in layer.numerics.workspaces.items()
-        for place, part in enumerate(cached.flatten()[0])
-        if part is not None
-    }
-    parameters = dict(layer.named_parameters())
-    launches.memory.clear()
-    for name, tensor in {**weights, "x": x, **states, **parameters}.items():
-        launches.memory[tensor.data_ptr()] = name
-    for parameter in parameters.values():
-        parameter.grad = None
+    states = launches.name_inputs(layer, x)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = layer(x, **({"is_first_microbatch": number == 0} if case.microbatches else {}))
-    y = y[0] if isinstance(y, tuple) else y
-    if y.requires_grad:
-        dy = torch.zeros_like(y)
-        launches.memory[dy.data_ptr()] = "dy"
-        y.backward(dy)
-    results = {"y": y, "dx": x.grad, **states, **{f"d{name}": p.grad for name, p in parameters.items()}}
-    return {
-        name: None if tensor is None else launches.read(tensor.data_ptr()) for name, tensor in results.items()
-    }
+    return launches.symbols(layer, x, y[0] if isinstance(y, tuple) else y, states)
 
 
 def difference(case: Settings) -> tuple[str | None, int]:

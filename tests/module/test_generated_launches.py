@@ -25,5 +25,5 @@ def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(cou
     done = output_without_gpu("tests/module/generated_random_launches.py", str(count), patience=1800)
     found = json.loads(done.splitlines()[-1])
     assert found["different"] == {}
-    # Almost every layer has two passes, and a layer with frozen parameters may have one.
-    assert found["generated"] > 1.5 * found["drawn"] > 0
+    # A layer whose tensors need no gradients has one pass, others two.
+    assert found["generated"] > found["drawn"] > 0
