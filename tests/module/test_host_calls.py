@@ -13,15 +13,15 @@ from tests.support.programs import output_without_gpu
 # Upper bounds of package functions entered in one call of `benchmarks/host_calls.py`. Lower a bound when a pass
 # enters fewer.
 MOST = {
-    "linear/none/fb": 45,
-    "linear/delayed/fb": 114,
-    "linear/current/fb": 69,
-    "linear/block/fb": 64,
-    "linear_bias/current/f": 51,
-    "layernorm_linear/delayed/fb": 116,
-    "layernorm_mlp/current/fb": 82,
-    "layernorm_mlp/block/fb": 74,
-    "linear/block/fb_later": 91,
+    "linear/none/fb": 43,
+    "linear/delayed/fb": 112,
+    "linear/current/fb": 67,
+    "linear/block/fb": 62,
+    "linear_bias/current/f": 49,
+    "layernorm_linear/delayed/fb": 114,
+    "layernorm_mlp/current/fb": 80,
+    "layernorm_mlp/block/fb": 72,
+    "linear/block/fb_later": 89,
     "grouped_linear_8/delayed/fb": 229,
     "autocast/delayed/empty": 36,
 }
