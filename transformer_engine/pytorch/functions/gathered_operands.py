@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, ONCE, QUANTIZED, ROW_CODES, VALUES
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..primitives.column_sums import column_sums
@@ -28,7 +27,17 @@ from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
 from .linear_operands import cast_gradient, cast_input, dense_values, dequantized
-from .linear_spec import LinearSpec, gathers_gradient_codes, gradient_cast
+from .linear_spec import (
+    DEQUANTIZED,
+    HIGH_PRECISION,
+    ONCE,
+    QUANTIZED,
+    ROW_CODES,
+    VALUES,
+    LinearSpec,
+    gathers_gradient_codes,
+    gradient_cast,
+)
 from .saving import wait_for_saved
 
 

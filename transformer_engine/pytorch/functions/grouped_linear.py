@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function, applier
@@ -29,7 +28,7 @@ from .grouped_products import (
 )
 from .layer import LayerFunctions, infer_with, record, run_backward
 from .linear_operands import dense_values
-from .linear_spec import Dtypes
+from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED, Dtypes
 from .saving import backward_of, wait_for_saved
 
 

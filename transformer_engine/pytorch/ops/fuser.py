@@ -24,15 +24,13 @@ from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
-from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import ChainEnvironment, describe, rules_apply
-from .chain_plans import forward_plan
+from .chain import describe, fusion_enabled
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor
 from .operation import BasicOperation, FusibleOperation
-from .prepared_chain import Fusions, PreparedChain
-from .step_operation import check_parameters, contributes_backward, contributes_forward
+from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
+from .prepared_chain import Fusions, PreparedChain, TensorCounts
 from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
 from .user_results import fused_operations
 
@@ -77,7 +75,7 @@ class OperationFuser:
         self._is_first_forward = True
         # Chains that may be prepared: every operation contributes steps, and no channel connects two of them.
         self._contributes = not self._links.sources and all(
-            contributes_forward(op) and contributes_backward(op) for op in self._basic_ops
+            has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
@@ -227,7 +225,7 @@ class OperationFuser:
             autocast_dtype(device.type),
             env.generation(),
             state.enabled,
-            rules_apply(),
+            fusion_enabled(),
             (type(x), x.shape, x.dtype, device, x.requires_grad),
         ]
         given: list[Any] = [x]
@@ -263,27 +261,27 @@ class OperationFuser:
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
         chain = None
-        if all(contributes_forward(op) for op, _ in self._forward_ops) and all(
-            contributes_backward(op) for op, _ in self._backward_ops
+        if all(has_forward_pass(op) for op, _ in self._forward_ops) and all(
+            has_backward_pass(op) for op, _ in self._backward_ops
         ):
             for op, indices in self._forward_ops:
                 op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-            environment = ChainEnvironment(records=torch.is_grad_enabled())
             extra = self._links.given(extra_inputs)
             contexts = contexts_of(self._num_basic_ops, first, x)
             options: list[dict[str, Any]] = [{}] * self._num_basic_ops
-            members, read = describe(self._basic_ops, contexts, x, extra, options, environment)  # pyright: ignore
+            records = torch.is_grad_enabled()
+            passes, read = describe(self._basic_ops, contexts, x, extra, options, records)  # pyright: ignore
             # Gradients are returned in the order of the parameters.
             if all(
                 list(map(id, own)) == list(map(id, held)) for own, held in zip(read, parameters, strict=True)
             ):
-                plan = forward_plan(members, isinstance(x, QuantizedTensorStorage), rules_apply())
-                counts = tuple(map(len, parameters))
+                counts = [
+                    TensorCounts(len(own), op.num_extra_inputs, op.num_extra_outputs)
+                    for op, own in zip(self._basic_ops, parameters, strict=True)
+                ]
                 fusions = Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for)
                 stateful = state.enabled and self._followed.stateful
-                chain = PreparedChain(
-                    members, counts, plan, environment, first, stateful, x.device, rules_apply()
-                )
+                chain = PreparedChain(passes, tuple(counts), first, stateful, x.device, fusion_enabled())
                 chain.fusions, chain.shards = fusions, places_of_shards(self._basic_ops)
                 # The checks before a forward pass that depend on more than the key of a prepared chain.
                 chain.checks = tuple(
