@@ -53,7 +53,6 @@ def grouped_linear_forward(
     """
     x, weights, biases = tensors
     layer = call.spec.layer
-    assert layer is not None
     # x_g and w_g, contracted along K: both by rows.
     columns = layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
     x_rows, x_columns = (x, x) if layer.plain else cast_groups(x, call, "input", True, columns)
@@ -106,7 +105,6 @@ def grouped_linear_backward(
     dy, x, w = operands
     operands.clear()
     layer = call.spec.layer
-    assert layer is not None
     (weight_dtype, bias_dtype), *_ = dtypes
     # Unquantized matrices are read without conversion by rows, and as their transpose by columns.
     values = layer.plain or layer.backward != QUANTIZED

@@ -180,13 +180,12 @@ class ChainRun:
     def _save_missing_state(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
     ) -> None:
-        """Run the basic operations of a user's forward pass whose backward pass lacks the state of their steps.
+        """Run the basic operations of a user's forward pass whose backward pass lacks their state.
 
-        A forward pass of a user may save what it likes, and the steps of a backward pass read what the forward steps
-        save. The output of this run is discarded.
+        A forward pass of a user may save what it likes, and our backward passes read what our forward passes save. The output of this run is discarded.
 
         Raises:
-            RuntimeError: The steps would not repeat the user's forward pass.
+            RuntimeError: Our passes would not repeat the user's forward pass.
         """
         lacking = [
             i
@@ -263,7 +262,7 @@ class ChainRun:
         return _returned(dy), flat, of_inputs
 
     def _backward_of_passes(self, op: FusibleOperation) -> bool:
-        """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
+        """Whether an operation's backward pass is ours, after forward passes that were too."""
         members = [
             i for i, basic in enumerate(self.basic_ops) if basic in op.basic_operations() and i >= self.first
         ]
@@ -273,13 +272,13 @@ class ChainRun:
         return all(hasattr(self.contexts[i], "pass_state") for i in indices)
 
     def _runs_passes(self, indices: Sequence[int]) -> bool:
-        """Return whether single operations run by their steps in the backward pass."""
+        """Whether single operations run by their passes in the backward pass."""
         own = all(has_backward_pass(self.basic_ops[i]) for i in indices)
         return own and self._have_states(indices) and not self._opaque_backward.intersection(indices)
 
 
 def _unfused(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
-    """Replace fused operations that contribute steps by their basic operations, whose steps the rules merge."""
+    """Replace fused operations with passes by their basic operations, which kernels compute together."""
     made: Fused = []
     for op, indices in ops:
         if op.is_fused_op and of_passes(op):
@@ -337,7 +336,7 @@ _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
 class FusedChain(Function):
-    KEEPS_AUTOCAST = True  # operations of users; `run` turns it off for the package's own steps
+    KEEPS_AUTOCAST = True  # operations of users; `chain.py` turns it off for the package's own passes
 
     @staticmethod
     def forward(ctx, x, call, *tensors):

@@ -1,8 +1,8 @@
-"""OperationFuser: a chain of fusible operations as one autograd function, fused by registered functions and by rules.
+"""OperationFuser: a chain of fusible operations as one autograd function, fused by registered functions and in kernels.
 
 Two kinds of fusion meet here. Registered fusion functions replace operations by `FusedOperation`s; their result is
-`_forward_ops` and `_backward_ops`. Neighbouring operations that contribute steps, fused or not, then run as one pass,
-whose steps are merged by rules (`chain.py`). All other operations run by their own methods between such passes.
+`_forward_ops` and `_backward_ops`. Neighboring operations of this package, fused or not, then run as one pass, in which
+kernels compute several operations (`chain.py`). All other operations run by their own methods between such passes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class OperationFuser:
         self.recipe_type: type[Recipe] | None = None
         self._fused_for: Any = None
         self._is_first_forward = True
-        # Chains that may be prepared: every operation contributes steps, and no channel connects two of them.
-        self._contributes = not self._links.sources and all(
+        # Chains that may be prepared: every operation has passes, and no channel connects two of them.
+        self._has_passes = not self._links.sources and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
@@ -140,7 +140,7 @@ class OperationFuser:
             for op in self._ops:
                 op.pre_first_fuser_forward()
             self._ops, self._is_first_forward = self._basic_ops, False
-        if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
+        if self._has_passes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = eager_thread_state()
             state = thread.state
             before = self._state_without_gradients
@@ -230,7 +230,7 @@ class OperationFuser:
         ]
         given: list[Any] = [x]
         at = 0
-        basic_ops: list[Any] = self._basic_ops  # each contributes steps
+        basic_ops: list[Any] = self._basic_ops  # each has passes
         for op, has_facts in zip(basic_ops, self._with_facts, strict=True):
             key += (op._revision, op.training)
             for tensor in [getattr(op, name) for name in op.parameter_names]:
@@ -254,7 +254,7 @@ class OperationFuser:
     ) -> PreparedChain | None:
         """Return the prepared chain of a key, built in its first call; None if it does not run as one pass.
 
-        All operations contribute steps; fused operations of users may not.
+        All operations have passes; fused operations of users may not.
         """
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params

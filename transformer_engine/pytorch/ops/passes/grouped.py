@@ -200,7 +200,7 @@ class GroupedPasses(OperationPasses):
         (y,), saved = grouped_linear_forward(tensors, call, call.spec.needs_grad, multiplies=multiplies)
         if self.scale_bias:
             scales = given.extra[1].reshape(-1, 1)
-            saved = [*saved, scales, biases]
+            saved = [*saved, scales, biases, tuple(given.extra[1].shape)]
             if multiplies:
                 y = scaled_bias(y, added, scales, call)
         if self.buffers[0] is not None:
@@ -221,11 +221,11 @@ class GroupedPasses(OperationPasses):
         extra: tuple[Value | None, ...] = (None,)
         of_biases = None
         if self.scale_bias:
-            scales, biases = operands[3:]
+            scales, biases, shape = operands[3:]
             of_biases, grad_scales = scaled_bias_backward(
                 dy.data, biases, scales, call, self.parameters.dtypes[1]
             )
-            extra = (None, Value(grad_scales.reshape(-1)))
+            extra = (None, Value(grad_scales.reshape(shape)))
         products = [dy.data, *operands[1:3]]
         operands.clear()
         leading = dy.leading
