@@ -6,7 +6,7 @@ functions (`pytorch/functions/linear.py`, `norm_linear.py`) in training, with al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 BEGIN, WAIT = ".begin", ".wait"
@@ -240,18 +240,13 @@ def grouped_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
     """Both passes of a linear layer with a weight per group of rows."""
 
     def over_groups(pass_: Pass) -> Pass:
-        shared = ("dense",)
         steps = [
-            step if step.op in shared else Step("grouped_" + step.op, *_fields(step)) for step in pass_.steps
+            step if step.op == "dense" else replace(step, op="grouped_" + step.op) for step in pass_.steps
         ]
         return pass_._replace(steps=tuple(steps))
 
     forward, backward = linear_passes(facts)
     return over_groups(forward), over_groups(backward)
-
-
-def _fields(step: Step) -> tuple[tuple[str | None, ...], tuple[str | None, ...], str, str, bool]:
-    return step.inputs, step.results, step.layer, step.product, step.casts
 
 
 def _norm(centered: bool, linear: LinearFacts) -> Step:

@@ -1,6 +1,7 @@
 """Time and memory of a layer's passes: the shapes of their buffers, a cost for every step, and two timelines.
 
-The steps are in `layer_steps.py`, in the order in which a GPU runs them. A GPU's kernels run on one timeline and collectives on another; a `.wait` step waits for its collective.
+The steps are in `layer_steps.py`, in the order in which a GPU runs them. A GPU's kernels run on one timeline and
+collectives on another; a `.wait` step waits for its collective.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def run_forward(
         The output, and the extra outputs by operation.
     """
     if records is None:
-        records = torch.is_grad_enabled() or ctxs[-1].requires_grad
+        records = bool(torch.is_grad_enabled() or ctxs[-1].requires_grad)
     passes, parameters = describe(ops, ctxs, x, extra_inputs, options, records)
     passes = [own.bound(extra) for own, extra in zip(passes, extra_inputs, strict=True)]
     given = [Given(own, extra) for own, extra in zip(parameters, extra_inputs, strict=True)]

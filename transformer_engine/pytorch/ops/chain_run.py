@@ -182,7 +182,8 @@ class ChainRun:
     ) -> None:
         """Run the basic operations of a user's forward pass whose backward pass lacks their state.
 
-        A forward pass of a user may save what it likes, and our backward passes read what our forward passes save. The output of this run is discarded.
+        A forward pass of a user may save what it likes, and our backward passes read what our forward passes save. The
+        output of this run is discarded.
 
         Raises:
             RuntimeError: Our passes would not repeat the user's forward pass.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...functions.fusions import has_one_scale, unsupported_gradient_cast
 from ...functions.gathered_operands import QuantizedGradient
 from ...functions.row_operations import (
     block_order,
@@ -17,7 +18,6 @@ from ...functions.row_operations import (
     situ_glu_backward,
 )
 from ...primitives.activation import (
-    ACTIVATIONS,
     ActivationParams,
     activation_backward,
     activation_forward,
@@ -119,9 +119,6 @@ class ActivationPasses(OperationPasses):
 
     def _casts_gradient(self, request: CastRequest) -> bool:
         """Whether the kernel of the gradient quantizes its result."""
-        cast = request.cast
-        # A kernel finds the maximum of the tensor first. For a gated unit dy would be in memory until it is known.
-        one_scale = cast.multiplier is None and cast.spec.format.block is None
-        if one_scale and ACTIVATIONS[self.kind].gated:
-            return False
-        return request.sums is None or gradient_fuses(cast.spec, True)
+        separate_sums = request.sums is not None and not gradient_fuses(request.cast.spec, True)
+        reason = unsupported_gradient_cast(self.kind, has_one_scale(request.cast), separate_sums)
+        return reason is None
