@@ -221,7 +221,7 @@ def _backward(
     grads: Sequence[Sequence[Any]],
     fuses: bool,
 ) -> list[Any]:
-    parameters: list[Sequence[Any]] = [()] * len(passes)
+    parameters: list[Sequence[Any]] = [own.absent_gradients for own in passes]
     extra: list[Sequence[Value | None]] = [()] * len(passes)
     computing = [i for i, own in enumerate(passes) if not own.keeps_gradient(grads[i])]
     operands, leading = dy, None

@@ -31,10 +31,14 @@ class BiasPasses(OperationPasses):
         grad: The gradient of the bias is needed.
     """
 
+    absent_gradients = (None,)
     casts_gradient = True
 
     def __init__(self, convert: torch.dtype | None, dtype: torch.dtype, grad: bool) -> None:
         self.convert, self.dtype, self.grad = convert, dtype, grad
+
+    def keeps_gradient(self, grads: Sequence[Any]) -> bool:
+        return not self.grad
 
     def bias(self, given: Given) -> Tensor:
         """The bias in the dtype of the input."""
@@ -42,7 +46,7 @@ class BiasPasses(OperationPasses):
         return bias if self.convert is None else bias.to(self.convert)
 
     def gradient_request(self, earlier: CastRequest | None) -> CastRequest | None:
-        return earlier if earlier is None or not self.grad else earlier._replace(sums=self.dtype)
+        return None if earlier is None else earlier._replace(sums=self.dtype)
 
     def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
         x = x.matrix()
@@ -59,8 +63,6 @@ class BiasPasses(OperationPasses):
         if isinstance(dy, QuantizedGradient):  # by the kernel that computed dy
             return BackwardResult(Value(dy, leading), (dy.sums,))
         dy = Value(dense_values(dy), leading)
-        if not self.grad:
-            return BackwardResult(dy, (None,))
         matrix = as_matrix(dy.data)
         if request is None or request.sums is not None:
             return BackwardResult(dy, (column_sums(matrix, self.dtype),))

@@ -173,11 +173,13 @@ class OperationPasses:
 
     Attributes:
         keeps_input: The output is the input, and nothing else is computed.
+        absent_gradients: Gradients of the parameters where `keeps_gradient` is True: None for each.
         casts_output, casts_gradient: A kernel of the forward, or backward, pass can quantize its result.
         listed: The forward function only starts kernels, products and collectives, which a compiled pass can list.
     """
 
     keeps_input: bool = False
+    absent_gradients: tuple[None, ...] = ()
     casts_output: bool = False
     casts_gradient: bool = False
     listed: bool = True
