@@ -158,7 +158,11 @@ def digest(value: Any) -> str:
         return "none"
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {str(value)[:60]}"
-    if hasattr(value, "dequantize") and type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
+    if (
+        hasattr(value, "dequantize")
+        and type(value) is not Tensor
+        and not isinstance(value, torch.nn.Parameter)
+    ):
         value = value.dequantize()
     data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{str(value.dtype)[6:]}{list(value.shape)}{hashlib.sha1(data).hexdigest()[:10]}"

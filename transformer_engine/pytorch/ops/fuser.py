@@ -27,7 +27,7 @@ from ..runtime.device import autocast_dtype
 from .chain import describe, fusion_enabled
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
 from .lent_parameters import are_parametrized
-from .links import Links, check_tensor
+from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
 from .prepared_chain import Fusions, PreparedChain, TensorCounts
@@ -124,10 +124,7 @@ class OperationFuser:
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
-                "operations; give one tensor for each extra input, in the order of the operations"
-            )
+            raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         check_tensor("the main input", input)
         if extra_inputs:
             extra_inputs = self._links.accepted(input, extra_inputs)
