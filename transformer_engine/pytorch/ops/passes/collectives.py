@@ -31,7 +31,6 @@ class CollectivePasses(OperationPasses):
 
     def __init__(self, collective: str, gradient: str | None, parallel: TensorParallel) -> None:
         self.collective, self.gradient, self.parallel = collective, gradient, parallel
-        self.listed = collective != "all_reduce"
 
     def keeps_gradient(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
