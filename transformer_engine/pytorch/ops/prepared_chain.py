@@ -2,7 +2,7 @@
 
 A chain of operations of this package runs as one forward and one backward pass. Everything about these passes that does
 not depend on tensor values is prepared once per key of a call (`OperationFuser`): specs, quantizers, dtypes. On a GPU
-warm calls run the compiled passes of `functions/compiled.py`. Other chains go through `chain_run.py`.
+warm calls run the compiled passes of `fast/compiled.py`. Other chains go through `chain_run.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..distributed_weight import whole_weights
-from ..functions.compiled import CompiledLayer, compiles_on
+from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
 from ..functions.saving import keep, take_saved_before_transfer
 from ..functions.scale_update import update_at_end_of_pass
-from ..runtime.autograd import Function, applier, check_transforms
+from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, forward, pack_saved, unpack_saved
@@ -134,7 +134,7 @@ class PreparedChain:
         if self._binds:
             passes = [own.bound(read.extra) for own, read in zip(passes, self.given(given), strict=True)]
         if self.first < len(passes):
-            results = _prepared(self, passes, *given)
+            results = _PreparedChain.apply(self, passes, *given)
             return results if self.outputs > 1 else results[0]
         check_transforms(_PreparedChain.OPERATION, given)
         if self.compiled is None:
@@ -190,13 +190,13 @@ class _PreparedChain(Function):
     @staticmethod
     def forward(ctx: Any, chain: PreparedChain, passes: list[OperationPasses], *tensors: Any) -> Any:
         ctx.chain, ctx.passes = chain, passes
-        ctx.scale_update = update = update_at_end_of_pass() if chain.updates_scales else None
+        ctx.scale_update = update_at_end_of_pass() if chain.updates_scales else None
         if chain.compiled is None:
             made, ctx.forms = _forward_pass([*tensors], chain, passes)
-            keep(ctx, made[chain.outputs :])
         else:
             made, kind = chain.compiled.forward([*tensors], chain)
-            chain.compiled.save(ctx, made[chain.outputs :], kind, update)
+            chain.compiled.record(ctx, kind)
+        keep(ctx, made[chain.outputs :])
         outputs = distinct(made[: chain.outputs], tensors)
         constant = [y for y in outputs if not y.is_floating_point()]
         if constant:
@@ -213,13 +213,11 @@ class _PreparedChain(Function):
         if grads[0] is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+        given = [*grads, *take_saved_before_transfer(ctx)]  # both calls empty this list
         if chain.compiled is None:
-            results = _backward_pass([*grads, *take_saved_before_transfer(ctx)], chain, ctx)[0]
+            results = _backward_pass(given, chain, ctx)[0]
         else:
-            results = chain.compiled.backward(ctx, grads, chain)
+            results = chain.compiled.backward(ctx, given, len(grads), chain)
         if ctx.scale_update is not None:
             ctx.scale_update.run()
         return None, None, *results
-
-
-_prepared = applier(_PreparedChain)

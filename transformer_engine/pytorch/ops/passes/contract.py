@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...fast.symbols import Symbol
 from ...functions.linear_spec import LinearSpec
 from ...functions.sequence import leading_shape
 from ...primitives.gemm import as_matrix
 from ...primitives.quantize import Cast
 from ...quantization.autocast import AutocastState
-from ...runtime.symbols import Symbol
 from ...runtime.tracing import result_in
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
