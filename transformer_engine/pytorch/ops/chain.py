@@ -23,12 +23,12 @@ from ..runtime.autograd import without_autocast
 from ..runtime.device import autocast_dtype
 from .passes.contract import (
     BackwardResult,
-    CastRequest,
     ForwardResult,
     Given,
     InputFacts,
     OperationCall,
     OperationPasses,
+    ReaderCast,
     Value,
 )
 from .passes.patterns import BACKWARD, FORWARD
@@ -254,7 +254,7 @@ def _backward(
     return [dx, parameters, of_inputs]
 
 
-def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> CastRequest | None:
+def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> ReaderCast | None:
     """The cast that the last of some earlier operations requests of the gradient of its output."""
     if not earlier:
         return None

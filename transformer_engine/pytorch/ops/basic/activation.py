@@ -19,11 +19,7 @@ from ...primitives.activation import (
 from ...tensor.float8_tensor import Float8CurrentScalingQuantizer
 from ..pass_operation import PassOperation
 from ..passes.activation import ActivationPasses
-from ..passes.contract import (
-    InputFacts,
-    OperationCall,
-    OperationPasses,
-)
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from .basic_linear import DTYPES
 
 _SITU = "situ_glu"

@@ -12,11 +12,7 @@ from ...distributed.collectives import world_size
 from ...runtime.device import canonical_device, is_meta
 from ..pass_operation import PassOperation
 from ..passes.bias import BiasPasses
-from ..passes.contract import (
-    InputFacts,
-    OperationCall,
-    OperationPasses,
-)
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from .basic_linear import check_input, parameter_dtype
 
 

@@ -13,12 +13,7 @@ from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
 from ..pass_operation import PassOperation
 from ..passes.collectives import CollectivePasses
-from ..passes.contract import (
-    IdentityPasses,
-    InputFacts,
-    OperationCall,
-    OperationPasses,
-)
+from ..passes.contract import IdentityPasses, InputFacts, OperationCall, OperationPasses
 
 
 class CollectiveOperation(PassOperation):

@@ -8,12 +8,7 @@ from collections.abc import Iterable
 from ....common.numbers import to_bool, to_float, to_int
 from ...quantization import QuantizerRole
 from ..pass_operation import PassOperation
-from ..passes.contract import (
-    IdentityPasses,
-    InputFacts,
-    OperationCall,
-    OperationPasses,
-)
+from ..passes.contract import IdentityPasses, InputFacts, OperationCall, OperationPasses
 from ..passes.elementwise import DropoutPasses, QuantizePasses, ReshapePasses, ScalePasses
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from ....common.numbers import to_bool
 from ..pass_operation import PassOperation
-from ..passes.contract import (
-    InputFacts,
-    OperationCall,
-    OperationPasses,
-)
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.extra_tensors import AddPasses, ExtraOutputPasses
 
 

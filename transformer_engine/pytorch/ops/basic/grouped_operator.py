@@ -24,12 +24,13 @@ from ...runtime.autograd import without_autocast
 from ...runtime.tracing import constant_while_tracing
 from ..passes.contract import (
     BackwardResult,
-    CastRequest,
     ForwardResult,
     Given,
     InputFacts,
+    Leading,
     OperationCall,
     OperationPasses,
+    ReaderCast,
     Value,
 )
 from ..passes.grouped import GroupedPasses
@@ -52,18 +53,14 @@ class OperatorPasses(OperationPasses):
         # Of the input, each parameter and each extra input, whether its gradient is computed.
         self.present = gradients_of_key(key)
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         values = x.shaped()
         tensors = (*given.parameters, *given.extra)
         y, scales = forward_in_graph(self.key, values, tensors[self.count], tensors, self.states[0])
         return ForwardResult(Value(y), (values, *tensors, *scales))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy, x, *others = operands
         operands.clear()

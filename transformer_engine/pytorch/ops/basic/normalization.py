@@ -13,11 +13,7 @@ from ...functions.normalization import Norm
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once
 from ..pass_operation import PassOperation
-from ..passes.contract import (
-    InputFacts,
-    OperationCall,
-    OperationPasses,
-)
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.normalization import L2Passes, NormPasses
 
 _STAGES = ("forward", "backward", "inference")

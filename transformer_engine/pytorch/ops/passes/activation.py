@@ -26,14 +26,7 @@ from ...primitives.activation import (
 from ...primitives.gemm import as_matrix
 from ...tensor.quantizer import Quantizer
 from ...tensor.storage.quantized_tensor_storage import plain_values
-from .contract import (
-    BackwardResult,
-    CastRequest,
-    ForwardResult,
-    Given,
-    OperationPasses,
-    Value,
-)
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
 
 
 class ActivationPasses(OperationPasses):
@@ -68,7 +61,7 @@ class ActivationPasses(OperationPasses):
         self.casts_gradient = constants is self.gradient_dtype is interleave is None
         self.listed = constants is self.convert is interleave is cache is None and not scaled
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.converted(self.convert).matrix()
         if self.interleave is not None:
             x = Value(block_order(x.data, (-1, 2, self.interleave)), x.leading)
@@ -88,11 +81,7 @@ class ActivationPasses(OperationPasses):
         return activation_forward(self.kind, x, self.parameters)
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = Value(operands[0], leading).matrix()
         x = as_matrix(operands[1] if self.cache is None else plain_values(operands[1]))
@@ -117,7 +106,7 @@ class ActivationPasses(OperationPasses):
             dx = block_order(dx, (2, -1, self.interleave))
         return BackwardResult(Value(dx, dy.leading).converted(self.gradient_dtype), (), extra)
 
-    def _casts_gradient(self, request: CastRequest) -> bool:
+    def _casts_gradient(self, request: ReaderCast) -> bool:
         """Whether the kernel of the gradient quantizes its result."""
         separate_sums = request.sums is not None and not gradient_fuses(request.cast.spec, True)
         reason = unsupported_gradient_cast(self.kind, has_one_scale(request.cast), separate_sums)

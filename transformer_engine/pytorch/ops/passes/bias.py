@@ -12,14 +12,7 @@ from ...functions.gathered_operands import QuantizedGradient
 from ...functions.linear_operands import dense_values
 from ...primitives.column_sums import column_sums
 from ...primitives.gemm import as_matrix
-from .contract import (
-    BackwardResult,
-    CastRequest,
-    ForwardResult,
-    Given,
-    OperationPasses,
-    Value,
-)
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
 
 
 class BiasPasses(OperationPasses):
@@ -45,19 +38,15 @@ class BiasPasses(OperationPasses):
         (bias,) = given.parameters
         return bias if self.convert is None else bias.to(self.convert)
 
-    def gradient_request(self, earlier: CastRequest | None) -> CastRequest | None:
+    def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         return None if earlier is None else earlier._replace(sums=self.dtype)
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.matrix()
         return ForwardResult(Value(x.data + self.bias(given), x.leading, True))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = operands.pop()
         if isinstance(dy, QuantizedGradient):  # by the kernel that computed dy

@@ -10,14 +10,7 @@ import torch
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.communication import begin
 from ...functions.linear_operands import dense_values
-from .contract import (
-    BackwardResult,
-    CastRequest,
-    ForwardResult,
-    Given,
-    OperationPasses,
-    Value,
-)
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
 
 
 class CollectivePasses(OperationPasses):
@@ -35,18 +28,14 @@ class CollectivePasses(OperationPasses):
     def keeps_gradient(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         y = x.shaped()
         if self.collective == "all_reduce" and not x.owned:
             y = y.clone(memory_format=torch.contiguous_format)  # the sum is written in place
         return ForwardResult(Value(begin(self.collective, dense_values(y), self.parallel).wait()))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = Value(operands.pop(), leading)
         if self.gradient is None:

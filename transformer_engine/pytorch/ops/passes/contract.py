@@ -70,6 +70,10 @@ class OperationCall:
     options: dict[str, Any]
 
 
+# Dimensions in place of the rows of a matrix [M, N]; None for a tensor in its own shape.
+Leading = tuple[int, ...] | None
+
+
 class Value(NamedTuple):
     """A value between two operations.
 
@@ -80,7 +84,7 @@ class Value(NamedTuple):
     """
 
     data: Any
-    leading: tuple[int, ...] | None = None
+    leading: Leading = None
     owned: bool = False
 
     def leading_dimensions(self) -> tuple[int, ...]:
@@ -124,7 +128,7 @@ class Given(NamedTuple):
     extra: Sequence[Tensor]
 
 
-class CastRequest(NamedTuple):
+class ReaderCast(NamedTuple):
     """How the producer of a matrix quantizes it for the operation that reads it.
 
     Attributes:
@@ -200,11 +204,11 @@ class OperationPasses:
         """The passes of one call, for an operation whose settings depend on the values of its extra inputs."""
         return self
 
-    def input_request(self) -> CastRequest | None:
+    def input_request(self) -> ReaderCast | None:
         """The cast that the kernel computing the operation's input may perform; None if it must not quantize."""
         return None
 
-    def gradient_request(self, earlier: CastRequest | None) -> CastRequest | None:
+    def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         """The same for the gradient of the operation's output.
 
         Args:
@@ -212,7 +216,7 @@ class OperationPasses:
         """
         return None
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         """Compute the forward pass.
 
         Args:
@@ -223,11 +227,7 @@ class OperationPasses:
         raise NotImplementedError
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         """Compute the backward pass.
 
@@ -248,10 +248,10 @@ class IdentityPasses(OperationPasses):
 
     keeps_input = True
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         return ForwardResult(x)
 
     def fused_backward(
-        self, operands: list[Any], leading: tuple[int, ...] | None, grads: Sequence[Any], request: Any = None
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         return BackwardResult(Value(operands.pop(), leading))

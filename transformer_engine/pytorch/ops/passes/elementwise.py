@@ -11,14 +11,7 @@ from ...primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
 from ...tensor.storage.quantized_tensor_storage import plain_values
-from .contract import (
-    BackwardResult,
-    CastRequest,
-    ForwardResult,
-    Given,
-    OperationPasses,
-    Value,
-)
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
 
 
 class ReshapePasses(OperationPasses):
@@ -29,16 +22,12 @@ class ReshapePasses(OperationPasses):
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         data = x.shaped()
         return ForwardResult(Value(data.reshape(self.shape)), (tuple(data.shape),))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy, shape = operands
         operands.clear()
@@ -55,16 +44,12 @@ class ScalePasses(OperationPasses):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.values()
         return ForwardResult(Value(x.data * self.scale, x.leading))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = Value(operands.pop(), leading).values()
         return BackwardResult(Value(dy.data * self.scale, dy.leading))
@@ -78,17 +63,13 @@ class DropoutPasses(OperationPasses):
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.values()
         y, mask = dropout_forward(x.data, self.p, seed=draw_seed(x.data.device))
         return ForwardResult(Value(y, x.leading), (mask,))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy, mask = operands
         operands.clear()
@@ -108,17 +89,13 @@ class QuantizePasses(OperationPasses):
     def keeps_gradient(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         if self.output is None or isinstance(x.data, QuantizedTensorStorage):
             return ForwardResult(x)
         return ForwardResult(Value(self.output.quantize(x.shaped())))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = operands.pop()
         if self.gradient is None or isinstance(dy, QuantizedTensorStorage):

@@ -12,14 +12,7 @@ from ...primitives.gemm import as_matrix
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.storage.quantized_tensor_storage import plain_values
 from ..links import summed_values
-from .contract import (
-    BackwardResult,
-    CastRequest,
-    ForwardResult,
-    Given,
-    OperationPasses,
-    Value,
-)
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
 
 
 class AddPasses(OperationPasses):
@@ -42,18 +35,14 @@ class AddPasses(OperationPasses):
             return as_matrix(plain_values(extra).clone(memory_format=torch.contiguous_format))
         return as_matrix(extra.detach())
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.matrix()
         if self.in_place:
             return ForwardResult(Value(self.total(given).add_(x.data), x.leading))
         return ForwardResult(Value(x.data + as_matrix(given.extra[0]).reshape(x.data.shape), x.leading))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = Value(operands.pop(), leading)
         return BackwardResult(dy, (), (dy,))
@@ -76,16 +65,12 @@ class ExtraOutputPasses(OperationPasses):
         """A copy [M, N] of the extra output's gradient, because autograd may pass the same tensor to others."""
         return as_matrix(extra.clone(memory_format=torch.contiguous_format))
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = Value(x.data, x.leading)
         return ForwardResult(x, (), (x,))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy, (extra,) = Value(operands.pop(), leading), grads
         if extra is None:

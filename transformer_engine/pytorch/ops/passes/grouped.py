@@ -29,11 +29,12 @@ from ...functions.weight_gradient import WeightGradient
 from ...primitives.grouped_gemm import groups_of
 from .contract import (
     BackwardResult,
-    CastRequest,
     ForwardResult,
     Given,
     InputFacts,
+    Leading,
     OperationPasses,
+    ReaderCast,
     Value,
 )
 from .linear import fitting
@@ -185,7 +186,7 @@ class GroupedPasses(OperationPasses):
         return made
 
     def fused_forward(
-        self, x: Value, given: Given, request: CastRequest | None = None, multiplies: bool = True
+        self, x: Value, given: Given, request: ReaderCast | None = None, multiplies: bool = True
     ) -> ForwardResult:
         """Compute the products; without `multiplies` only the saved values, for recomputation."""
         call = self.call
@@ -209,11 +210,7 @@ class GroupedPasses(OperationPasses):
         return ForwardResult(Value(y, x.leading, self.buffers[0] is None), saved)
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         call = self.call
         assert call is not None

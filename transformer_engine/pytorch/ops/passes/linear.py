@@ -26,7 +26,16 @@ from ...functions.precision import runs_quantized
 from ...functions.weight_gradient import WeightGradient
 from ...runtime.warn_once import warn_once
 from ...tensor.quantizer import Calibrating, Quantizer
-from .contract import BackwardResult, CastRequest, ForwardResult, Given, OperationCall, OperationPasses, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Given,
+    Leading,
+    OperationCall,
+    OperationPasses,
+    ReaderCast,
+    Value,
+)
 
 
 class LinearPasses(OperationPasses):
@@ -48,19 +57,19 @@ class LinearPasses(OperationPasses):
     def linears(self) -> tuple[LinearSpec, ...]:
         return (self.spec,)
 
-    def input_request(self) -> CastRequest | None:
+    def input_request(self) -> ReaderCast | None:
         cast = input_cast(self.spec) if self.converts_to is None else None
-        return None if cast is None else CastRequest(self.spec.input, cast)
+        return None if cast is None else ReaderCast(self.spec.input, cast)
 
-    def gradient_request(self, earlier: CastRequest | None) -> CastRequest | None:
+    def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         cast = gradient_cast(self.spec)
-        return None if cast is None else CastRequest(self.spec.grad_output, cast)
+        return None if cast is None else ReaderCast(self.spec.grad_output, cast)
 
     def fused_forward(
         self,
         x: Value,
         given: Given,
-        request: CastRequest | None = None,
+        request: ReaderCast | None = None,
         bias: Tensor | None = None,
         total: Tensor | None = None,
     ) -> ForwardResult:
@@ -76,9 +85,9 @@ class LinearPasses(OperationPasses):
     def fused_backward(
         self,
         operands: list[Any],
-        leading: tuple[int, ...] | None,
+        leading: Leading,
         grads: Sequence[Any],
-        request: CastRequest | None = None,
+        request: ReaderCast | None = None,
         total: Tensor | None = None,
     ) -> BackwardResult:
         """Compute both gradients; with a total accumulate dx into it."""

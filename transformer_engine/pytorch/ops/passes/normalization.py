@@ -14,14 +14,7 @@ from ...functions.row_operations import l2_norm, l2_norm_backward
 from ...offload.marks import active as offloading
 from ...offload.marks import keep_weight
 from ...tensor.storage.quantized_tensor_storage import plain_matrix
-from .contract import (
-    BackwardResult,
-    CastRequest,
-    ForwardResult,
-    Given,
-    OperationPasses,
-    Value,
-)
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
 
 
 class NormPasses(OperationPasses):
@@ -46,7 +39,7 @@ class NormPasses(OperationPasses):
         self.casts_output = self.rows_only
         self.listed = self.rows_only and convert is None
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.converted(self.convert)
         weight, bias = [*given.parameters, None][:2]
         assert weight is not None
@@ -69,9 +62,9 @@ class NormPasses(OperationPasses):
     def fused_backward(
         self,
         operands: list[Any],
-        leading: tuple[int, ...] | None,
+        leading: Leading,
         grads: Sequence[Any],
-        request: CastRequest | None = None,
+        request: ReaderCast | None = None,
         addend: Tensor | None = None,
     ) -> BackwardResult:
         """Compute the gradients; with an addend [M, N] dx is the sum with it (see `fused_patterns.py`)."""
@@ -104,17 +97,13 @@ class L2Passes(OperationPasses):
     def __init__(self, eps: float) -> None:
         self.eps = eps
 
-    def fused_forward(self, x: Value, given: Given, request: CastRequest | None = None) -> ForwardResult:
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
         x = x.matrix()
         y, rstdev = l2_norm(x.data, self.eps)
         return ForwardResult(Value(y, x.leading), (x.data, rstdev))
 
     def fused_backward(
-        self,
-        operands: list[Any],
-        leading: tuple[int, ...] | None,
-        grads: Sequence[Any],
-        request: CastRequest | None = None,
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy, *saved = operands
         operands.clear()

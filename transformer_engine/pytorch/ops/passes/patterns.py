@@ -12,7 +12,7 @@ backward function returns the result of the other operation.
 | backward | extra output, norm | the gradient of the norm, which adds the gradient of the extra output |
 
 A norm, an activation, the gradient of an activation and the sums of a bias quantize their result for the next product
-by `CastRequest` instead. Grouped products take part in neither.
+by `ReaderCast` instead. Grouped products take part in neither.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...functions.linear_spec import sums_over_ranks
 from ...primitives.gemm import as_matrix
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from .bias import BiasPasses
-from .contract import BackwardResult, ForwardResult, Given, Value
+from .contract import BackwardResult, ForwardResult, Given, Leading, Value
 from .extra_tensors import AddPasses, ExtraOutputPasses
 from .linear import LinearPasses
 from .normalization import NormPasses
 
 Forward = Callable[[Any, Any, Value, Given, Given], "tuple[ForwardResult, ForwardResult] | None"]
-Backward = Callable[[Any, Any, list[Any], "tuple[int, ...] | None", Sequence[Any]], "BackwardResult | None"]
+Backward = Callable[[Any, Any, list[Any], Leading, Sequence[Any]], "BackwardResult | None"]
 
 
 def _linear_bias(
@@ -55,7 +55,7 @@ def _extra_output_linear(
     output: ExtraOutputPasses,
     linear: LinearPasses,
     operands: list[Any],
-    leading: tuple[int, ...] | None,
+    leading: Leading,
     grads: Sequence[Any],
 ) -> BackwardResult | None:
     (extra,) = grads
@@ -73,7 +73,7 @@ def _extra_output_norm(
     output: ExtraOutputPasses,
     norm: NormPasses,
     operands: list[Any],
-    leading: tuple[int, ...] | None,
+    leading: Leading,
     grads: Sequence[Any],
 ) -> BackwardResult | None:
     (extra,) = grads
