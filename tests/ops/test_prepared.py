@@ -52,23 +52,23 @@ def warm(chain: Any, recipe: Any = None) -> list[torch.Tensor]:
     return [step(chain, recipe) for _ in range(3)][-1]
 
 
-def contributions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that receives the name of each operation that describes itself."""
     made: list[str] = []
     for kind in (ops.BasicLinear, ops.Bias, ops.LayerNorm, ops.ClampedSwiGLU, ops.ConstantScale):
-        contribute = kind.contribute
+        passes = kind.passes
 
-        def counted(self: Any, *given: Any, contribute: Any = contribute) -> Any:
+        def counted(self: Any, *given: Any, passes: Any = passes) -> Any:
             made.append(type(self).__name__)
-            return contribute(self, *given)
+            return passes(self, *given)
 
-        monkeypatch.setattr(kind, "contribute", counted)
+        monkeypatch.setattr(kind, "passes", counted)
     return made
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
 def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
-    chain, made = mlp(), contributions(monkeypatch)
+    chain, made = mlp(), descriptions(monkeypatch)
     warm(chain, recipe)
     assert made
     made.clear()

@@ -1,9 +1,9 @@
 """Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`fast/symbols.py`), which
+A compiled pass is generated from the functions of a pass. They are evaluated on symbols (`fast/symbols.py`), which
 lists the launches and products, and the calls that collectives are; the list becomes one function
-(`fast/generated_pass.py`). The steps remain the only place that decides anything. A call that something else may
-influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the steps.
+(`fast/generated_pass.py`). The functions remain the only place that decides anything. A call that something else may
+influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the functions.
 
 The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
 these are the key of a kind of call. A backward pass also compares the saved tensors that belong to the caller, whose
