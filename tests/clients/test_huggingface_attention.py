@@ -247,7 +247,9 @@ def capped(attention: str = "eager"):
 @pytest.mark.parametrize("side", list(PADDING))
 def test_a_softcap_is_computed_as_in_eager_attention(side):
     model = capped()
-    for mine, right in zip(grown(engine(model, "attn_implementation"), side), grown(model, side), strict=True):
+    for mine, right in zip(
+        grown(engine(model, "attn_implementation"), side), grown(model, side), strict=True
+    ):
         torch.testing.assert_close(mine, right, **ATTENDED)
     assert all_computed(LAYERS)
     assert (model(tokens()).logits - capped("sdpa")(tokens()).logits).abs().max() > 1

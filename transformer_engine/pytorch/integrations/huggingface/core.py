@@ -1,4 +1,4 @@
-"""out [b, q, h, d_v] = softmax(softcap(scale q k^T), masked) v of q, k, v [b, h, s, d], the layout of transformers' attentions.
+"""out [b, q, h, d_v] = softmax(softcap(scale q k^T), masked) v of q, k, v [b, h, s, d], transformers' layout.
 
 A layer has one DotProductAttention for each kind of call, because heads, sizes, scale and dropout are constructor
 arguments. These modules have no parameters and are not children of the layer, so that its checkpoints do not change.
@@ -72,8 +72,10 @@ _traced = _Traced()
 def _make_while_tracing(name: str, text: str) -> bool:
     if not hasattr(_traced, name):
         numbers = [float.fromhex(part) for part in text.split()]
-        sizes, (scale, dropout, causal, softcap) = [int(n) for n in numbers[:4]], numbers[4:]
-        setattr(_traced, name, CoreSettings(*sizes, scale, dropout, bool(causal), softcap).made())
+        heads, groups, size, size_v = (int(number) for number in numbers[:4])
+        scale, dropout, causal, softcap = numbers[4:]
+        settings = CoreSettings(heads, groups, size, size_v, scale, dropout, bool(causal), softcap)
+        setattr(_traced, name, settings.made())
     return True
 
 
