@@ -57,6 +57,8 @@ ABSENT = {
     ),
     "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
     "of transformer_engine.jax.ep, which JAX differentiates",
+    "transformer_engine.jax.debug.experimental.inspect": "its functions are in transformer_engine.jax.debug."
+    "experimental",
     "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
     "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""inspect_array and load_array_dump, which write and read arrays of a running program."""
+"""x = inspect_array(x, name): returns the array, writes its bytes and statistics to files, and prints a line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ....common.checks import described
-from ...checks import check_array
+from ...common import absent
+from ...common.checks import described
+from ..checks import check_array
 
 __all__ = ["inspect_array", "load_array_dump"]
+
+__getattr__ = absent.getter(__name__)
 
 
 def inspect_array(x: Array, name: str) -> Array:
