@@ -103,14 +103,14 @@ class AttentionParams:
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int = 1
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    num_tokens_q: int = 0
+    num_tokens_kv: int = 0
+    cp_size_a2a: int = 1
     checkpoint_core_attention: bool = False
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
-    num_tokens_q: int = 0
-    num_tokens_kv: int = 0
-    softcap: float = 0.0
-    cp_size_a2a: int = 1
-    softmax_scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
