@@ -93,22 +93,22 @@ class AttentionParams:
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
     cp_size: int = 1
+    cp_size_a2a: int = 1
     deterministic: bool = False
     is_training: bool = True
     fp8: bool = False
     fp8_meta: dict[str, Any] | None = None
     fp8_output: bool = False
     inference_params: Any = None
+    num_tokens_q: int = 0
+    num_tokens_kv: int = 0
     softmax_type: str = "vanilla"
+    softmax_scale: float = 1.0
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int = 1
-    softmax_scale: float = 1.0
-    softcap: float = 0.0
-    num_tokens_q: int = 0
-    num_tokens_kv: int = 0
-    cp_size_a2a: int = 1
     checkpoint_core_attention: bool = False
+    softcap: float = 0.0
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
 
@@ -198,9 +198,10 @@ class AttentionParams:
         return shape
 
 
-AttentionParams.__init__ = accepts_older_orders(
-    v2_19=("nominal_dtype",), v2_11=("nominal_dtype", "bottom_right_diagonal")
-)(AttentionParams.__init__)
+_ADDED = ("nominal_dtype", "cp_size_a2a", "num_tokens_q", "num_tokens_kv", "softmax_scale", "softcap")
+AttentionParams.__init__ = accepts_older_orders(v2_19=_ADDED, v2_11=(*_ADDED, "bottom_right_diagonal"))(
+    AttentionParams.__init__
+)
 
 
 def _unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:
