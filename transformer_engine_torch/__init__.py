@@ -112,7 +112,7 @@ from .enums import (
     ubuf_built_with_mpi,
 )
 from .gemm import generic_gemm, te_general_grouped_gemm
-from .group_quantize import (
+from .group_cast import (
     bgrad_group_quantize,
     group_dequantize,
     group_quantize,

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import p
 from .activation import scaled_clamped_swiglu, scaled_swiglu
 from .cast import torch_dtype
 from .gemm import generic_gemm
-from .group_quantize import Extents, group_quantize
+from .group_cast import Extents, group_quantize
 
 Group = GroupedTensorStorage | Sequence[Any]
 
