@@ -17,6 +17,17 @@ from transformer_engine.pytorch.functions.attention.context_parallel.layout impo
     places,
 )
 
+__all__ = [
+    "thd_cp_rank_order_to_sequence_order",
+    "thd_get_partitioned_indices",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
+    "thd_sequence_order_to_cp_rank_order",
+]
+
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     """Return one half of every sequence of [t, h, d], or of keys and values [2, t, h, d]: [.., t / 2, h, d]."""

@@ -31,6 +31,14 @@ __all__ = [
     "NVTE_QKV_Format",
     "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
+    "device_supports_multicast",
+    "get_cublasLt_version",
+    "get_cudnn_version",
+    "get_grouped_gemm_setup_workspace_size",
+    "get_num_cublas_streams",
+    "get_stream_priority_range",
+    "nvte_built_with_cublasmp",
+    "ubuf_built_with_mpi",
 ]
 
 

@@ -38,6 +38,11 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
 from .cast import torch_dtype
 from .checks import output_or_none, quantizer_or_none, sequence, with_axes
 
+__all__ = [
+    "generic_gemm",
+    "te_general_grouped_gemm",
+]
+
 
 class _AfterProduct(NamedTuple):
     """Steps after a product: D = activation(alpha * product + beta * D + bias).

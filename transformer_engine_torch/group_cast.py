@@ -28,6 +28,12 @@ from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import Gro
 from .cast import torch_dtype
 from .checks import quantizer_or_none, values, with_axes
 
+__all__ = [
+    "bgrad_group_quantize",
+    "group_dequantize",
+    "group_quantize",
+]
+
 Extents = Tensor | Sequence[int] | None
 
 

@@ -18,6 +18,18 @@ from .cast import torch_dtype
 from .gemm import generic_gemm
 from .group_cast import Extents, group_quantize
 
+__all__ = [
+    "group_requantize_inplace",
+    "group_scaled_clamped_swiglu",
+    "group_scaled_swiglu",
+    "multi_tensor_pad_last_dim",
+    "multi_tensor_transpose_to_bhsd",
+    "nvfp4_quantize_with_amax",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+    "te_general_grouped_gemm_for_grouped_tensor",
+]
+
 Group = GroupedTensorStorage | Sequence[Any]
 
 

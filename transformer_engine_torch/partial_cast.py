@@ -17,6 +17,15 @@ from transformer_engine.pytorch.primitives.quantize import cast, e8m0_to_float, 
 
 from .checks import member, values
 
+__all__ = [
+    "fp8_block_scaling_compute_partial_amax",
+    "fp8_block_scaling_partial_cast",
+    "mxfp8_scaling_compute_partial_amax",
+    "mxfp8_scaling_partial_cast",
+    "nvfp4_2d_compute_partial_amax",
+    "nvfp4_2d_partial_cast",
+]
+
 _ELEMENTS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
 _MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
 
