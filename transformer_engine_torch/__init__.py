@@ -33,6 +33,7 @@ from . import (
     grouped_products,
     kv_cache,
     norm,
+    nvfp4_scales,
     partial_cast,
     permutation,
     rope,
@@ -52,6 +53,7 @@ from .grouped import *  # noqa: F403
 from .grouped_products import *  # noqa: F403
 from .kv_cache import *  # noqa: F403
 from .norm import *  # noqa: F403
+from .nvfp4_scales import *  # noqa: F403
 from .partial_cast import *  # noqa: F403
 from .permutation import *  # noqa: F403
 from .rope import *  # noqa: F403
@@ -85,6 +87,7 @@ __all__ += grouped.__all__
 __all__ += grouped_products.__all__
 __all__ += kv_cache.__all__
 __all__ += norm.__all__
+__all__ += nvfp4_scales.__all__
 __all__ += partial_cast.__all__
 __all__ += permutation.__all__
 __all__ += rope.__all__

@@ -82,10 +82,7 @@ def group_quantize(
     if output is not None:
         return _quantize_into(output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag)
     columns = x.shape[1]
-    firsts, lasts = (
-        None if dims is None else _extents(name, dims, num_tensors, x.device)
-        for name, dims in (("first_dims", first_dims), ("last_dims", last_dims))
-    )
+    firsts, lasts = _extents_on(x.device, num_tensors, first_dims, last_dims)
     if firsts is not None and lasts is None and _stays_on_device(quantizer):
         if not firsts.is_cuda:
             _check_elements([(extent, columns) for extent in firsts.tolist()], num_tensors, x)
@@ -107,6 +104,21 @@ def group_quantize(
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
     return GroupedTensor.from_storage(group)
+
+
+def member_shapes(
+    x: Tensor, num_tensors: int, first_dims: Extents, last_dims: Extents
+) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
+    """Shape of each matrix of a group in x [R, K], and `first_dims` and `last_dims` as int64 on its device."""
+    firsts, lasts = _extents_on(x.device, num_tensors, first_dims, last_dims)
+    return _shapes(x, num_tensors, firsts, lasts), firsts, lasts
+
+
+def _extents_on(
+    device: torch.device, count: int, first_dims: Extents, last_dims: Extents
+) -> tuple[Tensor | None, ...]:
+    pairs = (("first_dims", first_dims), ("last_dims", last_dims))
+    return tuple([None if dims is None else _extents(name, dims, count, device) for name, dims in pairs])
 
 
 def _stays_on_device(quantizer: Any) -> bool:

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.primitives.quantize import quantize as quantize_matrix
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
-from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import plain_matrix
 
 from .activation import scaled_clamped_swiglu, scaled_swiglu
 from .cast import torch_dtype
@@ -24,7 +22,6 @@ __all__ = [
     "group_scaled_swiglu",
     "multi_tensor_pad_last_dim",
     "multi_tensor_transpose_to_bhsd",
-    "nvfp4_quantize_with_amax",
     "te_general_grouped_gemm_for_discrete_in",
     "te_general_grouped_gemm_for_discrete_out",
     "te_general_grouped_gemm_for_grouped_tensor",
@@ -179,27 +176,6 @@ def group_scaled_clamped_swiglu(
     """Column-wise codes of `scaled_clamped_swiglu`, by group; see `group_scaled_swiglu`."""
     values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
     return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
-
-
-def nvfp4_quantize_with_amax(
-    tensor: Tensor, quantizer: Any, rowwise_amax: Tensor | None, columnwise_amax: Tensor | None
-) -> Any:
-    """Quantize a tensor to NVFP4 with given maxima.
-
-    Args:
-        tensor: Values [.., K].
-        quantizer: NVFP4Quantizer without stochastic rounding.
-        rowwise_amax: float32 [1], the maximum of the row-wise direction; measured if None.
-        columnwise_amax: float32 [1], likewise column-wise.
-
-    Raises:
-        ValueError: The quantizer rounds stochastically.
-    """
-    if quantizer.stochastic_rounding:
-        raise ValueError("nvfp4_quantize_with_amax draws no random numbers; set stochastic_rounding=False")
-    spec = quantizer.spec(quantizer.rowwise_usage, quantizer.columnwise_usage)
-    made = quantize_matrix(plain_matrix(tensor.detach()), spec, amax=rowwise_amax, amax_t=columnwise_amax)
-    return quantizer.wrap(quantizer._packed(made, tensor.shape, tensor.dtype))
 
 
 def multi_tensor_transpose_to_bhsd(

@@ -105,13 +105,6 @@ ABSENT = {
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
     **dict.fromkeys(
-        ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2dq]*"),
-        "one step of the original's quantization of weights from shards; call "
-        "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
-    ),
-    "transformer_engine_torch.thd_copy_valid_tokens_from_per_split_to_rank_local": "a step of the original's context "
-    "parallelism; call set_context_parallel_group of te.DotProductAttention",
-    **dict.fromkeys(
         (
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.AttnFuncWithCP*",
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.get_seq_chunk_ids_*",
