@@ -25,6 +25,7 @@ from . import (
     activation,
     attention,
     cast,
+    comm_overlap,
     context_parallel,
     enums,
     gemm,
@@ -45,6 +46,7 @@ from . import (
 from .activation import *  # noqa: F403
 from .attention import *  # noqa: F403
 from .cast import *  # noqa: F403
+from .comm_overlap import *  # noqa: F403
 from .context_parallel import *  # noqa: F403
 from .enums import *  # noqa: F403
 from .gemm import *  # noqa: F403
@@ -79,6 +81,7 @@ __all__ = [
 __all__ += activation.__all__
 __all__ += attention.__all__
 __all__ += cast.__all__
+__all__ += comm_overlap.__all__
 __all__ += context_parallel.__all__
 __all__ += enums.__all__
 __all__ += gemm.__all__
