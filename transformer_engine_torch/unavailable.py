@@ -40,6 +40,7 @@ FUNCTIONS = {
             "ep_zero_copy_supported",
             "ep_handle_mem_size",
             "ep_prepare",
+            "ep_prepare_and_dispatch",
             "ep_dispatch",
             "ep_combine",
             "ep_dispatch_bwd",
