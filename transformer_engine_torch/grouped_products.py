@@ -158,11 +158,16 @@ def group_scaled_swiglu(
     input_2h: Tensor, prob: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents = None,
     last_dims: Extents = None, tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Column-wise codes of `scaled_swiglu(input_2h, prob)`, by group; see `group_quantize` for the other arguments.
+    """Column-wise codes of `scaled_swiglu(input_2h, prob)`, by group.
 
     Args:
         input_2h: Values [rows, 2 H].
         prob: Scale of each row.
+        quantizer: Quantizer of every matrix.
+        num_tensors: Number of matrices.
+        first_dims: Rows of each matrix; None if they are equal.
+        last_dims: Columns of each matrix; None if they are equal.
+        tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
     """
     values = scaled_swiglu(input_2h, prob, None)
     return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
@@ -173,7 +178,20 @@ def group_scaled_clamped_swiglu(
     glu_linear_offset: float = 1.0, first_dims: Extents = None, last_dims: Extents = None,
     tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Column-wise codes of `scaled_clamped_swiglu`, by group; see `group_scaled_swiglu`."""
+    """Column-wise codes of `scaled_clamped_swiglu(input_2h, prob)`, by group.
+
+    Args:
+        input_2h: Values [rows, 2 H].
+        prob: Scale of each row.
+        quantizer: Quantizer of every matrix.
+        num_tensors: Number of matrices.
+        limit: Bound of both halves; see `scaled_clamped_swiglu`.
+        alpha: Factor in the sigmoid.
+        glu_linear_offset: Number that is added to the linear half.
+        first_dims: Rows of each matrix; None if they are equal.
+        last_dims: Columns of each matrix; None if they are equal.
+        tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
+    """
     values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
     return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
 
@@ -199,7 +217,15 @@ def multi_tensor_transpose_to_bhsd(
 
 
 def multi_tensor_pad_last_dim(inputs: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Pad the last dimension of tensors with zeros to a multiple of `alignment`."""
+    """Pad the last dimension of tensors with zeros to a multiple of `alignment`.
+
+    Args:
+        inputs: Tensors [.., K].
+        alignment: Divisor of the last dimension of the results.
+
+    Returns:
+        A tensor for each input; an input that needs no padding is returned unchanged.
+    """
     return [
         torch.nn.functional.pad(x, (0, -x.shape[-1] % alignment)) if x.shape[-1] % alignment else x
         for x in inputs

@@ -183,9 +183,15 @@ def nvfp4_multi_tensor_fused_scale(
     """Run `nvfp4_fused_scale` on several weights.
 
     Args:
+        block_amax_list: `block_amax` of each weight.
+        global_amax_list: `global_amax` of each weight.
+        per_block_scale_list: `per_block_scale` of each weight.
+        target_scale_list: `target_scale` of each weight.
+        target_amax_list: `target_amax` of each weight.
+        tile_rows_list: `tile_rows` of each weight.
+        tile_cols_list: `tile_cols` of each weight.
+        rows_padded_list: `rows_padded` of each weight.
         block_len: Rows of a block.
-
-    The lists hold the arguments of `nvfp4_fused_scale`, one for each weight.
     """
     for arguments in _each(
         block_amax_list=block_amax_list, global_amax_list=global_amax_list,
@@ -228,9 +234,14 @@ def nvfp4_multi_tensor_2d_partial_cast(
     """Run `nvfp4_2d_partial_cast` on the shards of several weights.
 
     Args:
+        inp_list: `inp` of each shard.
+        out_list: `out` of each shard.
+        scale_list: `scale` of each weight.
+        global_scale_list: `global_scale` of each weight.
+        h_list: Rows of each weight.
+        w_list: Columns of each weight.
+        start_offset_list: First element of each shard.
         block_len: Rows and columns of a block.
-
-    The lists hold the arguments of `nvfp4_2d_partial_cast`, one for each shard.
     """
     for arguments in _each(
         inp_list=inp_list, out_list=out_list, scale_list=scale_list, global_scale_list=global_scale_list,
