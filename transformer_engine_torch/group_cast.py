@@ -15,7 +15,11 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
 from transformer_engine.pytorch.primitives.grouped_quantize import row_sums
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-from transformer_engine.pytorch.tensor.grouped_rows import quantize_rows, quantize_stack
+from transformer_engine.pytorch.tensor.grouped_rows import (
+    quantize_blocks_of_stack,
+    quantize_rows,
+    quantize_stack,
+)
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, StackQuantizer, stack_quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
@@ -91,10 +95,9 @@ def group_quantize(
     flat = x.reshape(-1)[: sum(map(prod, shapes))]
     if firsts is None and lasts is None:
         stacked = flat.view(num_tensors, *shapes[0])
-        if isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer) and _stays_on_device(
-            quantizer
-        ):
-            return quantize_stack(stacked, quantizer)
+        if _stays_on_device(quantizer):
+            one_scale = isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer)
+            return (quantize_stack if one_scale else quantize_blocks_of_stack)(stacked, quantizer)
         stack = stack_quantizer(quantizer, shapes)
         return stack.wrap(stack.encode(stacked, quantizer.rowwise_usage, quantizer.columnwise_usage))
     stack = stack_quantizer(quantizer, shapes, stacked=False)
