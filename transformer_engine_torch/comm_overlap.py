@@ -224,21 +224,10 @@ class CommOverlapP2P(CommOverlap):
     """A buffer of tensor-parallel ranks; the original sends its chunks in a ring.
 
     Args:
-        buffer_shape: [rows of all ranks, columns].
-        buffer_dtype: Dtype of the elements; torch.uint8 for FP8 codes.
-        helper: Process groups.
-        tp_size: Number of ranks that share the buffer.
-        comm_type: Collective that the buffer is for.
-        num_max_streams: Has no effect.
-        comm_cga_size: Has no effect.
-        gemm_priority: Has no effect.
-        comm_priority: Priority of the streams of `get_communication_stream`.
-        num_comm_sm: Has no effect.
-        set_sm_margin: Has no effect.
-        atomic_gemm: Has no effect except on `is_atomic_gemm`.
         use_ce: Has no effect.
         aggregate: Has no effect.
-        use_cublasmp: Has no effect.
+
+    The other arguments are those of `CommOverlap`.
 
     Raises:
         ValueError: The shape is not [rows, columns], or the rows do not divide by `tp_size`.

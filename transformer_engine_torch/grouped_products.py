@@ -181,16 +181,11 @@ def group_scaled_clamped_swiglu(
     """Column-wise codes of `scaled_clamped_swiglu(input_2h, prob)`, by group.
 
     Args:
-        input_2h: Values [rows, 2 H].
-        prob: Scale of each row.
-        quantizer: Quantizer of every matrix.
-        num_tensors: Number of matrices.
         limit: Bound of both halves; see `scaled_clamped_swiglu`.
         alpha: Factor in the sigmoid.
         glu_linear_offset: Number that is added to the linear half.
-        first_dims: Rows of each matrix; None if they are equal.
-        last_dims: Columns of each matrix; None if they are equal.
-        tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
+
+    The other arguments are those of `group_scaled_swiglu`.
     """
     values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
     return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)

@@ -231,17 +231,17 @@ def nvfp4_multi_tensor_2d_partial_cast(
     global_scale_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
     start_offset_list: Sequence[int], block_len: int = _BLOCK,
 ) -> None:  # fmt: skip
-    """Run `nvfp4_2d_partial_cast` on the shards of several weights.
+    """Cast shards of several weights to FP4; see `nvfp4_2d_partial_cast`.
+
+    The four tensors of a shard are those of one call; weights may have several shards in the lists.
 
     Args:
-        inp_list: `inp` of each shard.
-        out_list: `out` of each shard.
-        scale_list: `scale` of each weight.
-        global_scale_list: `global_scale` of each weight.
-        h_list: Rows of each weight.
-        w_list: Columns of each weight.
-        start_offset_list: First element of each shard.
-        block_len: Rows and columns of a block.
+        inp_list: Shards of whole bytes.
+        out_list: Codes uint8, two in a byte, overwritten.
+        scale_list: Block scales, which are rounded to E4M3.
+        global_scale_list: Second-level scales, float32 [1].
+
+    The other arguments are those of `nvfp4_multi_tensor_compute_partial_amax`.
     """
     for arguments in _each(
         inp_list=inp_list, out_list=out_list, scale_list=scale_list, global_scale_list=global_scale_list,
