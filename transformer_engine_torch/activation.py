@@ -30,6 +30,48 @@ from transformer_engine.pytorch.runtime.checks import floating
 from .cast import bgrad_quantize, given_or_quantized
 from .checks import quantizer_or_none
 
+__all__ = [
+    "clamped_dswiglu",
+    "clamped_swiglu",
+    "dbias_dgelu",
+    "dbias_dqgelu",
+    "dbias_drelu",
+    "dbias_dsilu",
+    "dbias_dsrelu",
+    "dgeglu",
+    "dgelu",
+    "dglu",
+    "dqgeglu",
+    "dqgelu",
+    "dreglu",
+    "drelu",
+    "dsilu",
+    "dsituglu",
+    "dsreglu",
+    "dsrelu",
+    "dswiglu",
+    "geglu",
+    "gelu",
+    "glu",
+    "qgeglu",
+    "qgelu",
+    "reglu",
+    "relu",
+    "scaled_clamped_dswiglu",
+    "scaled_clamped_swiglu",
+    "scaled_dsituglu",
+    "scaled_dsrelu",
+    "scaled_dswiglu",
+    "scaled_situglu",
+    "scaled_srelu",
+    "scaled_swiglu",
+    "silu",
+    "situglu",
+    "sreglu",
+    "srelu",
+    "swiglu",
+]
+
 Forward = Callable[..., Any]
 Backward = Callable[..., Any]
 

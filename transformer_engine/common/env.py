@@ -319,8 +319,9 @@ _PLATFORM = (
     _text(
         "NVTE_PLUGIN",
         None,
-        "Name of a module that transformer_engine.pytorch imports first, and whose load_plugins() it calls. A "
-        "failure is a RuntimeWarning.",
+        "Name of a module that transformer_engine.pytorch imports first, and whose load_plugins() it calls. The "
+        "extension is then also importable as transformer_engine_torch_nv, if the plugin puts a module of its own into "
+        "sys.modules. A failure is a RuntimeWarning.",
     ),
     _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; MXFP8 casts have one kernel, in Triton."),
     _text(
