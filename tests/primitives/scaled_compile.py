@@ -88,13 +88,26 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
             record = promoted_product.block_product(*sides, k, n, decodes=True)
             yield "decoded", name, record, ["u8", "u8", "fp32", "fp32", "bf16", None, "bf16", None]
         return
-    if row.has("mxfp8 products") and scaled:
-        record = grouped_scaled.product_of_rows(4096, 2048, 2080, 8, ("e5m2", "e4m3"))
-        codes = ["fp8e5", "fp8e4nv"]
-        yield "mxfp8", "grouped rows", record, [*codes, "i32", "u8", "u8", "bf16", "bf16"]
+    nvfp4 = grouped_scaled.BlockScales(("e2m1", "e2m1"), 16, 0.1)
+    for kind, scales, codes, factors in (
+        (
+            "mxfp8",
+            grouped_scaled.BlockScales(("e5m2", "e4m3")),
+            ["fp8e5", "fp8e4nv"],
+            ["u8", "u8", None, None],
+        ),
+        ("nvfp4", nvfp4, ["u8", "u8"], ["fp8e4nv", "fp8e4nv", "fp32", "fp32"]),
+    ):
+        if not (row.has(f"{kind} products") and scaled):  # pyright: ignore[reportArgumentType]
+            continue
+        # A K without and with a partial last step.
+        for name, depth in (("grouped rows", 2080), ("grouped even rows", 2048)):
+            if every or name == "grouped rows":
+                record = grouped_scaled.product_of_rows(4096, 2048, depth, 8, scales)
+                yield kind, name, record, [*codes, "i32", *factors, "bf16", "bf16"]
         options = {"accumulates": True, "by_address": True}
-        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, ("e5m2", "e4m3"), **options)
-        yield "mxfp8", "grouped columns", record, [*codes, "u8", "u8", "i32", "i64", "fp32"]
+        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, scales, **options)
+        yield kind, "grouped columns", record, [*codes, *factors, "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")
