@@ -17,3 +17,12 @@ def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int
     found = json.loads(done.splitlines()[-1])
     assert len(found) == count
     assert {case: what for case, what in found.items() if what is not None} == {}
+
+
+@pytest.mark.parametrize("architecture", ["10.0", "12.0"])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_compiled_passes_with_block_scales_start_the_kernels_of_their_steps(architecture: str):
+    done = output_without_gpu("tests/module/generated_launches.py", architecture)
+    found = json.loads(done.splitlines()[-1])
+    assert len(found) == 13
+    assert {case: what for case, what in found.items() if what is not None} == {}

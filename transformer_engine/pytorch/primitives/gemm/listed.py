@@ -1,7 +1,13 @@
-"""Products of a pass that is being listed: operands are symbols, and cuBLASLt's plans are appended to instructions."""
+"""Products of a pass that is being listed: operands are symbols, and products are appended to instructions.
+
+A plan of cuBLASLt becomes a direct library call. Every other backend, such as cuBLASLt with swizzled scales, which
+prepares them in each call, is called as in eager mode.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +37,7 @@ class SymbolicOperand(OwnedOperand):
         call = TABLE.bound_in_eager_mode(_native(request.key_of(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
-            raise NotListed("cuBLASLt does not compute a product")
+            return _apply(call, self, b, epilogue, 1)[0]
         result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         scales = _scales(b, self)
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
@@ -45,9 +51,12 @@ def gelu(
     instructions, b = _same(a, b)
     key = composed.key_of(GELU, a, b, epilogue, keeps)
     call = table.bound((*key[:5], *_native(key[5:])))
-    plan = cublaslt_fused.plan_behind(call)
-    if plan is None:
+    if _is_composed(call):
         return composed.gelu(keeps, a, b, epilogue)
+    plan = cublaslt_fused.plan_behind(call)
+    if plan is None or plan.problem.swizzled:
+        out, *kept = _apply(call, a, b, epilogue, 2 if keeps else 1)
+        return out, kept[0] if kept else None
     result = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype))
     x = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)) if keeps else None
     pointers = (*_scales(b, a), _bias(plan, epilogue), x)
@@ -60,9 +69,11 @@ def gelu_gradient(table: Table[Any], a: SymbolicOperand, b: Operand, epilogue: E
     instructions, b = _same(a, b)
     key = composed.key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype)
     call = table.bound((*key[:5], *_native(key[5:])))
-    plan = cublaslt_fused.plan_behind(call)
-    if plan is None:
+    if _is_composed(call):
         return composed.gelu_gradient(False, a, b, epilogue, x)
+    plan = cublaslt_fused.plan_behind(call)
+    if plan is None or plan.problem.swizzled:
+        return _apply(call, a, b, epilogue, 1, x)[0]
     result = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype))
     instructions.multiply(plan, b.codes, a.codes, result, (*_scales(b, a), None, x))
     return result  # pyright: ignore[reportReturnType]
@@ -72,8 +83,40 @@ def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
     """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
-    codes, scale = instructions.symbol(b.codes), instructions.symbol(b.scale)
-    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale))  # pyright: ignore
+    codes, scale, amax = (instructions.symbol(part) for part in (b.codes, b.scale, b.amax))
+    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale, amax=amax))  # pyright: ignore
+
+
+def _is_composed(call: Callable[..., Any]) -> bool:
+    """Whether a bound product with GELU is a product followed by the activation."""
+    return isinstance(call, functools.partial) and call.func in (composed.gelu, composed.gelu_gradient)
+
+
+def _apply(
+    call: Callable[..., Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, count: int, *others: Any
+) -> Sequence[Any]:
+    """Append the call of a bound backend; return the symbols of its first `count` results, each [M, N].
+
+    Args:
+        others: Further arguments of the call.
+    """
+    codes: Any = a.codes
+    instructions: Instructions = codes.instructions
+    formats, dtypes = (a.format, b.format), (a.dtype, b.dtype)
+    settings = epilogue._replace(bias=None)
+
+    def multiply(*tensors: Any) -> tuple[Tensor, ...]:
+        left, right = (
+            Operand(tensors[i], tensors[i + 1], formats[i // 3], tensors[i + 2], dtypes[i // 3])
+            for i in (0, 3)
+        )
+        found = call(left, right, settings._replace(bias=tensors[6]), *tensors[7:])
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple([result.contiguous() for result in found[:count]])
+
+    form = Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
+    tensors = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, epilogue.bias, *others)
+    return instructions.apply(multiply, tensors, [form] * count)
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
