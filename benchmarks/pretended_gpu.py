@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.hardware import Hardware, nvidia
+from transformer_engine.pytorch import fast
 
 HOPPER = (9, 0)
 CUBLASLT = 130_600  # with products of all formats
@@ -36,7 +37,7 @@ def pretend(capability: tuple[int, int] = HOPPER) -> None:
     _module("pytorch")
     everywhere("unsupported_elementwise", _takes_all)
     everywhere("unsupported_casts", _takes_all)
-    everywhere("compiles_on", lambda device: True)
+    everywhere("compiles_on", lambda device: fast.ENABLED)
     everywhere("get_device_compute_capability", lambda: capability)
     everywhere("current_hardware", lambda: hardware)
     processors = _module("pytorch.runtime.launching").Processors(PROCESSORS, hardware.shared_memory)

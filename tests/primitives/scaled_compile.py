@@ -42,6 +42,7 @@ INSTRUCTIONS = {
     ("block", False): r"mma\.sync\.aligned\.m16n8k32\S*e4m3\.e4m3",
 }
 HOPPER_BLOCK = r"wgmma\.mma_async\S*e4m3\.e4m3"
+DECODED_BLOCK = r"mma\.sync\S*\.f16\.f16"  # of codes, which float16 represents exactly
 ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
 SHAPES = {
     "large": (4096, 4096, 4096),
@@ -163,6 +164,8 @@ def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) ->
     wanted = INSTRUCTIONS[kind, row.has("tensor memory")]
     if kind == "block" and row.has("hopper instructions"):
         wanted = HOPPER_BLOCK
+    elif kind == "block" and optional.release("triton") < row.scaled_dot:
+        wanted = DECODED_BLOCK
     instructions = sorted(set(ANY.findall(kernel.asm["ptx"])))
     registers, stack = resources(kernel.asm["cubin"])
     return {
