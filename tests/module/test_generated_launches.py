@@ -29,3 +29,12 @@ def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(cou
     assert found["different"] == {}
     # A layer whose tensors need no gradients has one pass, others two.
     assert found["generated"] > found["drawn"] > 0
+
+
+@pytest.mark.parametrize("architecture", ["10.0", "12.0"])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_compiled_passes_with_block_scales_start_the_kernels_of_their_steps(architecture: str):
+    done = output_without_gpu("tests/module/generated_launches.py", architecture)
+    found = json.loads(done.splitlines()[-1])
+    assert len(found) == 13
+    assert {case: what for case, what in found.items() if what is not None} == {}
