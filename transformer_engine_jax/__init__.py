@@ -2,6 +2,7 @@
 
 from transformer_engine.common import absent
 
+from . import members
 from .attention import get_fused_attn_backend, nvte_get_qkv_format
 from .enums import (
     DType,
@@ -31,6 +32,7 @@ from .machine import (
     nvte_built_with_cublasmp,
     registrations,
 )
+from .members import *  # noqa: F403 - by the list in __all__
 
 __all__ = [
     "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",
@@ -41,12 +43,6 @@ __all__ = [
     "is_collective_gemm_with_cublasmp", "nvte_built_with_cublasmp", "nvte_get_qkv_format", "registrations",
 ]  # fmt: skip
 
-# An extension module also exports the members of its enumerations.
-for _enumeration in (
-    DType, JAXX_Collective_Op, JAXX_Quantize_Layout, JAXX_Routing_Map_Format, JAXX_Scaling_Mode, JAXX_Score_Function,
-    NVTE_Activation_Type, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_Norm_Type, NVTE_QKV_Format,
-    NVTE_QKV_Layout, NVTE_Softmax_Type,
-):  # fmt: skip
-    globals().update(_enumeration.__members__)
+__all__ += members.__all__
 
 absent.install_getters(__name__)

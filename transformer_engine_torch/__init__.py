@@ -21,6 +21,7 @@ from transformer_engine.pytorch.functions.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 
+from . import unavailable
 from .activation import (
     clamped_dswiglu,
     clamped_swiglu,
@@ -200,8 +201,7 @@ from .softmax_and_dropout import (
     scaled_upper_triang_masked_softmax_backward,
     scaled_upper_triang_masked_softmax_forward,
 )
-from .unavailable import *  # noqa: F403
-from .unavailable import __all__ as _raising
+from .unavailable import *  # noqa: F403 - by the list in __all__
 
 __all__ = [
     "CommOverlapAlgo",
@@ -285,6 +285,9 @@ __all__ = [
     "glu",
     "group_dequantize",
     "group_quantize",
+    "group_requantize_inplace",
+    "group_scaled_clamped_swiglu",
+    "group_scaled_swiglu",
     "grouped_swizzle_for_gemm",
     "layernorm_bwd",
     "layernorm_fwd",
@@ -301,18 +304,21 @@ __all__ = [
     "multi_tensor_compute_scale_and_scale_inv",
     "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
+    "multi_tensor_pad_last_dim",
     "multi_tensor_quantize",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_swizzle_scales_for_gemm_",
     "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+    "multi_tensor_transpose_to_bhsd",
     "multi_tensor_unscale_l2norm",
     "mxfp8_scaling_compute_partial_amax",
     "mxfp8_scaling_partial_cast",
     "nvfp4_2d_compute_partial_amax",
     "nvfp4_2d_partial_cast",
     "nvfp4_data_transpose",
+    "nvfp4_quantize_with_amax",
     "nvte_built_with_cublasmp",
     "qgeglu",
     "qgelu",
@@ -349,6 +355,9 @@ __all__ = [
     "swiglu",
     "swizzle_scales_for_gemm_",
     "te_general_grouped_gemm",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+    "te_general_grouped_gemm_for_grouped_tensor",
     "thd_cp_rank_order_to_sequence_order",
     "thd_get_partitioned_indices",
     "thd_grad_correction",
@@ -359,6 +368,6 @@ __all__ = [
     "thd_sequence_order_to_cp_rank_order",
     "ubuf_built_with_mpi",
 ]
-__all__ += _raising
+__all__ += unavailable.__all__
 
 absent.install_getters(__name__)

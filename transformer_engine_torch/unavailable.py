@@ -8,7 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["CommOverlap", "CommOverlapHelper", "CommOverlapP2P"]
+__all__ = [
+    "CommOverlap",
+    "CommOverlapHelper",
+    "CommOverlapP2P",
+    "bulk_overlap_ag_with_external_gemm",
+    "create_nvshmem_tensor",
+    "cusolvermp_ctx_create",
+    "cusolvermp_ctx_destroy",
+    "ep_combine",
+    "ep_combine_bwd",
+    "ep_dispatch",
+    "ep_dispatch_bwd",
+    "ep_finalize",
+    "ep_get_zero_copy",
+    "ep_handle_mem_size",
+    "ep_initialize",
+    "ep_prepare",
+    "ep_zero_copy_supported",
+    "init_nvshmem_backend",
+    "newton_schulz",
+    "nvshmem_finalize",
+    "nvshmem_send_on_current_stream",
+    "nvshmem_wait_on_current_stream",
+]
 
 _NVSHMEM = (
     "NVSHMEM is not part of this package; send and receive with torch.distributed, or allocate a symmetric buffer with "
@@ -26,37 +49,6 @@ _USERBUFFERS = (
 
 _UNREAD = "Args:\n    args: Are not read.\n    kwargs: Are not read."
 
-# Reason and replacement of each function.
-FUNCTIONS = {
-    **dict.fromkeys(
-        (
-            "init_nvshmem_backend",
-            "create_nvshmem_tensor",
-            "nvshmem_send_on_current_stream",
-            "nvshmem_wait_on_current_stream",
-            "nvshmem_finalize",
-        ),
-        _NVSHMEM,
-    ),
-    **dict.fromkeys(("cusolvermp_ctx_create", "cusolvermp_ctx_destroy", "newton_schulz"), _CUSOLVERMP),
-    **dict.fromkeys(
-        (
-            "ep_initialize",
-            "ep_finalize",
-            "ep_get_zero_copy",
-            "ep_zero_copy_supported",
-            "ep_handle_mem_size",
-            "ep_prepare",
-            "ep_dispatch",
-            "ep_combine",
-            "ep_dispatch_bwd",
-            "ep_combine_bwd",
-        ),
-        _EP,
-    ),
-    "bulk_overlap_ag_with_external_gemm": _USERBUFFERS,
-}
-
 
 def _raising(name: str, reason: str) -> Callable[..., NoReturn]:
     """Return a function that raises NotImplementedError with the reason."""
@@ -69,8 +61,25 @@ def _raising(name: str, reason: str) -> Callable[..., NoReturn]:
     return unavailable
 
 
-globals().update({name: _raising(name, reason) for name, reason in FUNCTIONS.items()})
-__all__ += list(FUNCTIONS)
+init_nvshmem_backend = _raising("init_nvshmem_backend", _NVSHMEM)
+create_nvshmem_tensor = _raising("create_nvshmem_tensor", _NVSHMEM)
+nvshmem_send_on_current_stream = _raising("nvshmem_send_on_current_stream", _NVSHMEM)
+nvshmem_wait_on_current_stream = _raising("nvshmem_wait_on_current_stream", _NVSHMEM)
+nvshmem_finalize = _raising("nvshmem_finalize", _NVSHMEM)
+cusolvermp_ctx_create = _raising("cusolvermp_ctx_create", _CUSOLVERMP)
+cusolvermp_ctx_destroy = _raising("cusolvermp_ctx_destroy", _CUSOLVERMP)
+newton_schulz = _raising("newton_schulz", _CUSOLVERMP)
+ep_initialize = _raising("ep_initialize", _EP)
+ep_finalize = _raising("ep_finalize", _EP)
+ep_get_zero_copy = _raising("ep_get_zero_copy", _EP)
+ep_zero_copy_supported = _raising("ep_zero_copy_supported", _EP)
+ep_handle_mem_size = _raising("ep_handle_mem_size", _EP)
+ep_prepare = _raising("ep_prepare", _EP)
+ep_dispatch = _raising("ep_dispatch", _EP)
+ep_combine = _raising("ep_combine", _EP)
+ep_dispatch_bwd = _raising("ep_dispatch_bwd", _EP)
+ep_combine_bwd = _raising("ep_combine_bwd", _EP)
+bulk_overlap_ag_with_external_gemm = _raising("bulk_overlap_ag_with_external_gemm", _USERBUFFERS)
 
 
 class CommOverlapHelper:

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..distributed.recompute import state_without_gradients
 from ..distributed_weight import finalize_delayed_grads
 from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
-from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
-from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
+from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient
+from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace
 from ..quantization import (
     check_extra_state,
     decode_extra_state,
@@ -35,7 +35,7 @@ from .parameters import InitMethod, ParameterInit, default_init_method, empty_li
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
 from .repetition import may_be_recomputed, repeatable
 from .shared_settings import Entries, settings_of
-from .userbuffers import (  # noqa: F401
+from .userbuffers import (
     UserBufferQuantizationMode,
     destroy_ub,
     get_ub,
@@ -44,6 +44,21 @@ from .userbuffers import (  # noqa: F401
     is_ub_initialized,
 )
 from .weight_cache import WeightCache
+
+# Names of the original that other libraries import from here.
+__all__ = [
+    "TransformerEngineBaseModule",
+    "UserBufferQuantizationMode",
+    "_cublas_workspace",
+    "_dummy_wgrads",
+    "destroy_ub",
+    "get_dummy_wgrad",
+    "get_ub",
+    "get_ub_is_fp8",
+    "get_workspace",
+    "initialize_ub",
+    "is_ub_initialized",
+]
 
 # Flags of delayed scaling for split accumulation, under the original's names.
 _2X_ACC_FPROP = False

@@ -41,19 +41,20 @@ from .grouped_parameters import (
     create_parameters,
     group_single_parameters,
     group_weights,
+    is_module_grouped_tensor_path_supported,
     load_other_form,
     mark_parameters,
     names_of,
     single_parameters,
     uses_grouped_tensor,
 )
-from .grouped_parameters import (
-    is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
-)
 from .grouped_spec import build, fitting_groups, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["GroupedLinear", "_GroupedLinear", "general_gemm", "is_module_grouped_tensor_path_supported"]
 
 _ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
 

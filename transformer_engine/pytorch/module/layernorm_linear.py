@@ -42,6 +42,9 @@ from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
 
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
+
 
 @dataclass(frozen=True, eq=False)
 class NormLinearConfig(LinearConfig):

@@ -42,6 +42,9 @@ from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
 
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["LayerNormMLP", "apply_normalization"]
+
 
 @dataclass(frozen=True, eq=False)
 class NormMLPConfig(ProductsConfig):

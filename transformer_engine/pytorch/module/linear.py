@@ -18,7 +18,7 @@ from ..functions.layer import compiled_functions
 from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.weight_gradient import WeightGradStore
-from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
+from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
@@ -31,6 +31,9 @@ from .linear_parameters import create_parameters, mark_parameters, weight_and_bi
 from .local_shards import output_of_shards
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:

@@ -14,9 +14,9 @@ from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
 from ..runtime.device import canonical_device, has_cuda
 from . import delayed_scaling, model_init, recompute_states, support
-from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import AutocastState, autocast, current, here, reinstate, snapshot
 from .autocast import reset as close_all_blocks
+from .availability import FormatChecks
 from .extra_state import BUFFER_INFO
 from .family import all_families
 
@@ -48,7 +48,7 @@ def _of_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
 
 
 def _support(kind: str, part: int) -> property:
-    return property(lambda cls: support.checks()[f"check_{kind}_support"]()[part])
+    return property(lambda cls: support.check(kind)()[part])
 
 
 # <kind>_available and reason_for_no_<kind>, of every kind that a recipe needs.
@@ -90,7 +90,7 @@ class FP8GlobalState:
         self.recompute_buffers: list[deque[list[tuple[Tensor, Tensor]]]] = []
 
 
-class FP8GlobalStateManager(metaclass=StateAttributes):
+class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
     """Class methods on the state of `autocast`, `delayed_scaling` and `model_init`."""
 
     quantization_state = FP8GlobalState()
@@ -285,11 +285,6 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
     def restore_fp8_meta_tensors(cls, fp8_meta: dict[str, Any]) -> None:
         """Undo `get_old_fp8_meta_tensors_for_recompute`."""
         copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
-
-
-# What this machine can run: (available, reason), one method a kind.
-for _kind, _check in zip(support.kinds(), support.checks().values(), strict=True):
-    setattr(FP8GlobalStateManager, f"is_{_kind}_available", staticmethod(_check))
 
 
 def copy_in(states: Sequence[Any], values: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -39,6 +39,8 @@ from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
+__all__ = ["DotProductAttention", "_attention_backends"]
+
 ONE = 1  # default of num_splits; True equals it but is another object
 NAMES = (type(None), str)  # types of names that can be part of a key
 

@@ -48,10 +48,18 @@ from .grouped_contribution import (
     accepted_buffers,
 )
 from .grouped_operator import (
-    is_op_fuser_grouped_tensor_path_supported as is_op_fuser_grouped_tensor_path_supported,
+    is_op_fuser_grouped_tensor_path_supported,
+    traced_contribution,
 )
-from .grouped_operator import traced_contribution
 from .linear_contribution import linear_facts, linear_spec
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = [
+    "GRAD_INPUT_BUFFER_KEY",
+    "OUTPUT_BUFFER_KEY",
+    "GroupedLinear",
+    "is_op_fuser_grouped_tensor_path_supported",
+]
 
 
 class GroupedLinear(StepOperation):

@@ -7,12 +7,16 @@ assigning to this module. Attention does not call them through this module, so a
 import functools
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .....common import absent
 from ....functions import by_name
 from ....runtime.warn_once import warn_once
 from ..unfused import UnfusedDotProductAttention as UnfusedDotProductAttention
+
+if TYPE_CHECKING:
+    from ....cpp_extensions import fused_attn_bwd as fused_attn_bwd
+    from ....cpp_extensions import fused_attn_fwd as fused_attn_fwd
 
 _EXTENSIONS = ("fused_attn_bwd", "fused_attn_fwd")
 
@@ -29,7 +33,5 @@ class _Backends(ModuleType):
             )
 
 
-__getattr__ = absent.getter(
-    __name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS}
-)
+absent.install_getter(__name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS})
 sys.modules[__name__].__class__ = _Backends
