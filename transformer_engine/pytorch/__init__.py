@@ -89,7 +89,27 @@ from .tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
-from .tensor.formats import *  # noqa: F403 - by the list in __all__
+from .tensor.formats import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+)
 from .tensor.module_parameters import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 from .utils import deinterleave_glu_tensor, interleave_glu_tensor

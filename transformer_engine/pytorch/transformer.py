@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .runtime.replaceable import is_bare
+from .runtime.typed_call import call_of
 from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
 
@@ -322,6 +323,11 @@ class TransformerLayer(CheckedLoading):
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
 
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def _check_cross(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
@@ -387,11 +393,7 @@ def _attend(
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
         return attention.attend(hidden_states, arguments, encoder_output, rotary_pos_emb, *modes)
     return attention(
-        hidden_states,
-        encoder_output=encoder_output,
-        rotary_pos_emb=rotary_pos_emb,
-        is_first_microbatch=is_first_microbatch,
-        checkpoint_core_attention=checkpoint_core_attention,
-        fast_zero_fill=fast_zero_fill,
-        **arguments.as_keywords(),
-    )
+        hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,
+        is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
+        fast_zero_fill=fast_zero_fill, **arguments.as_keywords(),
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.resizable_state import CheckedLoading
 from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
+from ..runtime.typed_call import call_of
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
@@ -265,6 +266,11 @@ class MultiheadAttention(CheckedLoading):
             checkpoint_core_attention,
             fast_zero_fill,
         )
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def attend(
         self,

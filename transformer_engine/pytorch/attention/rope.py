@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ..primitives.rope import (
 from ..runtime.autograd import Function, applier
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
+from ..runtime.typed_call import call_of
 from ..runtime.warn_once import warn_once
 
 
@@ -104,6 +105,11 @@ class RotaryPositionEmbedding(nn.Module):
         else:
             angles = torch.cat((angles, angles), dim=-1)
         return angles[:, None, None, :]
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _interpolation(self, max_seq_len: int) -> float:
         """Return the divisor of positions: the given factor, or that of a sequence longer than in training."""

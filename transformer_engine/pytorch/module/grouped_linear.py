@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from ..runtime.typed_call import call_of
 from ..tensor.grouped_tensor import plain_stack
 from .arguments import accepts, switch
 from .config import configured
@@ -215,6 +216,11 @@ class GroupedLinear(ProductsModule):
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
             whole = (*wholes, *tensors[count:])
             return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self,

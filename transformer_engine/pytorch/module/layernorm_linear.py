@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ..runtime.checks import is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
+from ..runtime.typed_call import call_of
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
@@ -213,6 +214,11 @@ class LayerNormLinear(ProductsModule):
             with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
                 return self._output_of(options, inp, whole, bias, gamma, beta)
         return self._output_of(options, inp, weight, bias, gamma, beta)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
+from ..runtime.typed_call import call_of
 from . import _common
 from ._common import apply_normalization
 from .arguments import accepts, overlap_flags, warn_unless_reduced
@@ -273,6 +274,11 @@ class LayerNormMLP(ProductsModule):
             with whole_weights(groups, fused, self.wgrad_store) as wholes:
                 return self._output_of(inp, is_first_microbatch, *wholes)
         return self._output_of(inp, is_first_microbatch, fc1_weight, fc2_weight)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self, inp: Tensor, is_first_microbatch: bool | None, fc1_weight: Tensor, fc2_weight: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..ops.basic.normalization import NormalizationOperation
 from ..runtime.checks import is_distributed, same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.tracing import export_mode
+from ..runtime.typed_call import call_of
 from ..runtime.warn_once import warn_once
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
@@ -183,6 +184,11 @@ class Normalization(NormalizationOperation):
             kind, features = type(self).__name__, len(self.normalized_shape)
             return normalized_shards(kind, self._output_of, input, weight, bias, features)
         return self._output_of(input, weight, bias)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     _own_forward = forward
 

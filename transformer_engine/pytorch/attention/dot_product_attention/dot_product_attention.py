@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
 from ...runtime.device import canonical_device, in_autocast_dtype, is_meta
 from ...runtime.tracing import export_mode
+from ...runtime.typed_call import call_of
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked
@@ -326,6 +327,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
         return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
 
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def attend_checked(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
@@ -367,11 +373,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        recipe = (
-            attention_recipe(state.recipe)
-            if state.enabled and not (call.cached or export_mode.onnx)
-            else None
-        )
+        in_fp8 = state.enabled and not (call.cached or export_mode.onnx)
+        recipe = attention_recipe(state.recipe) if in_fp8 else None
         if recipe is not None:
             if not tracing:
                 self.follow_device(inputs.q.device)
@@ -388,9 +391,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         if append is not None:
             append()  # nothing raises from here on
-        tracker = None
-        if call.dropout > 0.0 and not self._config.sequence_parallel:
-            tracker = self.get_rng_state_tracker
+        has_own_dropout = call.dropout > 0.0 and not self._config.sequence_parallel
+        tracker = self.get_rng_state_tracker if has_own_dropout else None
         execution = None
         if recompute or tracker is not None:
             execution = AttentionExecution(tracker, recompute, self.tp_group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ....common.checks import one_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
+from ...runtime.typed_call import call_of
 from .base import DeltaRule, LinearAttentionBase, flags, householders, missing_gates
 from .gdn2 import check_negative_eigenvalues
 from .inputs import PARAMETER_DTYPES, CallLayout, check_dtype
@@ -115,6 +116,11 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             return self._attend(layout, inputs, checkpoint_core_attention, options)
         finally:
             self.end_forward()
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def _check_decay(
