@@ -1,8 +1,8 @@
 """mypy and pyright on programs, in an environment where this package is installed as a user installs it.
 
 Checkers treat the files of a checkout unlike the files of an installed package: only in the second do `py.typed`,
-`__all__` and re-exports matter. The environment is a virtual one without pip. Its site-packages links to the packages of
-this checkout, and a `.pth` file adds the other libraries of the running Python.
+`__all__` and re-exports matter. The environment is a virtual one without pip. Its site-packages links to this checkout,
+and a `.pth` file adds the other libraries of the running Python.
 """
 
 from __future__ import annotations
