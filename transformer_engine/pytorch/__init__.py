@@ -137,6 +137,7 @@ if TYPE_CHECKING:
 
     # Submodules and names that `_load` imports.
     from . import conversion, cpp_extensions, distributed_weight, ep, integrations, triton  # isort: skip
+    from .conversion import save_quantized
     from .integrations.huggingface import convert_hf, revert_hf
 
 __all__ = [
@@ -264,6 +265,7 @@ __all__ = [
     "restore_from_saved",
     "revert_hf",
     "router",
+    "save_quantized",
     "tensor",
     "torch_version",
     "transformer",
@@ -276,7 +278,11 @@ __all__ = [
 # Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
 _LAZY_SUBMODULES = ("conversion", "cpp_extensions", "distributed_weight", "ep", "integrations", "triton")
-_LAZY_NAMES = {"convert_hf": "integrations.huggingface", "revert_hf": "integrations.huggingface"}
+_LAZY_NAMES = {
+    "convert_hf": "integrations.huggingface",
+    "revert_hf": "integrations.huggingface",
+    "save_quantized": "conversion",
+}
 
 
 def _load(name: str) -> Any:
