@@ -36,7 +36,6 @@ LISTS = {
     "transformer_engine.pytorch",
     "transformer_engine.pytorch.constants",
     "transformer_engine.pytorch.distributed",
-    "transformer_engine.pytorch.quantization.availability",
     "transformer_engine.pytorch.tensor.formats",
     "transformer_engine.pytorch.tensor.storage",
     "transformer_engine_jax.members",

@@ -70,14 +70,12 @@ from .quantization import (
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
-    quantized_model_init,
-)
-from .quantization.availability import (
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    quantized_model_init,
 )
 from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .runtime.device import get_cudnn_version, get_device_compute_capability

@@ -17,7 +17,7 @@ from .attention.multi_head_attention import MultiheadAttention
 from .constants import CPLoadBalancingStrategy
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
-from .module.argument_orders import accepts_older_orders
+from .module.argument_orders import accepts_older_orders, call_of
 from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
@@ -29,7 +29,6 @@ from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .runtime.replaceable import is_bare
-from .runtime.typed_call import call_of
 from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
 

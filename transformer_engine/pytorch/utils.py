@@ -16,7 +16,7 @@ from .graph import make_weak_ref
 from .module.grouped_parameters import single_parameters
 from .module.parameters import default_init_method
 from .numerics_debug import all_close, compare_tensors, print_rank_0
-from .quantization.availability import is_bf16_available
+from .quantization import is_bf16_available
 from .runtime.checks import group_or_none, tensor_dtype
 from .runtime.checks import tensor as tensor_of
 from .runtime.device import canonical_device, get_cudnn_version, get_device_compute_capability

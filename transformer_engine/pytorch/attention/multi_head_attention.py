@@ -12,7 +12,7 @@ from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
-from ..module.argument_orders import accepts_older_orders
+from ..module.argument_orders import accepts_older_orders, call_of
 from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -23,7 +23,6 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.resizable_state import CheckedLoading
 from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
-from ..runtime.typed_call import call_of
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...common.checks import number, positive
 from ...common.numbers import to_bool, to_float, to_int
+from ..module.argument_orders import call_of
 from ..primitives.rope import (
     Positions,
     RopeSpec,
@@ -23,7 +24,6 @@ from ..primitives.rope import (
 from ..runtime.autograd import Function, applier
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
-from ..runtime.typed_call import call_of
 from ..runtime.warn_once import warn_once
 
 

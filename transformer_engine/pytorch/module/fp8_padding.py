@@ -10,7 +10,7 @@ from torch import Tensor
 from ...common.numbers import to_ints
 from ..functions.permutation import pad_rows
 from ..runtime.autograd import check_transforms
-from ..runtime.typed_call import call_of
+from .argument_orders import call_of
 from .row_groups import RowGroups, as_rows
 
 

@@ -33,8 +33,8 @@ from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
-from ..runtime.typed_call import call_of
 from ..tensor.grouped_tensor import plain_stack
+from .argument_orders import call_of
 from .arguments import accepts, switch
 from .config import configured
 from .grouped_parameters import (

@@ -28,10 +28,10 @@ from ..runtime.checks import is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
-from ..runtime.typed_call import call_of
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
+from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured, early
 from .exported import exported_products

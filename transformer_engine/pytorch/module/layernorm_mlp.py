@@ -31,9 +31,9 @@ from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
-from ..runtime.typed_call import call_of
 from . import _common
 from ._common import apply_normalization
+from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products

@@ -22,7 +22,7 @@ from ..runtime.checks import is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
-from ..runtime.typed_call import call_of
+from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products

@@ -19,8 +19,8 @@ from ..ops.basic.normalization import NormalizationOperation
 from ..runtime.checks import is_distributed, same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.tracing import export_mode
-from ..runtime.typed_call import call_of
 from ..runtime.warn_once import warn_once
+from .argument_orders import call_of
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
 from .config import Config, configured

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from . import availability, families
+from . import families
 from .autocast import AutocastState, autocast, current, fp8_autocast
-from .availability import *  # noqa: F403 - by the list in __all__
 from .delayed_scaling import _amax_and_scale_update, _default_sf_compute, update_scales
 from .extra_state import (
     ExtraStateError,
@@ -83,7 +82,6 @@ __all__ = [
     "update_scales",
     "validated_state",
 ]
-__all__ += availability.__all__
 __all__ += families.__all__
 
 get_default_fp8_recipe = get_default_recipe

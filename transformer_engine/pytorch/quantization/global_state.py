@@ -16,8 +16,8 @@ from ..runtime.device import canonical_device, has_cuda
 from . import delayed_scaling, model_init, recompute_states, support
 from .autocast import AutocastState, autocast, current, here, reinstate, snapshot
 from .autocast import reset as close_all_blocks
-from .availability import FormatChecks
 from .extra_state import BUFFER_INFO
+from .families import FormatChecks
 from .family import all_families
 
 

@@ -17,7 +17,7 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
-from ...module.argument_orders import accepts_older_orders
+from ...module.argument_orders import accepts_older_orders, call_of
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
@@ -28,7 +28,6 @@ from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
 from ...runtime.device import canonical_device, in_autocast_dtype, is_meta
 from ...runtime.tracing import export_mode
-from ...runtime.typed_call import call_of
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked

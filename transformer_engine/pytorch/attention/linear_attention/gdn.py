@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...module.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
-from ...runtime.typed_call import call_of
 from .base import DeltaRule, LinearAttentionBase, flags, missing_gates
 from .inputs import check_dtype
 

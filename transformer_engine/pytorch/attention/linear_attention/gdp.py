@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ....common.checks import one_of
+from ...module.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
-from ...runtime.typed_call import call_of
 from .base import DeltaRule, LinearAttentionBase, flags, householders, missing_gates
 from .gdn2 import check_negative_eigenvalues
 from .inputs import PARAMETER_DTYPES, CallLayout, check_dtype

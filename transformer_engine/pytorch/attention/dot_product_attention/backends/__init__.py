@@ -6,6 +6,7 @@ assigning to this module. Attention does not call them through this module, so a
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from ....runtime.warn_once import warn_once
 from ..unfused import UnfusedDotProductAttention as UnfusedDotProductAttention
 
 if TYPE_CHECKING:
-    from ....cpp_extensions import fused_attn_bwd as fused_attn_bwd
-    from ....cpp_extensions import fused_attn_fwd as fused_attn_fwd
+    fused_attn_bwd: Callable[..., Any]
+    fused_attn_fwd: Callable[..., Any]
 
 _EXTENSIONS = ("fused_attn_bwd", "fused_attn_fwd")
 
