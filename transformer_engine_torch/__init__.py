@@ -130,15 +130,31 @@ from .grouped import (
     swizzle_scales_for_gemm_,
 )
 from .grouped_products import (
-    group_requantize_inplace,
-    group_scaled_clamped_swiglu,
-    group_scaled_swiglu,
-    multi_tensor_pad_last_dim,
-    multi_tensor_transpose_to_bhsd,
-    nvfp4_quantize_with_amax,
-    te_general_grouped_gemm_for_discrete_in,
-    te_general_grouped_gemm_for_discrete_out,
-    te_general_grouped_gemm_for_grouped_tensor,
+    group_requantize_inplace as group_requantize_inplace,
+)
+from .grouped_products import (
+    group_scaled_clamped_swiglu as group_scaled_clamped_swiglu,
+)
+from .grouped_products import (
+    group_scaled_swiglu as group_scaled_swiglu,
+)
+from .grouped_products import (
+    multi_tensor_pad_last_dim as multi_tensor_pad_last_dim,
+)
+from .grouped_products import (
+    multi_tensor_transpose_to_bhsd as multi_tensor_transpose_to_bhsd,
+)
+from .grouped_products import (
+    nvfp4_quantize_with_amax as nvfp4_quantize_with_amax,
+)
+from .grouped_products import (
+    te_general_grouped_gemm_for_discrete_in as te_general_grouped_gemm_for_discrete_in,
+)
+from .grouped_products import (
+    te_general_grouped_gemm_for_discrete_out as te_general_grouped_gemm_for_discrete_out,
+)
+from .grouped_products import (
+    te_general_grouped_gemm_for_grouped_tensor as te_general_grouped_gemm_for_grouped_tensor,
 )
 from .kv_cache import (
     convert_bshd_to_thd,
@@ -285,9 +301,6 @@ __all__ = [
     "glu",
     "group_dequantize",
     "group_quantize",
-    "group_requantize_inplace",
-    "group_scaled_clamped_swiglu",
-    "group_scaled_swiglu",
     "grouped_swizzle_for_gemm",
     "layernorm_bwd",
     "layernorm_fwd",
@@ -304,21 +317,18 @@ __all__ = [
     "multi_tensor_compute_scale_and_scale_inv",
     "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
-    "multi_tensor_pad_last_dim",
     "multi_tensor_quantize",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_swizzle_scales_for_gemm_",
     "multi_tensor_swizzle_scales_for_gemm_unchecked_",
-    "multi_tensor_transpose_to_bhsd",
     "multi_tensor_unscale_l2norm",
     "mxfp8_scaling_compute_partial_amax",
     "mxfp8_scaling_partial_cast",
     "nvfp4_2d_compute_partial_amax",
     "nvfp4_2d_partial_cast",
     "nvfp4_data_transpose",
-    "nvfp4_quantize_with_amax",
     "nvte_built_with_cublasmp",
     "qgeglu",
     "qgelu",
@@ -355,9 +365,6 @@ __all__ = [
     "swiglu",
     "swizzle_scales_for_gemm_",
     "te_general_grouped_gemm",
-    "te_general_grouped_gemm_for_discrete_in",
-    "te_general_grouped_gemm_for_discrete_out",
-    "te_general_grouped_gemm_for_grouped_tensor",
     "thd_cp_rank_order_to_sequence_order",
     "thd_get_partitioned_indices",
     "thd_grad_correction",

@@ -1,8 +1,8 @@
 """Pairs of files that share six or more lines, to the letter or with other names, strings and numbers.
 
 A line counts when it holds more than punctuation, a comment, the edge of a docstring, an import or an entry of
-`__all__`; white space is folded. A run of six such lines in more than eight places is a convention and makes no pair. A run that is
-equal in shape only must have four tokens per line on average and two lines that do work.
+`__all__`; white space is folded. A run of six such lines in more than eight places is a convention and makes no pair. A
+run that is equal in shape only must have four tokens per line on average and two lines that do work.
 """
 
 from __future__ import annotations
