@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= passive
 # Without bytecode on disk, each subprocess of the tests compiles all of torch again, which takes four seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-tests help train test pytest clients test-clients check coverage docs setup clean
+.PHONY: check-tests help train test pytest clients test-clients check coverage docs distributions setup clean
 
 help:
 	@echo "make train         train a small GPT in FP8 and in high precision"
@@ -31,6 +31,7 @@ help:
 	@echo "make clients       install the published clients of the tests"
 	@echo "make test-clients  install and test the published clients"
 	@echo "make docs          build the documentation in site/"
+	@echo "make distributions build the distributions for a package index in dist/"
 	@echo "make setup         install the package with its tests and docs in $(VENV)"
 	@echo "make clean         remove $(VENV) and all build results"
 
@@ -69,6 +70,10 @@ coverage: $(VENV)/.test $(VENV)/.jax-plugin
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The import packages under a name that package indexes do not have, and a distribution of metadata for clients.
+distributions: $(VENV)/.test
+	$(BIN)/python distributions/build.py $(ARGS)
 
 # The requirements of `docs` and `test`, resolved and installed together. Afterwards no target of these two installs
 # anything, so that `make -j docs check` runs both at the same time.

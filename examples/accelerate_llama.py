@@ -7,13 +7,14 @@ Accelerate replaces the model's `Linear` layers by layers of this package and en
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import TERecipeKwargs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     scaling = TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max")
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[scaling])
     torch.manual_seed(0)
+    model: Any
     if options.model is None:
         model = LlamaForCausalLM(LlamaConfig(**TINY))
     else:

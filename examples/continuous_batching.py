@@ -55,7 +55,8 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, rotary_pos_emb=self.angles, inference_params=cache)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 @torch.no_grad()

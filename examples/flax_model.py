@@ -7,8 +7,9 @@ value, so a step returns it like a gradient.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-import flax
+import flax.core
 import jax
 import jax.numpy as jnp
 import optax
@@ -43,7 +44,8 @@ class Decoder(nn.Module):
 def rows_of(key: jax.Array) -> jax.Array:
     """Rows [16, 33] that increase by a stride: two tokens determine the next token."""
     first, stride = jax.random.randint(key, (2, 16, 1), 1, 8)
-    return (first + stride * jnp.arange(33)) % VOCABULARY
+    rows: jax.Array = (first + stride * jnp.arange(33)) % VOCABULARY
+    return rows
 
 
 def main(argv: list[str] | None = None) -> list[float]:
@@ -58,12 +60,13 @@ def main(argv: list[str] | None = None) -> list[float]:
     model, optimizer = Decoder(options.layers, options.hidden), optax.adamw(3e-3)
 
     @jax.jit
-    def step_of(params, state, moments, key):
+    def step_of(params: Any, state: Any, moments: Any, key: jax.Array) -> tuple[Any, Any, Any, jax.Array]:
         tokens = rows_of(key)
 
-        def loss_of(params, state):
-            logits = model.apply({"params": params, **state}, tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        def loss_of(params: Any, state: Any) -> jax.Array:
+            logits: Any = model.apply({"params": params, **state}, tokens[:, :-1])
+            losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return losses.mean()
 
         loss, (gradients, state) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, state)
         updates, moments = optimizer.update(gradients, moments, params)

@@ -11,6 +11,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transformer_engine.pytorch as te
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> list[float]:
                 for _ in range(options.layers)
             )
         )
-    mesh = dist.init_device_mesh(device.type, (ranks,))
+    mesh = init_device_mesh(device.type, (ranks,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -8,6 +8,7 @@ continues with the losses of an uninterrupted run.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 
-RECIPES = {
+RECIPES: dict[str, Callable[[], recipe.Recipe]] = {
     "delayed": lambda: recipe.DelayedScaling(amax_history_len=16),
     "current": recipe.Float8CurrentScaling,
     "block": recipe.Float8BlockScaling,
@@ -61,7 +62,8 @@ class Llama(nn.Module):
         angles = self.rotary(tokens.shape[1]).to(x.device)
         for layer in self.layers:
             x = layer(x, rotary_pos_emb=angles)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def batch_of(text: Tensor, step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:

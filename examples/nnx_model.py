@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,12 @@ def main(argv: list[str] | None = None) -> list[float]:
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
         @nnx.jit
-        def step_of(model, optimizer):
-            def loss_of(model, x):
+        def step_of(model: Any, optimizer: nnx.Optimizer[Any]) -> jax.Array:
+            def loss_of(model: Any, x: jax.Array) -> jax.Array:
                 output, _ = model(x)
                 return jnp.mean((output - target) ** 2)
 
+            loss: jax.Array
             loss, gradients = value_and_grad(loss_of, model, x)
             optimizer.update(model, gradients)
             return loss

@@ -28,7 +28,7 @@ def _imported(framework: frameworks.Framework) -> Any:
     return importlib.import_module(f"{__name__}.{framework.module}")
 
 
-__getattr__ = absent.getter(
+absent.install_getter(
     __name__, {name: functools.partial(_imported, framework) for name, framework in _FRAMEWORKS.items()}
 )
 absent.install()
@@ -47,4 +47,4 @@ def require_nccl_ep() -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FRAMEWORKS})
+    return sorted({*__all__, *_FRAMEWORKS, "is_nccl_ep_available", "require_nccl_ep"})

@@ -1,8 +1,8 @@
 """Pairs of files that share six or more lines, to the letter or with other names, strings and numbers.
 
-A line counts when it holds more than punctuation, a comment, the edge of a docstring or an import; white space is
-folded. A run of six such lines in more than eight places is a convention and makes no pair. A run that is equal in
-shape only must have four tokens per line on average and two lines that do work.
+A line counts when it holds more than punctuation, a comment, the edge of a docstring, an import or an entry of
+`__all__`; white space is folded. A run of six such lines in more than eight places is a convention and makes no pair. A
+run that is equal in shape only must have four tokens per line on average and two lines that do work.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TOKEN = re.compile(
 )
 LETTERS = {"string": "s", "name": "x", "number": "0"}
 SILENT = re.compile(r"[\s{}()\[\];,:.]*|(?:#|/\*|\*(?!/)|'''|\"\"\"|import\b|from \S+ import\b).*", re.DOTALL)
+OPENS_NAMES = re.compile(r"(from \S+ import \(|__all__ = \[)(?: *#.*)?")
 VERBS = re.compile(
     r"(if|for|while|return|elif|else|try|except|with|raise|yield|await|del|assert|continue|break)"
 )
@@ -54,8 +55,12 @@ class Place(NamedTuple):
 def counted(text: str) -> list[Line]:
     """The lines of a source that count."""
     lines = []
+    in_names = False  # of an import over several lines, or of __all__
     for number, raw in enumerate(text.split("\n"), 1):
         line = " ".join(raw.split())
+        in_names = (in_names and not line.startswith((")", "]"))) or OPENS_NAMES.fullmatch(line) is not None
+        if in_names:
+            continue
         if 3 <= len(line) <= LONGEST_LINE and not SILENT.fullmatch(line):
             shape = tuple(LETTERS.get(m.lastgroup or "", m.group()) for m in TOKEN.finditer(line))
             lines.append(Line(number, line, shape, works(line, shape)))

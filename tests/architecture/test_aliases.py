@@ -24,7 +24,8 @@ def test_an_alias_holds_names_only(name):
     for node in body:
         assigned = node.targets if isinstance(node, ast.Assign) else ()
         names = [target.id for target in assigned if isinstance(target, ast.Name)]
-        says = names in (["__all__"], ["__getattr__"])  # __getattr__ names the missing attributes
+        getter = "absent.install_getter(__name__)"  # reports the missing attributes
+        says = names == ["__all__"] or ast.unparse(node) == getter
         assert isinstance(node, ast.ImportFrom) or says, f"{name}:{node.lineno}"
         if isinstance(node, ast.ImportFrom):
             assert all(alias.name != "*" for alias in node.names), f"{name}:{node.lineno} imports *"

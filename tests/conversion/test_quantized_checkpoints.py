@@ -124,9 +124,7 @@ def test_second_round_trip_returns_the_same_values(name: str, model: conversion.
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_modelopt"])
-def test_concatenated_layers_share_their_scale(
-    name: str, model: conversion.Decoder, tmp_path: Path
-):
+def test_concatenated_layers_share_their_scale(name: str, model: conversion.Decoder, tmp_path: Path):
     shards = Shards.open(saved(model, tmp_path / "quantized", name))
     suffix = {"fp8": "weight_scale", "nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}[name]
     for joint in (

@@ -294,7 +294,7 @@ def test_margins_of_quantile_balancing():
     assert torch.equal(counted, torch.nn.functional.one_hot(bins, 4).sum(0).int())
 
 
-@pytest.mark.parametrize("name", unavailable.FUNCTIONS)
+@pytest.mark.parametrize("name", [name for name in unavailable.__all__ if name[0].islower()])
 def test_an_unavailable_function_names_its_replacement(name):
     with pytest.raises(NotImplementedError, match=rf"{name}: .*(torch\.distributed|te\.|transformer_engine)"):
         getattr(tex, name)(1, group=None)

@@ -21,6 +21,7 @@ def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int
     assert {case: what for case, what in found.items() if what is not None} == {}
 
 
+@needs_fast_path
 @pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(count: int):
@@ -31,6 +32,7 @@ def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(cou
     assert found["generated"] > found["drawn"] > 0
 
 
+@needs_fast_path
 @pytest.mark.parametrize("architecture", ["10.0", "12.0"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_passes_with_block_scales_start_the_kernels_of_their_steps(architecture: str):

@@ -159,15 +159,24 @@ def _reason_for(name: str) -> str | None:
 def install_getters(package: str) -> None:
     """Install a `getter` as `__getattr__` of every imported module of a package.
 
-    Modules that are imported later define `__getattr__` themselves.
+    Modules that are imported later call `install_getter`.
     """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}.") and "__getattr__" not in vars(module):
             vars(module)["__getattr__"] = getter(name)
 
 
+def install_getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> None:
+    """Install a `getter` as `__getattr__` of one module that is being imported.
+
+    An assignment in the module would be visible to type checkers, which then accept every name. A module declares the
+    names in `late` under `if TYPE_CHECKING`.
+    """
+    vars(sys.modules[module])["__getattr__"] = getter(module, late)
+
+
 def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module; `late` maps names to functions that create their values on first use."""
+    """The `__getattr__` of a module; `late` maps names to functions that create their values on first use."""
     late = late or {}
 
     def __getattr__(name: str) -> Any:

@@ -6,15 +6,9 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
 
 
 def modules_of(package: str, path: Iterable[str], suffix: str = "") -> list[ModuleType]:
     """Import the modules of a package (its __name__ and __path__) whose names end in suffix, in alphabetical order."""
     names = sorted(found.name for found in pkgutil.iter_modules(path) if found.name.endswith(suffix))
     return [importlib.import_module(f"{package}.{name}") for name in names]
-
-
-def exports_of(modules: Iterable[ModuleType]) -> dict[str, Any]:
-    """Return {name: object} of all names in the __all__ of the modules."""
-    return {name: getattr(module, name) for module in modules for name in module.__all__}

@@ -1,7 +1,7 @@
 """transformer_engine.jax: layers, recipes and quantized tensors for JAX and Flax, on a GPU or a CPU."""
 
 from . import requirements  # isort: skip
-from .. import common as common
+from .. import common
 from ..common import absent
 from . import (
     activation,
@@ -32,6 +32,7 @@ __all__ = [
     "attention",
     "autocast",
     "checkpoint_policies",
+    "common",
     "cpp_extensions",
     "dense",
     "ep",
@@ -49,5 +50,10 @@ __all__ = [
     "softmax",
     "update_collections",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 absent.install_getters("transformer_engine")

@@ -11,7 +11,7 @@ from ..common.checks import accepts_former_keywords, described
 
 __all__ = ["is_xla_ffi_collectives_supported", "jax_version_meet_requirement"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 
 @accepts_former_keywords(requirement="version", least="version")

@@ -70,6 +70,11 @@ from .quantization import (
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
     quantized_model_init,
 )
 from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
@@ -82,23 +87,191 @@ from .tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from .tensor.formats import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+)
 from .tensor.module_parameters import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 from .utils import deinterleave_glu_tensor, interleave_glu_tensor
-
-# The quantizers and containers of every format, and is_<kind>_available of every kind of format.
-globals().update(tensor.EXPORTS | quantization.availability())
 
 # The original has a module for this one function, and a package attribute of the same name that is the function.
 sys.modules[f"{__name__}.torch_version"] = jit
 torch_version = jit.torch_version
 
 if TYPE_CHECKING:
-    from . import conversion as conversion
-    from . import ep as ep
-    from . import integrations as integrations
+    # Submodules that the statements above import.
+    from . import (
+        attention,
+        constants,
+        cpu_offload,
+        cross_entropy,
+        distributed,
+        export,
+        graph,
+        module,
+        permutation,
+        quantized_tensor,
+        transformer,
+        utils,
+    )
+
+    # Submodules and names that `_load` imports.
+    from . import conversion, cpp_extensions, distributed_weight, ep, integrations, triton  # isort: skip
     from .conversion import save_quantized
     from .integrations.huggingface import convert_hf, revert_hf
+
+__all__ = [
+    "CPLoadBalancingStrategy",
+    "CudaRNGStatesTracker",
+    "CusolverMpCtx",
+    "DType",
+    "DelayedScalingRequest",
+    "DotProductAttention",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "FusedMLAQUpProjFunction",
+    "FusedMLAQUpProjRopeQuant",
+    "GatedDeltaNet2Attention",
+    "GatedDeltaNetAttention",
+    "GatedDeltaProductAttention",
+    "GroupedLinear",
+    "GroupedTensor",
+    "GroupedTensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
+    "MultiheadAttention",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "Observation",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "UserBufferQuantizationMode",
+    "Verification",
+    "attention",
+    "autocast",
+    "autotune",
+    "check",
+    "checkpoint",
+    "common",
+    "constants",
+    "conversion",
+    "convert_hf",
+    "cpp_extensions",
+    "cpu_offload",
+    "cross_entropy",
+    "deinterleave_glu_tensor",
+    "destroy_ub",
+    "deterministic",
+    "distributed",
+    "distributed_weight",
+    "emulate",
+    "ep",
+    "explain",
+    "export",
+    "float8_tensor",
+    "fp8",
+    "fp8_autocast",
+    "fp8_model_init",
+    "fused_linear_cross_entropy",
+    "get_cpu_offload_context",
+    "get_cudnn_version",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "graph",
+    "graphed",
+    "initialize_ub",
+    "integrations",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "jit",
+    "load_plain_state_dict",
+    "make_graphed_callables",
+    "mark_not_offload",
+    "memory_plan",
+    "module",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+    "newton_schulz",
+    "newton_schulz_tp",
+    "observe",
+    "onnx_export",
+    "ops",
+    "optimizers",
+    "parallel_cross_entropy",
+    "permutation",
+    "plain_state_dict",
+    "plan",
+    "prepare_for_saving",
+    "quantization",
+    "quantized_model_init",
+    "quantized_tensor",
+    "recipe",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "revert_hf",
+    "router",
+    "save_quantized",
+    "tensor",
+    "torch_version",
+    "transformer",
+    "triton",
+    "use_backend",
+    "utils",
+    "verify",
+]
 
 # Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
@@ -123,16 +296,10 @@ by_name.provide_extensions(functools.partial(_load, "cpp_extensions"))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY_SUBMODULES, *_LAZY_NAMES})
+    return sorted(__all__)
 
 
-__getattr__ = absent.getter(
+absent.install_getter(
     __name__, {name: functools.partial(_load, name) for name in (*_LAZY_SUBMODULES, *_LAZY_NAMES)}
 )
-# Without __all__, `from transformer_engine.pytorch import *` would omit the lazy names. Names of Python's own libraries
-# are imported above and do not belong to the package.
-_FROM_PYTHON = ("Any", "TYPE_CHECKING", "annotations", "functools", "importlib", "sys")
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    name for name in __dir__() if not name.startswith("_") and name not in _FROM_PYTHON
-]
 absent.install_getters("transformer_engine")

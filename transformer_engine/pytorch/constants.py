@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..common.enums import NVTE_QKV_Layout
-from ..common.formats import TENSOR_FORMATS
 from ..common.numbers import with_article
 
 
@@ -97,14 +96,9 @@ FP8BwdTensorIdx = types.SimpleNamespace(
     }
 )
 
-# <FORMAT>_BLOCK_SCALING_SIZE, of the formats whose scales are narrow numbers too.
-globals().update(
-    {
-        f"{form.name.upper()}_BLOCK_SCALING_SIZE": form.block[1]
-        for form in TENSOR_FORMATS
-        if form.block is not None and form.scale != "float32"
-    }
-)
+# Values along K that share a scale, of the formats whose scales are narrow numbers too.
+MXFP8_BLOCK_SCALING_SIZE = 32
+NVFP4_BLOCK_SCALING_SIZE = 16
 
 AttnMaskTypes = (
     "no_mask",
@@ -124,6 +118,8 @@ LayerTypes = ("encoder", "decoder")
 GemmParallelModes = ("row", "column", None)
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup as dist_group_type
+    from typing import TypeAlias
+
+    dist_group_type: TypeAlias = torch.distributed.ProcessGroup
 else:
     dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else object

@@ -23,4 +23,4 @@ __all__ = [
     "mark_activation_offload",
 ]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .attention.multi_head_attention import MultiheadAttention
 from .constants import CPLoadBalancingStrategy
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
-from .module.argument_orders import accepts_older_orders
+from .module.argument_orders import accepts_older_orders, call_of
 from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
@@ -321,6 +321,11 @@ class TransformerLayer(CheckedLoading):
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
 
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def _check_cross(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
@@ -383,11 +388,7 @@ def _attend(
 ) -> Any:
     """Call an attention layer with the arguments of a record."""
     return attention(
-        hidden_states,
-        encoder_output=encoder_output,
-        rotary_pos_emb=rotary_pos_emb,
-        is_first_microbatch=is_first_microbatch,
-        checkpoint_core_attention=checkpoint_core_attention,
-        fast_zero_fill=fast_zero_fill,
-        **arguments.as_keywords(),
-    )
+        hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,
+        is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
+        fast_zero_fill=fast_zero_fill, **arguments.as_keywords(),
+    )  # fmt: skip

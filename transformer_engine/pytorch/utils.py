@@ -16,7 +16,7 @@ from .graph import make_weak_ref
 from .module.grouped_parameters import single_parameters
 from .module.parameters import default_init_method
 from .numerics_debug import all_close, compare_tensors, print_rank_0
-from .quantization.support import availability
+from .quantization import is_bf16_available
 from .runtime.checks import group_or_none, tensor_dtype
 from .runtime.checks import tensor as tensor_of
 from .runtime.device import canonical_device, get_cudnn_version, get_device_compute_capability
@@ -231,12 +231,9 @@ def get_sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-is_bf16_available = availability()["is_bf16_available"]
-
-
 def is_bf16_compatible() -> bool:
     """Return whether the device computes in bfloat16, as `is_bf16_available` does."""
-    return bool(is_bf16_available())
+    return is_bf16_available()
 
 
 def init_method_constant(value: float) -> Callable[[Tensor], Tensor]:

@@ -5,4 +5,4 @@ from . import experimental
 
 __all__ = ["experimental"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

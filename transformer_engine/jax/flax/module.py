@@ -20,4 +20,4 @@ __all__ = [
     "_normalize_axes",
 ]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

@@ -7,3 +7,16 @@ from .linear_attention import GatedDeltaNet2Attention, GatedDeltaNetAttention, G
 from .mla_projection import FusedMLAQUpProjRopeQuant
 from .multi_head_attention import MultiheadAttention
 from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+__all__ = [
+    "DotProductAttention",
+    "FusedMLAQUpProjRopeQuant",
+    "GatedDeltaNet2Attention",
+    "GatedDeltaNetAttention",
+    "GatedDeltaProductAttention",
+    "InferenceParams",
+    "MultiheadAttention",
+    "RotaryPositionEmbedding",
+    "_SplitAlongDim",
+    "apply_rotary_pos_emb",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
-from ..module.argument_orders import accepts_older_orders
+from ..module.argument_orders import accepts_older_orders, call_of
 from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -265,6 +265,11 @@ class MultiheadAttention(CheckedLoading):
             checkpoint_core_attention,
             fast_zero_fill,
         )
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def attend(
         self,

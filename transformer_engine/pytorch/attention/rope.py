@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...common.checks import number, positive
 from ...common.numbers import to_bool, to_float, to_int
+from ..module.argument_orders import call_of
 from ..primitives.rope import (
     Positions,
     RopeSpec,
@@ -104,6 +105,11 @@ class RotaryPositionEmbedding(nn.Module):
         else:
             angles = torch.cat((angles, angles), dim=-1)
         return angles[:, None, None, :]
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _interpolation(self, max_seq_len: int) -> float:
         """Return the divisor of positions: the given factor, or that of a sequence longer than in training."""

@@ -23,4 +23,4 @@ for _former, _module in {
 }.items():
     sys.modules[f"{__name__}.{_former}"] = globals()[_former] = _module
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

@@ -13,7 +13,7 @@ from ..tensor.custom_operand import GEMMType, MMParams
 
 __all__ = ["GEMMType", "MMParams", "custom_gemm"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 # Layout of the product and whether a gradient is computed: the product of a linear layer.
 _KINDS = {"NN": GEMMType.DGRAD, "NT": GEMMType.WGRAD}

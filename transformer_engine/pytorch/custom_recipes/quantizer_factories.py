@@ -36,7 +36,7 @@ __all__ = [
     "nvfp4_factory",
 ]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 
 def high_precision_factory(role: QuantizerRole | None) -> Quantizer:

@@ -29,7 +29,7 @@ __all__ = [
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
 ]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 _DEQUANTIZED = "rowwise_dequantized"
 

@@ -21,7 +21,7 @@ from ..tensor.quantizer import Quantizer
 
 __all__ = ["CurrentScalingQuantizerRef", "CurrentScalingTensorRef", "current_scaling_ref_factory"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 _ELEMENTS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 

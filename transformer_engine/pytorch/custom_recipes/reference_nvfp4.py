@@ -42,7 +42,7 @@ __all__ = [
     "nvfp4_ref_rht_2d_quantizer_factory",
 ]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 _BLOCK = 16
 

@@ -1,12 +1,11 @@
 """Distributed training: collectives, tensor parallelism, random states, recomputation."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...common import absent
-from ...common.formats import TENSOR_FORMATS
 from ...common.numbers import with_article
 from .collectives import (
     DeferredGather,
@@ -49,6 +48,11 @@ from .tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel as FullyShardedDataParallel,  # created on first use
+    )
+
 __all__ = [
     "CudaRNGStatesTracker",
     "DeferredGather",
@@ -83,14 +87,8 @@ __all__ = [
     "world_size",
 ]
 
-# Callers test with these names of the original whether a handle is a gather of packed codes.
-globals().update(
-    {
-        f"_{form.name.upper()}AllGatherAsyncHandle": DeferredGather
-        for form in TENSOR_FORMATS
-        if form.packing > 1
-    }
-)
+# Callers test with this name of the original whether a handle is a gather of packed codes.
+_NVFP4AllGatherAsyncHandle = DeferredGather
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
@@ -153,4 +151,4 @@ def _fully_sharded_class() -> type[torch.nn.Module]:
     return FullyShardedDataParallel
 
 
-__getattr__ = absent.getter(__name__, {"FullyShardedDataParallel": _fully_sharded_class})
+absent.install_getter(__name__, {"FullyShardedDataParallel": _fully_sharded_class})

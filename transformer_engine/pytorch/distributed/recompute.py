@@ -39,7 +39,7 @@ from .rng import CudaRNGStatesTracker, RngSnapshot
 from .torch_checkpoint import extend_torch_checkpoint
 
 _PACKAGE = __name__.split(".", 1)[0] + "."
-Contexts = tuple[AbstractContextManager, AbstractContextManager]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 extend_torch_checkpoint()
 
@@ -229,7 +229,7 @@ def _with_random_states(
 class _JoinedContexts(RepeatedContext):
     """Several contexts as one, which may be entered repeatedly."""
 
-    def __init__(self, *contexts: AbstractContextManager):
+    def __init__(self, *contexts: AbstractContextManager[Any]):
         super().__init__()
         self._contexts = contexts
 
@@ -248,7 +248,7 @@ class _RestoredRandomStates(RepeatedContext):
         super().__init__()
         self._snapshot = RngSnapshot(get_tracker)
 
-    def context(self) -> AbstractContextManager:
+    def context(self) -> AbstractContextManager[Any]:
         return self._snapshot.replay()
 
 

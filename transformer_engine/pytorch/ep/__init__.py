@@ -13,6 +13,8 @@ Under `torch.compile` the functions run eagerly between compiled parts; `fullgra
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,11 @@ __all__ = [
     "symm_mem_alloc",
 ]
 
+if TYPE_CHECKING:
+    _BOOTSTRAPPED: bool
+
 # Megatron-core reads _BOOTSTRAPPED, which is the result of the function.
-__getattr__ = absent.getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
+absent.install_getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
 @in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")

@@ -109,7 +109,9 @@ class LinearByName(Function, metaclass=ReplaceableFunction):
     """y [.., N] of Linear. ctx is None where no gradient is recorded."""
 
     @staticmethod
-    def forward(ctx, weight, inp, bias, spec, file):
+    def forward(
+        ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, spec: Any, file: ModuleType
+    ) -> Tensor:
         flat = inp.reshape(-1, inp.shape[-1])
         weight = weight.to(spec.dtype)
         y = _product(flat, weight, bias, spec, file)
@@ -132,7 +134,10 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
     """y [.., N], or (y, norm(x)), of LayerNormLinear. ctx is None where no gradient is recorded."""
 
     @staticmethod
-    def forward(ctx, inp, ln_weight, ln_bias, weight, bias, spec: NormLinearSpec, file):
+    def forward(
+        ctx: Any, inp: Tensor, ln_weight: Tensor, ln_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+        spec: NormLinearSpec, file: ModuleType,
+    ) -> Any:  # fmt: skip
         flat = inp.reshape(-1, inp.shape[-1])
         normed, statistics = NormByName(spec.norm, file).forward(flat, ln_weight, ln_bias)
         weight = weight.to(spec.linear.dtype)
@@ -167,7 +172,7 @@ class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
     """y [sum M_i, N] of GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
 
     @staticmethod
-    def forward(ctx, inp, spec, file, *weights_and_biases):
+    def forward(ctx: Any, inp: Tensor, spec: Any, file: ModuleType, *weights_and_biases: Tensor) -> Tensor:
         count = len(spec.rows)
         weights = [weight.to(spec.groups[0].dtype) for weight in weights_and_biases[:count]]
         biases = weights_and_biases[count:]

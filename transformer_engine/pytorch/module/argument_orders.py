@@ -1,4 +1,4 @@
-"""Positional calls in the argument order of an earlier release of the original.
+"""Signatures of `forward`: positional calls in the argument order of an earlier release, and the type of `__call__`.
 
 Releases have inserted arguments in the middle of a signature, or moved them. A call by position in an older order is
 recognized by the types of its arguments: a softcap cannot be `True`, and a diagonal's alignment cannot be a string. A
@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from ..runtime.warn_once import warn_once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Parameters = ParamSpec("Parameters")
+Module = TypeVar("Module")
 Test = Callable[[Any], bool]
 
 
@@ -151,3 +153,14 @@ def accepts_older_orders(
         return of_function  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def call_of(
+    forward: Callable[Concatenate[Module, Parameters], Any],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Any]]:
+    """Declare `__call__` with the parameters of `forward`, under `if TYPE_CHECKING`; it is never executed.
+
+    The result remains Any, as in every module of torch. A checker in strict mode rejects `y.sum().backward()` for a
+    `Tensor`, because torch's `backward` has no annotations.
+    """
+    raise AssertionError(f"torch.nn.Module.__call__ calls {forward}")

@@ -13,8 +13,8 @@ from ..distributed.recompute import state_without_gradients
 from ..distributed_weight import finalize_delayed_grads
 from ..functions.linear_spec import ProductQuantizers
 from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
-from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
-from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
+from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient
+from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace
 from ..quantization import (
     check_extra_state,
     decode_extra_state,
@@ -36,7 +36,7 @@ from .parameters import InitMethod, ParameterInit, default_init_method, empty_li
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS
 from .repetition import may_be_recomputed, repeatable
 from .shared_settings import Entries, settings_of
-from .userbuffers import (  # noqa: F401
+from .userbuffers import (
     UserBufferQuantizationMode,
     destroy_ub,
     get_ub,
@@ -45,6 +45,21 @@ from .userbuffers import (  # noqa: F401
     is_ub_initialized,
 )
 from .weight_cache import WeightCache
+
+# Names of the original that other libraries import from here.
+__all__ = [
+    "TransformerEngineBaseModule",
+    "UserBufferQuantizationMode",
+    "_cublas_workspace",
+    "_dummy_wgrads",
+    "destroy_ub",
+    "get_dummy_wgrad",
+    "get_ub",
+    "get_ub_is_fp8",
+    "get_workspace",
+    "initialize_ub",
+    "is_ub_initialized",
+]
 
 # Flags of delayed scaling for split accumulation, under the original's names.
 _2X_ACC_FPROP = False

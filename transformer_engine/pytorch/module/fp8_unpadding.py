@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...common.numbers import to_ints
 from ..functions.permutation import unpad_rows
 from ..runtime.autograd import check_transforms
+from .argument_orders import call_of
 from .row_groups import RowGroups, as_rows
 
 
@@ -33,3 +35,8 @@ class Fp8Unpadding(RowGroups):
         if padded == list(rows):
             return inp
         return unpad_rows(as_rows(inp, padded, "the padded m_splits"), rows, padded)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..tensor.grouped_tensor import plain_stack
+from .argument_orders import call_of
 from .arguments import accepts, switch
 from .config import configured
 from .grouped_parameters import (
@@ -41,19 +42,20 @@ from .grouped_parameters import (
     create_parameters,
     group_single_parameters,
     group_weights,
+    is_module_grouped_tensor_path_supported,
     load_other_form,
     mark_parameters,
     names_of,
     single_parameters,
     uses_grouped_tensor,
 )
-from .grouped_parameters import (
-    is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
-)
 from .grouped_spec import build, fitting_groups, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["GroupedLinear", "_GroupedLinear", "general_gemm", "is_module_grouped_tensor_path_supported"]
 
 _ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
 
@@ -214,6 +216,11 @@ class GroupedLinear(ProductsModule):
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
             whole = (*wholes, *tensors[count:])
             return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
+from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured, early
 from .exported import exported_products
@@ -40,6 +41,9 @@ from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update, with_compiled_passes
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +211,11 @@ class LayerNormLinear(ProductsModule):
             with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
                 return self._output_of(options, inp, whole, bias, gamma, beta)
         return self._output_of(options, inp, weight, bias, gamma, beta)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self,

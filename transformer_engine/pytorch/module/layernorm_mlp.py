@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
+from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products
@@ -40,6 +41,9 @@ from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update, with_compiled_passes
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["LayerNormMLP", "apply_normalization"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +270,11 @@ class LayerNormMLP(ProductsModule):
             with whole_weights(groups, fused, self.wgrad_store) as wholes:
                 return self._output_of(inp, is_first_microbatch, *wholes)
         return self._output_of(inp, is_first_microbatch, fc1_weight, fc2_weight)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self, inp: Tensor, is_first_microbatch: bool | None, fc1_weight: Tensor, fc2_weight: Tensor

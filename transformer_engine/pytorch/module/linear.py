@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
-from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
+from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
+from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products
@@ -38,6 +39,9 @@ from .specs import (
     scale_update,
     with_compiled_passes,
 )
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 
 
 def build(call: Call) -> LinearSpec:
@@ -199,6 +203,11 @@ class Linear(ProductsModule):
             with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
                 return self._output_of(options, inp, whole, bias)
         return self._output_of(options, inp, weight, bias)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..runtime.checks import is_distributed, same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
+from .argument_orders import call_of
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
 from .config import Config, configured
@@ -191,6 +192,11 @@ class Normalization(NormalizationOperation):
             kind, features = type(self).__name__, len(self.normalized_shape)
             return normalized_shards(kind, self._output_of, input, weight, bias, features)
         return self._output_of(input, weight, bias)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     _own_forward = forward
 

@@ -29,7 +29,8 @@ from .checks import (
     check_states,
     pair_of,
 )
-from .multi_tensor_apply import Checked, local_of, multi_tensor_applier
+from .multi_tensor_apply import Checked, local_of
+from .multi_tensor_apply import multi_tensor_applier as multi_tensor_applier
 
 __all__ = ["FusedAdam"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+from . import families
 from .autocast import AutocastState, autocast, current, fp8_autocast
 from .delayed_scaling import _amax_and_scale_update, _default_sf_compute, update_scales
 from .extra_state import (
@@ -14,7 +13,7 @@ from .extra_state import (
     load_extra_state,
     validated_state,
 )
-from .families import *  # noqa: F403 - the states, by the list in __all__
+from .families import *  # noqa: F403 - by the list in __all__
 from .family import Family, all_families, family_named, family_of
 from .global_state import FP8GlobalState, FP8GlobalStateManager
 from .model_init import ModelInitState, current_model_init, fp8_model_init, quantized_model_init
@@ -32,20 +31,57 @@ from .recipe_state import (
 from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from .support import (
     Support,
-    availability,
     check_recipe_support,
-    checks,
     emulate,
     get_default_recipe,
     is_emulating,
     support_of,
 )
 
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """check_<kind>_support and is_<kind>_available, which follow from the families."""
-
+__all__ = [
+    "AutocastState",
+    "CustomRecipeState",
+    "DelayedScalingRecipeState",
+    "DelayedScalingRequest",
+    "ExtraStateError",
+    "FP8GlobalState",
+    "FP8GlobalStateManager",
+    "Family",
+    "ModelInitState",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "RecipeState",
+    "Support",
+    "_amax_and_scale_update",
+    "_default_sf_compute",
+    "all_families",
+    "autocast",
+    "check_extra_state",
+    "check_recipe_support",
+    "current",
+    "current_model_init",
+    "decode_extra_state",
+    "emulate",
+    "encode_extra_state",
+    "family_named",
+    "family_of",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "get_fp4_te_dtype",
+    "get_fp8_max",
+    "get_fp8_te_dtype",
+    "get_fp8_torch_dtype",
+    "is_emulating",
+    "load_extra_state",
+    "make_quantizers",
+    "quantized_model_init",
+    "support_of",
+    "update_scales",
+    "validated_state",
+]
+__all__ += families.__all__
 
 get_default_fp8_recipe = get_default_recipe
-globals().update(checks() | availability())

@@ -37,11 +37,22 @@ from .recipe_state import (
     get_fp8_te_dtype,
 )
 
+# The states, and what this machine computes, by the original's names: written out for type checkers.
 __all__ = [
     "Float8BlockScalingRecipeState",
     "Float8CurrentScalingRecipeState",
     "MXFP8BlockScalingRecipeState",
     "NVFP4BlockScalingRecipeState",
+    "check_bf16_support",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
 ]
 
 T = TypeVar("T")
@@ -247,3 +258,25 @@ register(
 for _family in all_families():
     if _family.fits is not None:
         support.prepare_default(_family)
+
+is_bf16_available = support.availability("bf16")
+is_fp8_available = support.availability("fp8")
+is_fp8_block_scaling_available = support.availability("fp8_block_scaling")
+is_mxfp8_available = support.availability("mxfp8")
+is_nvfp4_available = support.availability("nvfp4")
+
+check_bf16_support = support.check("bf16")
+check_fp8_support = support.check("fp8")
+check_fp8_block_scaling_support = support.check("fp8_block_scaling")
+check_mxfp8_support = support.check("mxfp8")
+check_nvfp4_support = support.check("nvfp4")
+
+
+class FormatChecks:
+    """The checks as static methods of `FP8GlobalStateManager`."""
+
+    is_bf16_available = staticmethod(check_bf16_support)
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)

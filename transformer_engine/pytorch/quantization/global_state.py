@@ -14,33 +14,72 @@ from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
 from ..runtime.device import canonical_device, has_cuda
 from . import delayed_scaling, model_init, recompute_states, support
-from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import AutocastState, autocast, current, here, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
+from .families import FormatChecks
 from .family import all_families
 
 
 class StateAttributes(type):
     """Read-only class attributes of earlier releases; `autocast` and `quantized_model_init` write their values."""
 
-    FP8_ENABLED = property(lambda cls: current().enabled)
-    FP8_CALIBRATION = property(lambda cls: current().calibrating)
-    FP8_RECIPE = property(lambda cls: current().recipe)
-    FP8_DISTRIBUTED_GROUP = property(lambda cls: current().group)
-    FP8_GRAPH_CAPTURING = property(lambda cls: current().graph)
-    FP8_PARAMETERS = property(lambda cls: model_init.current_model_init().enabled)
-    HIGH_PRECISION_INIT_VAL = property(
-        lambda cls: model_init.current_model_init().preserve_high_precision_init_val
-    )
-    IS_FIRST_FP8_MODULE = property(lambda cls: bool(snapshot()[1]))
-    AUTOCAST_DEPTH = property(lambda cls: here().enabled_blocks)
-    FP8_AUTOCAST_DEPTH = property(lambda cls: here().enabled_blocks)
+    @property
+    def FP8_ENABLED(cls) -> bool:
+        return current().enabled
+
+    @property
+    def FP8_CALIBRATION(cls) -> bool:
+        return current().calibrating
+
+    @property
+    def FP8_RECIPE(cls) -> Recipe | None:
+        return current().recipe
+
+    @property
+    def FP8_DISTRIBUTED_GROUP(cls) -> dist_group_type | None:
+        return current().group
+
+    @property
+    def FP8_GRAPH_CAPTURING(cls) -> bool:
+        return current().graph
+
+    @property
+    def FP8_PARAMETERS(cls) -> bool:
+        return model_init.current_model_init().enabled
+
+    @property
+    def HIGH_PRECISION_INIT_VAL(cls) -> bool:
+        return model_init.current_model_init().preserve_high_precision_init_val
+
+    @property
+    def IS_FIRST_FP8_MODULE(cls) -> bool:
+        return bool(snapshot()[1])
+
+    @property
+    def AUTOCAST_DEPTH(cls) -> int:
+        return here().enabled_blocks
+
+    @property
+    def FP8_AUTOCAST_DEPTH(cls) -> int:
+        return here().enabled_blocks
+
     # {key of a pool: [a tensor of each of its states]}; of amaxes, the row of the running step.
-    global_amax_buffer = property(lambda cls: _of_pools(lambda state: state.amax_history[0]))
-    global_amax_history_buffer = property(lambda cls: _of_pools(lambda state: state.amax_history))
-    global_scale_buffer = property(lambda cls: _of_pools(lambda state: state.scale_in_place))
-    skip_fp8_weight_update_tensor = property(lambda cls: cls.quantization_state.skip_fp8_weight_update_tensor)
+    @property
+    def global_amax_buffer(cls) -> dict[str, list[Tensor]]:
+        return _of_pools(lambda state: state.amax_history[0])
+
+    @property
+    def global_amax_history_buffer(cls) -> dict[str, list[Tensor]]:
+        return _of_pools(lambda state: state.amax_history)
+
+    @property
+    def global_scale_buffer(cls) -> dict[str, list[Tensor]]:
+        return _of_pools(lambda state: state.scale_in_place)
+
+    @property
+    def skip_fp8_weight_update_tensor(cls) -> Tensor | None:
+        return FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
 
 
 def _of_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
@@ -48,7 +87,7 @@ def _of_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
 
 
 def _support(kind: str, part: int) -> property:
-    return property(lambda cls: support.checks()[f"check_{kind}_support"]()[part])
+    return property(lambda cls: support.check(kind)()[part])
 
 
 # <kind>_available and reason_for_no_<kind>, of every kind that a recipe needs.
@@ -90,7 +129,7 @@ class FP8GlobalState:
         self.recompute_buffers: list[deque[list[tuple[Tensor, Tensor]]]] = []
 
 
-class FP8GlobalStateManager(metaclass=StateAttributes):
+class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
     """Class methods on the state of `autocast`, `delayed_scaling` and `model_init`."""
 
     quantization_state = FP8GlobalState()
@@ -285,11 +324,6 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
     def restore_fp8_meta_tensors(cls, fp8_meta: dict[str, Any]) -> None:
         """Undo `get_old_fp8_meta_tensors_for_recompute`."""
         copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
-
-
-# What this machine can run: (available, reason), one method a kind.
-for _kind, _check in zip(support.kinds(), support.checks().values(), strict=True):
-    setattr(FP8GlobalStateManager, f"is_{_kind}_available", staticmethod(_check))
 
 
 def copy_in(states: Sequence[Any], values: Sequence[tuple[Tensor, Tensor]]) -> None:

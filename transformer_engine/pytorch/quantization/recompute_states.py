@@ -101,7 +101,7 @@ def runs() -> list[RecomputedRun]:
     return _thread.runs
 
 
-class running(AbstractContextManager):
+class running(AbstractContextManager[Any]):
     """Context of one run of a recomputed function, in this thread.
 
     Args:
@@ -132,13 +132,13 @@ class running(AbstractContextManager):
         self._compiled.__exit__(*exception)
 
 
-class RepeatedContext(AbstractContextManager):
+class RepeatedContext(AbstractContextManager[Any]):
     """Base class of contexts that may be entered repeatedly and within each other."""
 
     def __init__(self) -> None:
-        self._entered: list[AbstractContextManager] = []
+        self._entered: list[AbstractContextManager[Any]] = []
 
-    def context(self) -> AbstractContextManager:
+    def context(self) -> AbstractContextManager[Any]:
         """Create the context of one entry."""
         raise NotImplementedError(type(self).__name__)
 

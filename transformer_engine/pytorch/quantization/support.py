@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 from ...common import env
 from ...common.checks import described
@@ -199,21 +199,23 @@ Args:
 """
 
 Check = Callable[[], "tuple[bool, str]"]
-IsAvailable = Callable[..., "bool | tuple[bool, str]"]
 
 
-def checks() -> dict[str, Check]:
-    """check_<kind>_support() -> (available, reason), by name, for every kind."""
-    return {f"check_{kind}_support": _check_of(kind) for kind in kinds()}
+class IsAvailable(Protocol):
+    """The type of `is_<kind>_available`."""
 
-
-def availability() -> dict[str, IsAvailable]:
-    """is_<kind>_available(return_reason=False) -> available, or (available, reason), by name, for every kind."""
-    return {f"is_{kind}_available": _availability_of(kind) for kind in kinds()}
+    @overload
+    def __call__(self, return_reason: Literal[False] = False) -> bool: ...
+    @overload
+    def __call__(self, return_reason: Literal[True]) -> tuple[bool, str]: ...
+    @overload
+    def __call__(self, return_reason: bool) -> bool | tuple[bool, str]: ...
 
 
 @functools.cache
-def _check_of(kind: str) -> Check:
+def check(kind: str) -> Check:
+    """The function check_<kind>_support() -> (available, reason) of one of `kinds()`."""
+
     def check() -> tuple[bool, str]:
         return _check(kind)
 
@@ -221,7 +223,9 @@ def _check_of(kind: str) -> Check:
 
 
 @functools.cache
-def _availability_of(kind: str) -> IsAvailable:
+def availability(kind: str) -> IsAvailable:
+    """The function is_<kind>_available(return_reason=False) -> available, or (available, reason), of a kind."""
+
     def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
         checked = _check(kind)
         return checked if return_reason else checked[0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-from ...common.folder import exports_of, modules_of
 from ..constants import DType
 from ..primitives.operand import COLS, ROWS
-from . import grouped_tensor, quantized_tensor
+from . import formats, grouped_tensor
+from .formats import *  # noqa: F403 - by the list in its __all__
 from .grouped_tensor import GroupedTensor, GroupedTensorStorage
 from .module_parameters import keep_quantized_parameters
 from .quantized_tensor import (
@@ -30,18 +28,25 @@ from .utils import (
     replace_raw_data,
 )
 
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Return a class of a format, from its file."""
-
-
-# A format is a file here, `<format>_tensor.py`: the names in its __all__ are names of this package, and PICKLED lists
-# the functions that its pickles call.
-_NO_FORMATS = (grouped_tensor, quantized_tensor)
-_FILES = [module for module in modules_of(__name__, __path__, "_tensor") if module not in _NO_FORMATS]
-EXPORTS = exports_of(_FILES)
-globals().update(EXPORTS)
+__all__ = [
+    "COLS",
+    "ROWS",
+    "Calibrating",
+    "GroupedTensor",
+    "GroupedTensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "prepare_for_saving",
+    "quantize_master_weights",
+    "replace_raw_data",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "storage_of",
+]
+__all__ += formats.__all__
 
 keep_quantized_parameters()
 
@@ -52,7 +57,7 @@ torch.serialization.add_safe_globals(
         Rebuild,
         _rebuild_trained,
         GroupedTensor,
-        *EXPORTS.values(),
-        *(made for module in (*_FILES, grouped_tensor) for made in module.PICKLED),
+        *(getattr(formats, name) for name in formats.__all__),
+        *(function for module in (*formats.MODULES, grouped_tensor) for function in module.PICKLED),
     ]
 )

@@ -23,7 +23,7 @@ from ...common import absent
 
 __all__ = ["group_sums"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 
 def group_sums(x: Tensor, offsets: Tensor, num_groups: int, *, out: Tensor | None = None) -> Tensor:

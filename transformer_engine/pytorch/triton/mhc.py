@@ -9,6 +9,8 @@ The functions are plain PyTorch operations in float32, differentiable by autogra
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +28,11 @@ __all__ = [
     "mhc_generate_mix_and_aggregate",
 ]
 
+if TYPE_CHECKING:
+    ENFORCE_DETERMINISTIC: bool
+
 # ENFORCE_DETERMINISTIC is read from the environment and torch's switch with each access.
-__getattr__ = absent.getter(__name__, {"ENFORCE_DETERMINISTIC": is_demanded})
+absent.install_getter(__name__, {"ENFORCE_DETERMINISTIC": is_demanded})
 
 _WIDTH = 32  # the projection's result is padded to a multiple of this
 

@@ -20,7 +20,7 @@ from ...checks import check_array
 
 __all__ = ["inspect_array", "load_array_dump"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 
 def inspect_array(x: Array, name: str) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
-from ...module.argument_orders import accepts_older_orders
+from ...module.argument_orders import accepts_older_orders, call_of
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
@@ -38,6 +38,8 @@ from .policies import attend_by_policies, check_policies
 from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
+
+__all__ = ["DotProductAttention", "_attention_backends"]
 
 ONE = 1  # default of num_splits; True equals it but is another object
 NAMES = (type(None), str)  # types of names that can be part of a key
@@ -325,6 +327,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
         return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
 
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def attend_checked(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
@@ -366,11 +373,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        recipe = (
-            attention_recipe(state.recipe)
-            if state.enabled and not (call.cached or export_mode.onnx)
-            else None
-        )
+        in_fp8 = state.enabled and not (call.cached or export_mode.onnx)
+        recipe = attention_recipe(state.recipe) if in_fp8 else None
         if recipe is not None:
             if not tracing:
                 self.follow_device(inputs.q.device)
@@ -387,9 +391,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         if append is not None:
             append()  # nothing raises from here on
-        tracker = None
-        if call.dropout > 0.0 and not self._config.sequence_parallel:
-            tracker = self.get_rng_state_tracker
+        has_own_dropout = call.dropout > 0.0 and not self._config.sequence_parallel
+        tracker = self.get_rng_state_tracker if has_own_dropout else None
         execution = None
         if recompute or tracker is not None:
             execution = AttentionExecution(tracker, recompute, self.tp_group)

@@ -24,7 +24,8 @@ from ...primitives.attention.backends import flash2, flash3, flash4
 from ...primitives.attention.call import AttentionCall, Switches
 from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
-from ...primitives.attention.mask import check_set_window_size, resolve
+from ...primitives.attention.mask import check_set_window_size as check_set_window_size
+from ...primitives.attention.mask import resolve
 from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
 from ...runtime.determinism import RAISES, torch_determinism
 from ...runtime.device import canonical_device, current_hardware

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
+from ...module.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from .base import DeltaRule, LinearAttentionBase, flags, missing_gates
 from .inputs import check_dtype
@@ -79,3 +82,8 @@ class GatedDeltaNetAttention(LinearAttentionBase):
             return self._attend(layout, inputs, checkpoint_core_attention, options)
         finally:
             self.end_forward()
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

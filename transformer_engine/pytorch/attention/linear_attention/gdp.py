@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ....common.checks import one_of
+from ...module.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
 from .base import DeltaRule, LinearAttentionBase, flags, householders, missing_gates
@@ -115,6 +116,11 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             return self._attend(layout, inputs, checkpoint_core_attention, options)
         finally:
             self.end_forward()
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def _check_decay(

@@ -48,10 +48,15 @@ from ..passes.grouped import (
 )
 from ..passes.linear import linear_spec
 from .basic_linear import check_input, check_main_grad, parameter_dtype
-from .grouped_operator import (
-    is_op_fuser_grouped_tensor_path_supported as is_op_fuser_grouped_tensor_path_supported,
-)
-from .grouped_operator import traced_passes
+from .grouped_operator import is_op_fuser_grouped_tensor_path_supported, traced_passes
+
+# Beside the layer, names of the original that other libraries import from here.
+__all__ = [
+    "GRAD_INPUT_BUFFER_KEY",
+    "OUTPUT_BUFFER_KEY",
+    "GroupedLinear",
+    "is_op_fuser_grouped_tensor_path_supported",
+]
 
 
 class GroupedLinear(PassOperation):

@@ -1,15 +1,21 @@
 """Payloads of quantized tensors outside of torch.Tensor: the class of each file is a name of this package."""
 
-from __future__ import annotations
+from .float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+from .float8_tensor_storage import Float8TensorStorage
+from .grouped_tensor_storage import GroupedTensorStorage
+from .hybrid_tensor_storage import HybridQuantizedTensorStorage
+from .identity_tensor_storage import IdentityTensorStorage
+from .mxfp8_tensor_storage import MXFP8TensorStorage
+from .nvfp4_tensor_storage import NVFP4TensorStorage
+from .quantized_tensor_storage import QuantizedTensorStorage
 
-from typing import TYPE_CHECKING, Any
-
-from ....common.folder import exports_of, modules_of
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Return a class of one of the files."""
-
-
-globals().update(exports_of(modules_of(__name__, __path__, "_tensor_storage")))
+__all__ = [
+    "Float8BlockwiseQTensorStorage",
+    "Float8TensorStorage",
+    "GroupedTensorStorage",
+    "HybridQuantizedTensorStorage",
+    "IdentityTensorStorage",
+    "MXFP8TensorStorage",
+    "NVFP4TensorStorage",
+    "QuantizedTensorStorage",
+]

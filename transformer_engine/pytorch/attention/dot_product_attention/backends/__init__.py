@@ -6,13 +6,18 @@ assigning to this module. Attention does not call them through this module, so a
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .....common import absent
 from ....functions import by_name
 from ....runtime.warn_once import warn_once
 from ..unfused import UnfusedDotProductAttention as UnfusedDotProductAttention
+
+if TYPE_CHECKING:
+    fused_attn_bwd: Callable[..., Any]
+    fused_attn_fwd: Callable[..., Any]
 
 _EXTENSIONS = ("fused_attn_bwd", "fused_attn_fwd")
 
@@ -29,7 +34,5 @@ class _Backends(ModuleType):
             )
 
 
-__getattr__ = absent.getter(
-    __name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS}
-)
+absent.install_getter(__name__, {name: functools.partial(by_name.extension, name) for name in _EXTENSIONS})
 sys.modules[__name__].__class__ = _Backends

@@ -1,0 +1,1 @@
+"""Programs as type checkers see them."""

@@ -1,0 +1,63 @@
+"""The programs of README.md, of the quickstart and of `examples/`, and imports of every public name."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from tests.support import pages
+
+ROOT = Path(__file__).resolve().parents[2]
+# Entries of sys.modules without a file, which no checker sees: three names of earlier releases for other modules, and a
+# module that the package hides by a function of the same name, as the original's does.
+RENAMED = (
+    *(
+        f"transformer_engine.pytorch.custom_recipes.{name}"
+        for name in ("quantization.", "quantization_current_scaling.", "quantization_nvfp4.")
+    ),
+    "transformer_engine.pytorch.torch_version.torch_version.",
+)
+
+
+def documented() -> dict[str, str]:
+    """The programs of README.md, one each, and those of the quickstart, which continue each other."""
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    programs = {f"readme_{number}": text for number, text in enumerate(readme)}
+    blocks = pages.examples("quickstart.md")
+    in_jax = [number for number, text in enumerate(blocks) if "import jax" in text]
+    programs |= {f"quickstart_jax_{number}": blocks[number] for number in in_jax}
+    programs["quickstart"] = "\n".join(text for number, text in enumerate(blocks) if number not in in_jax)
+    return programs
+
+
+def examples() -> dict[str, str]:
+    return {
+        f"example_{path.stem}": path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    }
+
+
+def names() -> str:
+    """A program that imports every public name that exists here, and reads every listed attribute of a class."""
+    with (ROOT / "docs" / "names.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row["name"] for row in csv.DictReader(file) if row["status"] in ("served", "raises")]
+    lines = ["read: list[object] = []"]
+    for number, name in enumerate(name for name in rows if not f"{name}.".startswith(RENAMED)):
+        module, attributes = _split(name)
+        if not attributes:
+            lines.append(f"import {module}")
+            continue
+        lines.append(f"from {module} import {attributes[0]} as name_{number}")
+        lines.append(f"read.append({'.'.join([f'name_{number}', *attributes[1:]])})")
+    return "\n".join(lines) + "\n"
+
+
+def _split(name: str) -> tuple[str, list[str]]:
+    """The longest prefix of a dotted name that is a file or a folder of this package, and the attributes behind it."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return ".".join(parts[:length]), parts[length:]
+    raise AssertionError(f"{name} is not below a package of this repository")
