@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION_FILE = Path(__file__).resolve().parent.parent / "transformer_engine" / "_version.py"
-CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
-CODE = re.compile(r"<code\b[^>]*>.*?</code>", re.DOTALL)
+CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
 BREAK = re.compile(r"([._/,=(\[:]+|(?<=[a-z])(?=[A-Z][a-z]))(?=\w)")
 
@@ -23,8 +22,8 @@ def on_config(config: Any) -> Any:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Allow line breaks inside of long names in cells: after separators, and between the words of a class name."""
-    return CELL.sub(lambda cell: CODE.sub(lambda code: TEXT.sub(_with_breaks, code[0]), cell[0]), html)
+    return CELL.sub(lambda cell: TEXT.sub(_with_breaks, cell[0]), html)
 
 
 def _with_breaks(text: re.Match[str]) -> str:
-    return re.sub(r"[^\s&;]{12,}", lambda word: BREAK.sub(r"\1<wbr>", word[0]), text[0])
+    return re.sub(r"[^\s&;]{9,}", lambda word: BREAK.sub(r"\1<wbr>", word[0]), text[0])

@@ -17,6 +17,7 @@ from opcode import opmap
 from typing import Any, NoReturn
 
 from .._version import __version__
+from .documentation import page
 
 PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
 
@@ -158,8 +159,8 @@ def sentence(name: str) -> str:
     near = close[0] if close else None
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists the supported "
-        f"features, and dir({place}) the names"
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}{page('support')} lists the "
+        f"supported features, and dir({place}) the names"
     )
 
 
