@@ -14,18 +14,13 @@ from typing import Any
 from generated import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from performance_table import HIGHLIGHTS
+from performance_table import HIGHLIGHTS, RECIPES
 
 from transformer_engine.cli.bench.plot import COLOURS, DOTS_PER_INCH, LABELS, WIDTH, plot_families
 from transformer_engine.cli.bench.run import Row
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
-RECIPES = {
-    "delayed": "te, DelayedScaling",
-    "current": "te, Float8CurrentScaling",
-    "block": "te, Float8BlockScaling",
-}
 
 
 def rows_of(record: dict[str, Any]) -> list[Row]:
@@ -43,7 +38,9 @@ def headline(path: Path, record: dict[str, Any]) -> None:
         family, _, size = case.split("/")
         bars = {"plain torch, bfloat16": times[f"{family}/bf16/{size}", "torch"]}
         bars["te, bfloat16"] = times[f"{family}/bf16/{size}", "te"]
-        bars |= {label: times[f"{family}/{recipe}/{size}", "te"] for recipe, label in RECIPES.items()}
+        bars |= {
+            f"te, {label}": times[f"{family}/{recipe}/{size}", "te"] for recipe, label in RECIPES.items()
+        }
         colors = [COLOURS["torch"], *[COLOURS["te"]] * (len(bars) - 1)]
         drawn = axis.barh(range(len(bars)), list(bars.values()), color=colors)
         axis.bar_label(drawn, labels=[f"{value:.1f}" for value in bars.values()], padding=2, fontsize=LABELS)
