@@ -85,7 +85,10 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
         ({"num_key_value_heads": 3}, "groups=3 does not divide heads=4"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not read"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config has quant_method=None, which is not read",
+        ),
     ],
 )
 def test_settings_that_are_not_computed_are_named(settings: dict, sentence: str, tmp_path: Path):

@@ -11,7 +11,8 @@ import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, same, step
 from transformer_engine.common import env
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
-from transformer_engine.pytorch.module import precision, specs
+from transformer_engine.pytorch.functions import precision
+from transformer_engine.pytorch.module import specs
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4
@@ -150,17 +151,13 @@ def test_fp8_auto(kind, device, monkeypatch):
     """The variable depends on times measured on a GPU; other machines replace the measurement."""
     monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
     layer = layer_of(kind).to(device)
-    monkeypatch.setattr(specs, "_pays", _pays_anywhere)
+    monkeypatch.setattr(specs, "estimates", lambda device, traced, quantized_weight: not traced)
     unquantized, quantized = results(layer, None), results(layer, RECIPES["current"])
     assert not same(unquantized, quantized)
     monkeypatch.setenv("NVTE_FP8_AUTO", "1")
     assert same(results(layer, RECIPES["current"]), unquantized)
     monkeypatch.delenv("NVTE_FP8_AUTO")
     assert same(results(layer, RECIPES["current"]), quantized)
-
-
-def _pays_anywhere(call, rows, shapes):
-    return all(precision.quantizes(call.active.recipe, rows, n, k) for k, n in shapes)
 
 
 ATTENTION_VARIABLES = {

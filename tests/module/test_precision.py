@@ -12,7 +12,9 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
-from transformer_engine.pytorch.module import precision
+from transformer_engine.pytorch.functions import precision
+from transformer_engine.pytorch.ops.basic import basic_linear
+from transformer_engine.pytorch.quantization import emulate
 
 RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
 SMALL, LARGE = (128, 1024, 1024), (8192, 4096, 14336)
@@ -49,3 +51,32 @@ def test_a_small_layer_under_auto_computes_as_without_a_recipe(monkeypatch):
         explanation = te.explain(layer, x, backward=False)
     assert torch.equal(quantized, layer(x))
     assert "precision: high_precision" in str(explanation)
+
+
+@pytest.mark.parametrize("kind", ["BasicLinear", "Linear"])
+def test_te_ops_follow_the_variable_as_modules_do(monkeypatch, kind):
+    """The variable depends on times measured on a GPU; this test replaces the measurement."""
+    monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
+    monkeypatch.setattr(basic_linear, "estimates", lambda device, traced, quantized_weight: not traced)
+    layer = getattr(te.ops, kind)(64, 32, dtype=torch.bfloat16, device="cpu")
+    model = te.ops.Sequential(layer, te.ops.ReLU())
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+
+    def output(recipe) -> torch.Tensor:
+        with emulate(), te.autocast(enabled=recipe is not None, recipe=recipe):
+            return model(x)
+
+    unquantized, quantized = output(None), output(RECIPES["current"])
+    assert not torch.equal(unquantized, quantized)
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    assert torch.equal(output(RECIPES["current"]), unquantized)
+    monkeypatch.delenv("NVTE_FP8_AUTO")
+    assert torch.equal(output(RECIPES["current"]), quantized)
+
+
+def test_calls_on_a_cpu_are_not_estimated():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert precision.estimates(gpu, traced=False, quantized_weight=False)
+    assert not precision.estimates(cpu, traced=False, quantized_weight=False)
+    assert not precision.estimates(gpu, traced=True, quantized_weight=False)
+    assert not precision.estimates(gpu, traced=False, quantized_weight=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_engine.pytorch.module.precision import reason_against_fp8
+from transformer_engine.pytorch.functions.precision import reason_against_fp8
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "cublaslt_h200.json"
 KINDS = ("delayed", "current", "block")

@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="folder to create; it must not exist")
     add_choice(parser, "--dtype", DTYPES, "dtype of all tensors (default: unchanged)")
     parser.add_argument(
+        "--quantize",
+        metavar="FORMAT",
+        help="write a quantized Hugging Face checkpoint for servers, for example in fp8_block",
+    )
+    parser.add_argument(
         "--shard-size", type=float, default=5.0, help="maximum gigabytes per file of weights (default: 5)"
     )
     parser.add_argument("--revision", help="branch, tag or commit of a checkpoint on the hub")
@@ -51,17 +56,20 @@ def run(args: argparse.Namespace) -> None:
                 args.folder,
                 None if args.dtype is None else getattr(torch, args.dtype),
                 max(1, int(args.shard_size * GIGABYTE)),
+                args.quantize,
             )
         except ImportError as error:
             raise Failure(str(error)) from error
     matches, family = checkpoint.correspondence.matches, checkpoint.correspondence.family.model_type
     theirs = sum(len(match.theirs) for match in matches)
-    numbers = (len(matches), theirs) if checkpoint.ours else (theirs, len(matches))
+    read, written = (len(matches), theirs) if checkpoint.ours else (theirs, len(matches))
     parameters = sum(math.prod(match.shape) for match in matches)
     kind = f"{family} of Hugging Face" if checkpoint.ours else "TransformerLayer stack"
+    counted = f"{read} tensors made {written}"
+    if args.quantize is not None:
+        kind, counted = f"{family} of Hugging Face", f"{read} tensors read, quantized to {args.quantize}"
     console.print(
-        f"{family}: {parameters:,} parameters, {numbers[0]} tensors made {numbers[1]}\n"
-        f"wrote {escape(str(args.folder))}, a {kind}",
+        f"{family}: {parameters:,} parameters, {counted}\nwrote {escape(str(args.folder))}, a {kind}",
         soft_wrap=True,
     )
 

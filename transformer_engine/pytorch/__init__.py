@@ -97,12 +97,17 @@ if TYPE_CHECKING:
     from . import conversion as conversion
     from . import ep as ep
     from . import integrations as integrations
+    from .conversion import save_quantized
     from .integrations.huggingface import convert_hf, revert_hf
 
 # Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
 _LAZY_SUBMODULES = ("conversion", "cpp_extensions", "distributed_weight", "ep", "integrations", "triton")
-_LAZY_NAMES = {"convert_hf": "integrations.huggingface", "revert_hf": "integrations.huggingface"}
+_LAZY_NAMES = {
+    "convert_hf": "integrations.huggingface",
+    "revert_hf": "integrations.huggingface",
+    "save_quantized": "conversion",
+}
 
 
 def _load(name: str) -> Any:

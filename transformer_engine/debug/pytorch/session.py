@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ...pytorch.functions.linear_spec import ProductQuantizers
 from ...pytorch.module import GroupedLinear, numerics
 from ...pytorch.module.linear_base import ProductsModule
-from ...pytorch.module.products import ModuleRecipe, ProductQuantizers
+from ...pytorch.module.products import ModuleRecipe
 from .debug_quantization import (
     GEMMS,
     STANDARD_QUANTIZE,

@@ -88,6 +88,8 @@ _LLAMA_LAYER = "model.layers.{i}."
 QKV = f"{_OURS}self_attention.layernorm_qkv."
 PROJECTION = f"{_OURS}self_attention.proj."
 MLP = f"{_OURS}layernorm_mlp."
+# Endings of our names of weights that `save_quantized` quantizes.
+QUANTIZED = ("layernorm_qkv.weight", "proj.weight", "fc1_weight", "fc2_weight")
 
 
 def _qkv_names(part: str) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from .correspondence import EXTRA_STATE, Correspondence, check_tensors
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .families import family_named
+from .quantized_folders import SampledMaxima, linear_weights, serving_format, write_quantized
+from .quantized_shards import MODELOPT_FILE, SETTINGS, QuantizedShards, dequantized
 from .safetensors import Described, Shards, new_folder, read_json, write_shards
 from .settings import Settings
 
@@ -51,7 +53,7 @@ class Checkpoint:
     settings: dict[str, Any]
     config: DecoderConfig
     correspondence: Correspondence
-    shards: Shards
+    shards: Shards | QuantizedShards
     names: dict[str, str]
 
     @staticmethod
@@ -62,7 +64,7 @@ class Checkpoint:
         ours = (folder / OURS).is_file()
         if not ours and not (folder / THEIRS).is_file():
             raise ValueError(f"{folder} holds neither {THEIRS} nor {OURS}; give the folder of a checkpoint")
-        shards = Shards.open(folder)
+        shards: Shards | QuantizedShards = Shards.open(folder)
         if ours:
             path = folder / OURS
             content = read_json(path)
@@ -79,6 +81,8 @@ class Checkpoint:
                 )
         else:
             settings = read_json(folder / THEIRS)
+            shards = dequantized(shards, settings)
+            settings.pop(SETTINGS, None)
             config = _checked_config(Settings(settings, str(folder / THEIRS)), shards, ours)
         correspondence = Correspondence.of(family_named(settings.get("model_type")), config)
         if ours:
@@ -113,7 +117,10 @@ class Checkpoint:
     def their_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over their tensors; each is built when the iterator reaches it."""
         for match in self.correspondence.matches:
-            parts = match.layout.split(self.read(match.ours))
+            if self.ours:
+                parts = match.layout.split(self.read(match.ours))
+            else:
+                parts = [self.read(name) for name in match.theirs]
             yield from zip(match.theirs, parts, strict=True)
 
     def read(self, name: str) -> Tensor:
@@ -129,7 +136,7 @@ class Checkpoint:
         return {"family": self.correspondence.family.model_type, "config": self.settings}
 
 
-def _checked_config(settings: Settings, shards: Shards, ours: bool) -> DecoderConfig:
+def _checked_config(settings: Settings, shards: Shards | QuantizedShards, ours: bool) -> DecoderConfig:
     """Convert settings to a config; raise ValueError for sizes that the stored tensors cannot have.
 
     The config's sizes determine the time and memory of all further steps.
@@ -224,40 +231,51 @@ def convert(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    quantization: str | None = None,
 ) -> Checkpoint:
     """Convert the checkpoint in one folder to a new folder in the other format, with its tokenizer files.
+
+    A quantized checkpoint of another library is read in high precision. With `quantization`, the result is a quantized
+    Hugging Face checkpoint, whichever format `source` has.
 
     Args:
         source: Folder to read.
         folder: Folder to create.
         dtype: Dtype of all tensors; None keeps the dtype of each. Quantization states are not converted.
         shard_bytes: Largest size of a file.
+        quantization: Format of `save_quantized` that needs no sample; None writes unquantized weights.
     """
+    form = None if quantization is None else serving_format(quantization, sampled=False)
     checkpoint = Checkpoint.open(Path(source))
     _check_dtype(dtype)
     whole("shard_bytes", shard_bytes)
+    writes_theirs = checkpoint.ours or form is not None
     dtypes = {name: checkpoint.shards.described(file).dtype for name, file in checkpoint.names.items()}
     plan: dict[str, Described] = {}
     for match in checkpoint.correspondence.matches:
         made_of = (match.ours,) if checkpoint.ours else match.theirs
         result = dtype or dtypes[made_of[0]]
-        shapes = match.their_shapes() if checkpoint.ours else {match.ours: match.shape}
+        shapes = match.their_shapes() if writes_theirs else {match.ours: match.shape}
         plan |= {name: Described(result, shape) for name, shape in shapes.items()}
-    tensors = checkpoint.their_tensors() if checkpoint.ours else checkpoint.our_tensors()
+    source_tensors = checkpoint.their_tensors() if writes_theirs else checkpoint.our_tensors()
+    tensors = ((name, tensor.to(plan[name].dtype)) for name, tensor in source_tensors)
     with new_folder(Path(folder)) as made:
-        if checkpoint.ours:
+        if writes_theirs:
             settings = checkpoint.settings
             if dtype is not None:
                 name = "dtype" if "dtype" in settings else "torch_dtype"
                 settings = settings | {name: str(dtype).removeprefix("torch.")}
-            (made / THEIRS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            if form is None:
+                (made / THEIRS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+                write_shards(made, plan, tensors, shard_bytes)
+            else:
+                linear = linear_weights(checkpoint.correspondence)
+                write_quantized(made, settings, form, plan, tensors, linear, SampledMaxima(), shard_bytes)
         else:
             _write_our_settings(made, checkpoint.source())
-        write_shards(
-            made, plan, ((name, tensor.to(plan[name].dtype)) for name, tensor in tensors), shard_bytes
-        )
+            write_shards(made, plan, tensors, shard_bytes)
         for path in sorted(checkpoint.folder.iterdir()):  # tokenizers and other files without weights
-            written = path.name in (OURS, THEIRS) or path.name.endswith(".index.json")
+            written = path.name in (OURS, THEIRS, MODELOPT_FILE) or path.name.endswith(".index.json")
             if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not written:
                 shutil.copyfile(path, made / path.name)
     return checkpoint

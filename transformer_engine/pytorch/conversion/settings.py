@@ -78,7 +78,6 @@ def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
     }
     if "activation" not in different:
         common["activation"] = settings.choice("hidden_act", "silu", {"silu": "swiglu"})
-    settings.demand("quantization_config", (), "quantized checkpoints are not read; convert the original's")
     return DecoderConfig(**(common | different))
 
 

@@ -1,6 +1,19 @@
-"""Whether a norm or an activation makes the codes of the next product, or is computed in a product's epilogue.
+"""Fusion modes: how the matrix between two steps of a layer is computed, and why.
 
-The tables choose when a spec is built; `explain` prints their reasons.
+| mode | the matrix between the producer and the product that reads it |
+| --- | --- |
+| `fused_cast` | the producer's kernel quantizes it: no high-precision copy is written |
+| `in_product` | the product before it computes it in its epilogue |
+| `separate` | the producer writes values; the product's quantizer reads them |
+
+| matrix | producer | modes, in order of preference |
+| --- | --- | --- |
+| `norm_output` | the norm | `fused_cast`, `separate` |
+| `mlp_activation` | the activation | `fused_cast`, `in_product`, `separate` |
+| `mlp_gradient` | the gradient of the activation | `fused_cast`, `in_product`, `separate` |
+
+The modes are chosen when a spec is built. `te.explain` prints the reasons, and `te.use_backend` forces a mode. `te.ops`
+reads the same rule for gradients, `unsupported_gradient_cast`.
 """
 
 from __future__ import annotations
@@ -32,53 +45,59 @@ _FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED}
 
 
 class Fusion(NamedTuple):
-    """A matrix that a norm, an activation or the gradient of one makes, and that a product reads.
+    """A matrix that a norm, an activation or the gradient of one computes, and that a product reads.
 
     Attributes:
-        features: Why its maker may not quantize it.
-        activation: Name of the activation; None for a norm.
+        features: Reasons above that apply.
         codes: Format that the product's quantizer requests of a kernel; None if it requests none.
+        activation: Name of the activation; None for a norm.
+        gradient: The matrix is the gradient of the activation's input.
         one_scale: One scale is computed from the whole matrix.
-        sums: Its column sums are requested too, and row blocks alone are quantized faster afterwards.
+        separate_sums: Column sums of the matrix are needed, and a separate cast with sums is faster.
         quantized: The product before the activation is quantized.
         reduced: The product before the activation is this rank's part of a sum.
         inspected: An inspector reads or replaces the product before the activation.
     """
 
     features: tuple[str, ...]
+    codes: str | None
     activation: str | None = None
-    codes: str | None = None
+    gradient: bool = False
     one_scale: bool = False
-    sums: bool = False
+    separate_sums: bool = False
     quantized: bool = False
     reduced: bool = False
     inspected: bool = False
 
 
-def _unsupported_codes(fusion: Fusion) -> str | None:
-    return (
-        None
-        if fusion.codes is not None
-        else "the quantizer of the product reads a tensor in memory and cannot run inside another kernel"
-    )
-
-
-def _unsupported_gradient_codes(fusion: Fusion) -> str | None:
-    assert fusion.activation is not None
-    if (reason := _unsupported_codes(fusion)) is not None:
-        return reason
-    if fusion.one_scale and ACTIVATIONS[fusion.activation].gated:
+def unsupported_gradient_cast(activation: str, one_scale: bool, separate_sums: bool) -> str | None:
+    """Reason why the kernel of an activation's gradient does not quantize it; see `Fusion`."""
+    if one_scale and ACTIVATIONS[activation].gated:
         # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a gated unit
         # that is the peak of the whole layer, and separate steps free dy in between.
         return (
             "the scale of the tensor needs all of dy first, which would be in memory at the peak of the layer"
         )
-    return (
-        "a separate cast to blocks of rows, together with the column sums, is faster" if fusion.sums else None
-    )
+    if separate_sums:
+        return "a separate cast to blocks of rows, together with the column sums, is faster"
+    return None
 
 
-def _unsupported_product(fusion: Fusion) -> str | None:
+def has_one_scale(cast: Cast) -> bool:
+    """Whether a cast computes one scale from the whole matrix, which it reads twice."""
+    return cast.multiplier is None and cast.spec.format.block is None
+
+
+def _unsupported_cast(fusion: Fusion) -> str | None:
+    if fusion.codes is None:
+        return "the quantizer of the product reads a tensor in memory and cannot run inside another kernel"
+    if not fusion.gradient:
+        return None
+    assert fusion.activation is not None
+    return unsupported_gradient_cast(fusion.activation, fusion.one_scale, fusion.separate_sums)
+
+
+def _unsupported_epilogue(fusion: Fusion) -> str | None:
     if fusion.activation != "gelu":
         return f"no matrix product computes {fusion.activation} in its epilogue, only gelu"
     if fusion.reduced:
@@ -91,40 +110,32 @@ def _unsupported_product(fusion: Fusion) -> str | None:
     return "the product is quantized" if fusion.quantized else None
 
 
-_SEPARATE = Backend[Fusion](SEPARATE, takes=_FEATURES)
-_IN_PRODUCT = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_product)
-NORM_OUTPUT: Table[Fusion] = Table(
-    "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _SEPARATE), describe=Fusion
-)
+_MODES = {
+    IN_CODES: Backend(IN_CODES, unsupported_reason=_unsupported_cast),
+    IN_PRODUCT: Backend(IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_epilogue),
+    SEPARATE: Backend[Fusion](SEPARATE, takes=_FEATURES),
+}
 
 
-# The matrices between the two products of an MLP.
-MLP_ACTIVATION: Table[Fusion] = Table(
-    "mlp_activation",
-    (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _IN_PRODUCT, _SEPARATE),
-    describe=Fusion,
-)
-MLP_GRADIENT: Table[Fusion] = Table(
-    "mlp_gradient",
-    (Backend(IN_CODES, unsupported_reason=_unsupported_gradient_codes), _IN_PRODUCT, _SEPARATE),
-    describe=Fusion,
-)
+def _table(matrix: str, *modes: str) -> Table[Fusion]:
+    return Table(matrix, tuple([_MODES[mode] for mode in modes]), describe=Fusion)
+
+
+NORM_OUTPUT = _table("norm_output", IN_CODES, SEPARATE)
+MLP_ACTIVATION = _table("mlp_activation", IN_CODES, IN_PRODUCT, SEPARATE)
+MLP_GRADIENT = _table("mlp_gradient", IN_CODES, IN_PRODUCT, SEPARATE)
 
 
 def norm_output(linear: LinearSpec, returned: bool) -> str:
     """Choose how the matrix between a norm and a linear layer is made; with `returned` the caller gets norm(x) too."""
-    features = (RETURNED,) * returned + _features_of_input(linear)
-    return NORM_OUTPUT.choose(Fusion(features, codes=_format(None if features else input_cast(linear))))
+    return NORM_OUTPUT.choose(_input_fusion(linear, returned))
 
 
 def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """Choose how the matrix between an activation and fc2 is made."""
-    features = _features_of_input(fc2)
     return MLP_ACTIVATION.choose(
-        Fusion(
-            features,
-            activation,
-            _format(None if features else input_cast(fc2)),
+        _input_fusion(fc2)._replace(
+            activation=activation,
             quantized=not (fc1.input.is_identity and fc1.weight.is_identity),
             reduced=sums_over_ranks(fc1.parallel, "row"),
             inspected=inspects(fc1, "output"),
@@ -134,36 +145,43 @@ def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
 
 def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """Choose how the gradient of fc1's output is made."""
-    asked = {
-        UNUSED: not fc1.needs_grad_input,
-        OTHER_BACKWARD: fc1.backward != "quantized",
-        GATHERED: fc1.parallel.gathers_gradient,
-        TRACED: fc1.traced,
-    }
-    features = tuple(feature for feature, wanted in asked.items() if wanted)
+    features = _features(
+        {
+            UNUSED: not fc1.needs_grad_input,
+            OTHER_BACKWARD: fc1.backward != "quantized",
+            GATHERED: fc1.parallel.gathers_gradient,
+            TRACED: fc1.traced,
+        }
+    )
     cast = None if features else gradient_cast(fc1)
     return MLP_GRADIENT.choose(
         Fusion(
             features,
+            None if cast is None else cast.spec.format.name,
             activation,
-            _format(cast),
-            one_scale=cast is not None and cast.multiplier is None and cast.spec.format.block is None,
-            sums=cast is not None and not gradient_fuses(cast.spec, fc1.needs_grad_bias),
+            gradient=True,
+            one_scale=cast is not None and has_one_scale(cast),
+            separate_sums=cast is not None and not gradient_fuses(cast.spec, fc1.needs_grad_bias),
             reduced=sums_over_ranks(fc2.parallel, "column"),
             inspected=inspects(fc2, "grad_input"),
         )
     )
 
 
-def _features_of_input(spec: LinearSpec) -> tuple[str, ...]:
-    asked = {
-        KEPT: spec.keep_input,
-        OTHER_BACKWARD: spec.backward != "quantized",
-        GATHERED: gathers_values(spec),
-        TRACED: spec.traced,
-    }
-    return tuple(feature for feature, wanted in asked.items() if wanted)
+def _input_fusion(spec: LinearSpec, returned: bool = False) -> Fusion:
+    """The matrix that a linear layer reads as its input."""
+    features = _features(
+        {
+            RETURNED: returned,
+            KEPT: spec.keep_input,
+            OTHER_BACKWARD: spec.backward != "quantized",
+            GATHERED: gathers_values(spec),
+            TRACED: spec.traced,
+        }
+    )
+    cast = None if features else input_cast(spec)
+    return Fusion(features, None if cast is None else cast.spec.format.name)
 
 
-def _format(cast: Cast | None) -> str | None:
-    return None if cast is None else cast.spec.format.name
+def _features(found: dict[str, bool]) -> tuple[str, ...]:
+    return tuple([feature for feature, applies in found.items() if applies])

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, ONCE, QUANTIZED, ROW_CODES, VALUES
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
-from ..primitives.column_sums import column_sums
-from ..primitives.gemm import as_matrix
 from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
 from .linear_operands import cast_gradient, cast_input, dense_values, dequantized
-from .linear_spec import LinearSpec, gathers_gradient_codes, gradient_cast
+from .linear_spec import LinearSpec
 from .saving import wait_for_saved
 
 
@@ -39,13 +36,13 @@ class QuantizedGradient(NamedTuple):
     sums: Tensor | None
 
 
-def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize x [M, K].
+def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
+    """Quantize x [M, K], of which each rank has M / ranks rows; see `linear.forward_input`.
 
     Returns:
         x by rows, possibly in transit from other ranks; and the saved x of the backward pass.
     """
-    way = spec.gather_input if spec.parallel.gathers_input else None
+    way = spec.gather_input
     if way in (VALUES, ONCE):
         return _gathered_values(x, spec, way)
     if isinstance(x, Operands):
@@ -55,9 +52,8 @@ def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
     saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns
-    if way is not None:
-        # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
-        x_rows = _begin_gather(x_rows, spec)
+    # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
+    x_rows = begin_gather(x_rows, spec)
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
     return x_rows, saved_value(saved, spec.needs_grad_weight)
@@ -69,7 +65,7 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     This rank's rows of x are saved and gathered again in the backward pass, or all rows if quantization is not
     repeatable.
     """
-    pending = _begin_gather(x, spec)
+    pending = begin_gather(x, spec)
     if spec.plain and way == VALUES:
         return pending, x if spec.needs_grad_weight else None
     shard, x = x, pending.wait()
@@ -83,50 +79,15 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     return x_rows, saved_value(saved, spec.needs_grad_weight)
 
 
-def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple[Any, Any, Tensor | None]:
-    """Quantize dy [M, N], and sum its columns.
-
-    Returns:
-        dy by rows and by columns, each possibly in transit from other ranks, and db [N]. Columns are None if they are
-        to be made of the rows of all ranks (`columns_of_rows`).
-    """
-    if isinstance(dy, QuantizedGradient):
-        rows, columns = dy.operands
-        return rows, columns, dy.sums
-    quantizes = spec.backward == QUANTIZED and not spec.plain
-    if spec.parallel.gathers_gradient:
-        if quantizes and gathers_gradient_codes(spec):
-            return _gathered_gradient_codes(dy, spec)
-        pending = _begin_gather(dy, spec, dense=True)
-        if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
-            return pending, None, None
-        dy = pending.wait()
-    else:
-        dy = dense_values(dy)
-    cast = gradient_cast(spec) if spec.needs_grad_bias else None
-    if cast is not None:
-        # One kernel reads dy for its codes and its column sums.
-        codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
-        rows, columns = spec.grad_output.adopt(codes, dy.dtype)
-        return rows, columns, db
-    db = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
-    if not quantizes:
-        return dy, Matrix(dy), db
-    if not (spec.needs_grad_input or spec.needs_grad_weight):
-        return None, None, db
-    rows, columns = cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight)
-    return rows, columns, db
-
-
-def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
-    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes; see `output_gradient`."""
+def gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes; see `linear.output_gradient`."""
     by_rows = spec.gather_gradient == ROW_CODES
     rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return None, None, None
     rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
-    rows = _begin_gather(rows, spec) if rowwise else None
-    columns = _begin_gather(columns, spec, axis=1) if columnwise else None
+    rows = begin_gather(rows, spec) if rowwise else None
+    columns = begin_gather(columns, spec, axis=1) if columnwise else None
     if rows is not None and not spec.needs_grad_input:
         rows = rows.wait()
     return rows, columns, None
@@ -147,24 +108,15 @@ def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
     if offloading.used:
         wait_for_saved(x)
     if spec.backward != QUANTIZED or spec.gather_input == VALUES:
-        return _begin_gather(x.values if isinstance(x, Matrix) else x, spec)
+        return begin_gather(x.values if isinstance(x, Matrix) else x, spec)
     by_rows = spec.gather_input == ROW_CODES
     if spec.keep_input:
         rows, columns = cast_input(x.values, spec, by_rows, not by_rows)
         x = rows if by_rows else columns
-    return _begin_gather(x, spec, axis=0 if by_rows else 1)
+    return begin_gather(x, spec, axis=0 if by_rows else 1)
 
 
-def columns_of_input(x: Any, spec: LinearSpec) -> Any:
-    """Columns [K, M] of x for dw, from the saved x, of which all rows may be in transit."""
-    if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
-        return _columns_again(x, spec)
-    if offloading.used:
-        wait_for_saved(x)
-    return x
-
-
-def _columns_again(x: Any, spec: LinearSpec) -> Any:
+def columns_again(x: Any, spec: LinearSpec) -> Any:
     """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
@@ -185,7 +137,8 @@ def _columns_again(x: Any, spec: LinearSpec) -> Any:
     return x
 
 
-def _begin_gather(x: Any, spec: LinearSpec, axis: int = 0, dense: bool = False) -> Pending:
+def begin_gather(x: Any, spec: LinearSpec, axis: int = 0, dense: bool = False) -> Pending:
+    """Begin to gather x along an axis; `dense` gathers values with a contiguous axis."""
     overlaps = spec.parallel.overlap.gather and not spec.traced and not axis
     return begin("all_gather", x, spec.parallel, axis, overlaps, dense)
 

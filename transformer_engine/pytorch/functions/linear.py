@@ -33,24 +33,42 @@ from torch import Tensor
 
 from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ..offload.marks import active as offloading
-from ..offload.marks import keep_weight
-from ..primitives.gemm import Epilogue, gemm, gemm_gelu_gradient
+from ..offload.marks import keep_weight, mark_ready
+from ..primitives.column_sums import column_sums
+from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu_gradient
 from ..primitives.quantize import Cast
 from ..runtime.autograd import Function, applier
 from ..runtime.tracing import result_in
-from ..tensor.quantizer import Matrix, Quantizer
+from ..tensor.quantizer import Matrix, Operands, Quantizer
 from .communication import Pending, begin_sum, gathered_product, scattered_product
 from .gathered_operands import (
+    QuantizedGradient,
+    begin_gather,
     begin_gather_again,
-    columns_of_input,
+    columns_again,
     columns_of_rows,
-    forward_input,
+    gathered_gradient_codes,
+    gathered_input,
     gathers_again,
-    output_gradient,
 )
 from .layer import LayerFunctions, infer_with, record, run_backward
-from .linear_operands import converted, dequantized, operand_of, weight_operands
-from .linear_spec import Dtypes, LinearSpec, inspects, sums_over_ranks
+from .linear_operands import (
+    cast_gradient,
+    cast_input,
+    converted,
+    dense_values,
+    dequantized,
+    operand_of,
+    weight_operands,
+)
+from .linear_spec import (
+    Dtypes,
+    LinearSpec,
+    gathers_gradient_codes,
+    gradient_cast,
+    inspects,
+    sums_over_ranks,
+)
 from .saving import backward_of, wait_for_saved
 from .sequence import leading_shape
 
@@ -105,6 +123,31 @@ def linear_forward(
     return y, saved_input, saved_weight
 
 
+def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
+    """Quantize x [M, K], by rows for y and by columns for dw.
+
+    Returns:
+        x by rows, possibly in transit from other ranks; and what dw reads: its columns [K, M], its values, or the part
+        of them that the backward pass gathers.
+    """
+    if spec.communicates and spec.parallel.gathers_input:
+        return gathered_input(x, spec)
+    if isinstance(x, Operands):  # from the kernel that computed x
+        x_rows, x_columns = x
+    else:
+        # One kernel reads x once for both directions. Where the values are saved, the backward pass makes the columns.
+        columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
+        x_rows, x_columns = cast_input(x, spec, True, columns)
+    if not spec.needs_grad_weight:
+        return x_rows, None
+    saved: Any = x_rows if spec.backward == DEQUANTIZED else x_columns
+    if spec.keep_input or spec.backward == HIGH_PRECISION:
+        saved = Matrix(dequantized(x, spec.dtype))
+    if offloading.synchronizer is not None:
+        mark_ready(saved)
+    return x_rows, saved
+
+
 def forward_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize the weight [N, K], or read the codes of an earlier microbatch or of a quantized parameter.
 
@@ -143,7 +186,7 @@ def linear_backward(
     dy, x, w = operands[:3]
     gelu_input = operands[3:]  # torch 2.11 would trace a starred target as a tuple
     operands.clear()
-    if gathers_again(spec):
+    if spec.communicates and gathers_again(spec):
         # This rank's rows of x are sent to all ranks while dx is computed.
         x = begin_gather_again(x, spec)
     dy_rows, dy_columns, db = output_gradient(dy, spec, dtypes[1])
@@ -183,7 +226,11 @@ def linear_backward(
         del dy_rows
         # dw [N, K] = dy [M, N].T @ x [M, K]: both by columns. It is returned, accumulated into main_grad, or delayed.
         left = operand_of(dy_columns.wait() if isinstance(dy_columns, Pending) else dy_columns)
-        right = operand_of(columns_of_input(x, spec))
+        if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
+            x = columns_again(x, spec)
+        elif offloading.used:
+            wait_for_saved(x)
+        right = operand_of(x)
         del dy_columns, x
         dw = spec.weight_gradient.compute(left, right, accumulation.grad_weight, dtypes[0], spec.inspector)
     if isinstance(dx, Pending):
@@ -191,6 +238,42 @@ def linear_backward(
         if spec.grad_input is not None:
             dx = _quantized(dx, spec, spec.grad_input, None, leading)
     return LinearGradients(dx, dw, db)
+
+
+def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple[Any, Any, Tensor | None]:
+    """Quantize dy [M, N], by rows for dx and by columns for dw, and sum its columns.
+
+    Returns:
+        dy by rows and by columns [N, M], each possibly in transit from other ranks, and db [N]. Columns are None if
+        they are to be made of the rows of all ranks (`columns_of_rows`).
+    """
+    if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy
+        rows, columns = dy.operands
+        return rows, columns, dy.sums
+    quantizes = spec.backward == QUANTIZED and not spec.plain
+    if not (spec.communicates and spec.parallel.gathers_gradient):
+        dy = dense_values(dy)
+    elif quantizes and gathers_gradient_codes(spec):
+        return gathered_gradient_codes(dy, spec)
+    else:
+        pending = begin_gather(dy, spec, dense=True)
+        if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
+            return pending, None, None
+        dy = pending.wait()
+    # db [N] = sum of dy [M, N] over M.
+    cast = gradient_cast(spec) if spec.needs_grad_bias else None
+    if cast is not None:
+        # One kernel reads dy for its codes and its column sums.
+        codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
+        rows, columns = spec.grad_output.adopt(codes, dy.dtype)
+        return rows, columns, db
+    db = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
+    if not quantizes:
+        return dy, Matrix(dy), db
+    if not (spec.needs_grad_input or spec.needs_grad_weight):
+        return None, None, db
+    rows, columns = cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight)
+    return rows, columns, db
 
 
 def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any:

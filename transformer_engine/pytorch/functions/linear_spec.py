@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.passes.linear import CODES, ONCE, ROW_CODES, VALUES, Gather
+from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.activation import ActivationParams
 from ..primitives.quantize import Cast
@@ -30,6 +31,37 @@ class Accumulation:
     forward: bool = False
     grad_input: bool = True
     grad_weight: bool = True
+
+
+def accumulation_of(recipe: Recipe | None) -> Accumulation:
+    """Accumulation of a recipe's three products; the defaults without a recipe, and for one without these options."""
+    products = [getattr(recipe, f"fp8_gemm_{name}", None) for name in ("fprop", "dgrad", "wgrad")]
+    if None in products:
+        return Accumulation()
+    return Accumulation(*[bool(product.use_split_accumulator) for product in products])  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class ProductQuantizers:
+    """The five quantizers of one linear product and its two gradients.
+
+    Attributes:
+        inspector: Receives the results of the products.
+    """
+
+    input: Quantizer
+    weight: Quantizer
+    output: Quantizer
+    grad_output: Quantizer
+    grad_input: Quantizer
+    inspector: Inspector | None = field(default=None, kw_only=True)
+
+    @property
+    def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
+        return self.input, self.weight, self.output
+
+
+UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
 
 
 @dataclass(frozen=True)
@@ -105,6 +137,59 @@ class LinearSpec(LayerSpec):
 
     def linears(self) -> tuple[LinearSpec, ...]:
         return (self,)
+
+
+def linear_spec(
+    dtype: torch.dtype,
+    quantizers: ProductQuantizers,
+    recipe: Recipe | None,
+    parallel: TensorParallel,
+    weight_gradient: WeightGradient,
+    needs: tuple[bool, bool, bool],
+    **settings: Any,
+) -> LinearSpec:
+    """Settings of one kind of call of a linear layer. Modules and `te.ops` build their specs here.
+
+    Args:
+        dtype: Dtype of the results.
+        quantizers: Quantizers of the operands; `UNQUANTIZED` for high precision. Quantizers of results are ignored:
+            pass `output` and `grad_input` where the caller requests quantized results.
+        recipe: Recipe in use, which determines the accumulation and the backward pass; None for the defaults.
+        parallel: Boundary of the layer to its tensor-parallel group.
+        weight_gradient: Destination of the weight gradient.
+        needs: Whether the gradients of input, weight and bias are needed.
+        settings: Other fields of `LinearSpec`.
+    """
+    return LinearSpec(
+        dtype=dtype,
+        input=quantizers.input,
+        weight=quantizers.weight,
+        grad_output=quantizers.grad_output,
+        accumulation=accumulation_of(recipe),
+        parallel=parallel,
+        weight_gradient=weight_gradient,
+        backward=getattr(recipe, "backward_override", None) or "quantized",
+        needs_grad_input=needs[0],
+        needs_grad_weight=needs[1],
+        needs_grad_bias=needs[2],
+        needs_grad=any(needs),
+        communicates=parallel.mode is not None and parallel.size > 1,
+        inspector=quantizers.inspector,
+        **settings,
+    )
+
+
+def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
+    """Reason why a format does not support x [m, k], w [n, k] or dy [m, n]; None if all three are supported."""
+    for quantizer, extents in (
+        (product.input, (m, k)),
+        (product.weight, (n, k)),
+        (product.grad_output, (m, n)),
+    ):
+        reason = quantizer.unsupported_shape_reason(extents, True, True)
+        if reason is not None:
+            return reason
+    return None
 
 
 class Environment(NamedTuple):
@@ -197,17 +282,17 @@ def _of_shards(
 
 def gathers_values(spec: LinearSpec) -> bool:
     """Return whether the input is gathered before it is quantized."""
-    return spec.parallel.gathers_input and not gathers_codes(spec)
+    return spec.communicates and spec.parallel.gathers_input and not gathers_codes(spec)
 
 
 def gathers_codes(spec: LinearSpec) -> bool:
     """Return whether each rank quantizes its rows of the input, whose codes are gathered."""
-    return spec.parallel.gathers_input and spec.gather_input in (CODES, ROW_CODES)
+    return spec.gather_input in (CODES, ROW_CODES) and spec.parallel.gathers_input
 
 
 def gathers_gradient_codes(spec: LinearSpec) -> bool:
     """Return whether each rank quantizes its rows of the output gradient, whose codes are gathered."""
-    return spec.parallel.gathers_gradient and spec.gather_gradient in (CODES, ROW_CODES)
+    return spec.gather_gradient in (CODES, ROW_CODES) and spec.parallel.gathers_gradient
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
@@ -226,10 +311,9 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
         spec.plain
         or not spec.needs_grad_input
         or spec.backward != "quantized"
-        or spec.parallel.gathers_gradient
+        or spec.traced
+        or (spec.communicates and spec.parallel.gathers_gradient)
     ):
-        return None
-    if spec.traced:
         return None
     return spec.grad_output.cast(True, spec.needs_grad_weight)
 

@@ -21,9 +21,9 @@ from ..runtime.autograd import Function, applier
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .communication import Pending
 from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradient, norm_output
-from .gathered_operands import QuantizedGradient, forward_input
+from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, infer_with, record, run_backward
-from .linear import forward_weight, linear_backward, linear_forward
+from .linear import forward_input, forward_weight, linear_backward, linear_forward
 from .linear_operands import operand_of
 from .linear_spec import Dtypes, LayerSpec, LinearSpec, gradient_cast, input_cast
 from .normalization import Norm, NormStatistics

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ...common.checks import described, whole
 from ...common.numbers import with_article
+from ..functions.linear_spec import ProductQuantizers
 from ..functions.scale_update import in_backward_pass
 from ..module.linear_base import ProductsModule
-from ..module.products import ModuleRecipe, ProductQuantizers
+from ..module.products import ModuleRecipe
 from ..primitives.operand import Operand
 from ..tensor.observing import Observing
 from ..tensor.quantized_tensor import QuantizedTensor

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..distributed.recompute import state_without_gradients
 from ..distributed_weight import finalize_delayed_grads
+from ..functions.linear_spec import ProductQuantizers
 from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
@@ -32,7 +33,7 @@ from .config import Config, configured
 from .forward_protocol import ForwardInterface
 from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
-from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
+from .products import BACKWARD_SLOTS, FORWARD_SLOTS
 from .repetition import may_be_recomputed, repeatable
 from .shared_settings import Entries, settings_of
 from .userbuffers import (  # noqa: F401

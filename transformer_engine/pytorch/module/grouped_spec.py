@@ -35,29 +35,22 @@ from ..functions.grouped_request import (
     GroupedRequest,
     requested_by_environment,
 )
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.linear_spec import (
+    UNQUANTIZED,
+    LinearSpec,
+    ProductQuantizers,
+    changed,
+    unsupported_product_reason,
+)
 from ..quantization.autocast import AutocastState, current, reinstate, snapshot
 from ..runtime.device import autocast_dtype
 from ..runtime.tracing import constant_while_tracing
 from .numerics import module_of_key
-from .products import UNQUANTIZED, ProductQuantizers
-from .specs import (
-    Call,
-    EqualFacts,
-    Facts,
-    check_call,
-    product_spec,
-    scale_update,
-    unsupported_product_reason,
-)
+from .specs import Call, Facts, check_call, product_spec, scale_update
 
 
-def build(key: tuple[Any, ...]) -> GroupedSpec:
-    """Return the spec of a kind of call."""
-    call = Call(*key)
-    runs = [run for run in call.tensors if isinstance(run, EqualFacts)]
-    if runs:
-        call = call._replace(tensors=tuple([run.facts for run in runs for _ in range(run.count)]))
+def build(call: Call) -> GroupedSpec:
+    """Settings of a kind of call, which do not depend on the groups' numbers of rows."""
     config: Any = call.config
     check_call(call, config.in_features)
     parameters = call.parameters
@@ -73,7 +66,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
                 [product.weight for product in products],
                 [product.grad_output for product in products],
             )
-        features = _features(call, of_weights, of_biases, quantizers)
+        features = _features(call, of_weights, of_biases, quantizers, groups[0].backward)
         request = _request(call, features, of_weights[0], quantizers)
         together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
@@ -116,10 +109,10 @@ def _groups(
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
         assert weight is not None
         gradient = first.weight_gradient
-        if call.holders is not None:
-            (held,) = call.holders[i]
-            holder = StackMember(held.parameter, i) if config.single_grouped_weight else held.parameter
-            gradient = replace(gradient, parameters=(holder,))
+        if call.targets is not None:
+            (target,) = call.targets[i]
+            member = StackMember(target, i) if config.single_grouped_weight else target
+            gradient = replace(gradient, parameters=(member,))
         made.append(
             changed(
                 first,
@@ -145,6 +138,7 @@ def _features(
     of_weights: Sequence[Facts | None],
     of_biases: Sequence[Facts | None],
     quantizers: GroupedQuantizers,
+    backward: str,
 ) -> tuple[str, ...]:
     """Return the features of every call of this kind that one launch per step does not support."""
     config: Any = call.config
@@ -158,7 +152,7 @@ def _features(
         IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
         SINGLE_QUANTIZERS: quantizers.input is None
         and (call.active.quantizes or any(product.inspector for product in call.active.products)),
-        OTHER_BACKWARD: call.active.backward != "quantized",
+        OTHER_BACKWARD: backward != "quantized",
     }
     return tuple([feature for feature, used in found.items() if used])
 

@@ -20,7 +20,6 @@ from ..functions.by_name import (
     check_unquantized,
     general_gemm,
 )
-from ..functions.layer import compiled_functions
 from ..functions.linear_spec import changed
 from ..functions.norm_linear import NORM_LINEAR, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
@@ -40,7 +39,7 @@ from .linear_parameters import create_parameters, mark_parameters, weight_and_bi
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
-from .specs import Call, check_call, product_spec, quantizable, scale_update
+from .specs import Call, check_call, product_spec, quantizable, scale_update, with_compiled_passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +49,8 @@ class NormLinearConfig(LinearConfig):
     zero_centered_gamma: bool = False
 
 
-def build(key: tuple[Any, ...]) -> NormLinearSpec:
-    """Return the spec of a call."""
-    call = Call(*key)
+def build(call: Call) -> NormLinearSpec:
+    """Settings of a kind of call."""
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
@@ -76,9 +74,7 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
         scale_update=update,
         needs_grad=any(needs),
     ).chosen()
-    if call.begin is not None:
-        return spec
-    return changed(spec, compiled=compiled_functions(NORM_LINEAR, spec, call.x[3]))
+    return with_compiled_passes(call, NORM_LINEAR, spec)
 
 
 @configured(NormLinearConfig, fixed=SIZES)
@@ -202,7 +198,8 @@ class LayerNormLinear(ProductsModule):
         weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        if is_distributed(weight) or is_distributed(inp):
+        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
             return output_of_shards(self, options, inp, weight, bias, norm=norm)
         if getattr(weight, "is_distributed_weight", False):

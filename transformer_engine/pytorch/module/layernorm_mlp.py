@@ -23,7 +23,6 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import NormByName
-from ..functions.layer import compiled_functions
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_linear import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
@@ -40,7 +39,7 @@ from .exported import exported_products
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
-from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
+from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update, with_compiled_passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +71,8 @@ class NormMLPConfig(ProductsConfig):
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
 
 
-def build(key: tuple[Any, ...]) -> NormMLPSpec:
-    """Return the spec of a call."""
-    call = Call(*key)
+def build(call: Call) -> NormMLPSpec:
+    """Settings of a kind of call."""
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
@@ -105,9 +103,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         scale_update=update,
         needs_grad=wants,
     ).chosen()
-    if call.begin is not None or made.recompute:
-        return made
-    return changed(made, compiled=compiled_functions(NORM_MLP, made, call.x[3]))
+    return made if recompute else with_compiled_passes(call, NORM_MLP, made)
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

@@ -14,9 +14,8 @@ from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import LinearByName as _Linear
 from ..functions.by_name import called_by_name, check_unquantized, general_gemm
-from ..functions.layer import compiled_functions
 from ..functions.linear import FUNCTIONS, linear
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
 from ..runtime.checks import is_distributed
@@ -30,12 +29,19 @@ from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .local_shards import output_of_shards
 from .parameters import InitMethod
-from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
+from .specs import (
+    Call,
+    check_call,
+    product_spec,
+    quantizable,
+    rows_of_shard,
+    scale_update,
+    with_compiled_passes,
+)
 
 
-def build(key: tuple[Any, ...]) -> LinearSpec:
-    """Return the spec of a call."""
-    call = Call(*key)
+def build(call: Call) -> LinearSpec:
+    """Settings of a kind of call."""
     config: LinearConfig = call.config
     weight, bias = call.parameters
     assert weight is not None
@@ -52,10 +58,7 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     )
     update = scale_update(call, any(needs))
     spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
-    # Only calls that may be repeated are worth compiling.
-    if call.begin is not None:
-        return spec
-    return changed(spec, compiled=compiled_functions(FUNCTIONS, spec, call.x[3]))
+    return with_compiled_passes(call, FUNCTIONS, spec)
 
 
 @configured(LinearConfig, fixed=SIZES)
@@ -188,7 +191,8 @@ class Linear(ProductsModule):
             return self.onnx_forward(inp, fp8_output, fp8_grad)
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        if is_distributed(weight) or is_distributed(inp):
+        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        if not plain and (is_distributed(weight) or is_distributed(inp)):
             return output_of_shards(self, options, inp, weight, bias)
         if getattr(weight, "is_distributed_weight", False):
             fused = self._config.fuse_wgrad_accumulation

@@ -1,4 +1,4 @@
-"""ProductsModule: base of the layers made of linear products, whose specs are cached by the key of a call."""
+"""ProductsModule: base of the layers made of linear products, whose specs are cached by call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.linear_spec import LinearSpec, ProductQuantizers, changed
 from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import begin_first_microbatch
@@ -37,9 +37,9 @@ from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configured
 from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
-from .products import ModuleRecipe, ProductQuantizers, unquantized
+from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import AccumulationTarget, Call, check_call, facts_of, quantizable, runs_of
+from .specs import Call, check_call, facts_of, quantizable, repeated_facts, tensor_facts
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -162,7 +162,7 @@ class ProductsModule(TransformerEngineBaseModule):
     Attributes:
         quantized_as: module_type of its quantizers' roles.
         product_names: Names of consecutive products; empty for a single product and for independent products.
-        build: Builder of the cached specs, `spec = build(key)`; None: the layer caches no specs.
+        build: Builder of the cached specs, `spec = build(call)`; None: the layer caches no specs.
     """
 
     quantized_as = "linear"
@@ -178,7 +178,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         if self.build is not None:
-            self._specs: Memory[tuple[Any, ...], Any] = Memory(type(self).build, _KEPT)
+            self._specs: Memory[Call, Any] = Memory(type(self).build, _KEPT)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """Return the roles of the slots; roles at the module's boundaries are settable, see `output_quantizer_role`."""
@@ -241,13 +241,13 @@ class ProductsModule(TransformerEngineBaseModule):
         options: tuple[Any, ...],
         any_rows: bool = False,
     ) -> Any:
-        """Return the cached build(key) of a call.
+        """Return the cached build(call).
 
         Args:
             inp: The input.
             tensors: The parameters, named by `config._tensors`.
             options: The switches of forward, named by `config._options`.
-            any_rows: The spec does not depend on the number of rows. The key then has one entry for consecutive
+            any_rows: The spec does not depend on the number of rows. The call then has one entry for consecutive
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
         if export_mode.onnx:
@@ -274,7 +274,11 @@ class ProductsModule(TransformerEngineBaseModule):
         store = self.wgrad_store
         try:
             device = inp.device
-            key = (
+            if any_rows:
+                facts, counts = repeated_facts(tensors)
+            else:
+                facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
+            call = Call(
                 config,
                 active,
                 options,
@@ -282,28 +286,22 @@ class ProductsModule(TransformerEngineBaseModule):
                 autocast_dtype(device.type),
                 env.generation(),
                 store,
-                self._holders() if store is not None or config.fuse_wgrad_accumulation else None,
+                self._targets() if store is not None or config.fuse_wgrad_accumulation else None,
                 (type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad),
-                runs_of(tensors)
-                if any_rows
-                else tuple(
-                    [
-                        None if t is None else (type(t), t.shape, t.dtype, t.device, t.requires_grad)
-                        for t in tensors
-                    ]
-                ),
+                facts,
+                counts,
             )
             # Computed again if an observer records the choices.
-            return self._specs[key] if undisturbed() else type(self).build(key)
+            return self._specs[call] if undisturbed() else type(self).build(call)
         except (AttributeError, TypeError) as error:
             stumbled = error
         self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault
         raise stumbled
 
-    def _key(
+    def _uncached_call(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Call:
-        """Return the key of a call without a cached spec; raise TypeError if the input is not a tensor."""
+        """Return a call whose spec is not cached; raise TypeError if the input is not a tensor."""
         floating("the input", inp)
         accumulates = self.wgrad_store is not None or self._config.fuse_wgrad_accumulation
         compiling = _is_compiling()
@@ -316,11 +314,10 @@ class ProductsModule(TransformerEngineBaseModule):
             autocast_dtype(inp.device.type),
             0 if compiling else env.generation(),
             self.wgrad_store,
-            self._holders() if accumulates else None,
+            self._targets() if accumulates else None,
             facts_of(inp),  # pyright: ignore[reportArgumentType]
             tuple([facts_of(tensor) for tensor in tensors]),
-            None,
-            compiling,
+            traced=compiling,
         )
 
     def _active_of(
@@ -344,7 +341,7 @@ class ProductsModule(TransformerEngineBaseModule):
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
         return type(self).build(
-            self._key(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
+            self._uncached_call(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
         )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
@@ -356,26 +353,26 @@ class ProductsModule(TransformerEngineBaseModule):
         if active.has_state and may_be_recomputed():
             active = repeatable(type(self).__name__, self.tracing_key, active)
         begin = functools.partial(traced_update, self, self.tracing_key, state.group)
-        return type(self).build(self._key(inp, tensors, options, active)._replace(begin=begin))
+        return type(self).build(self._uncached_call(inp, tensors, options, active)._replace(begin=begin))
 
     def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
         """Raise TypeError, ValueError or RuntimeError for a call that the layer does not support."""
-        call = self._key(inp, tensors, options, unquantized(self.num_products))
+        call = self._uncached_call(inp, tensors, options, unquantized(self.num_products))
         check_call(call, self._input_features(tensors))
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the size of the input's last dimension, of this rank's part in a call with parameters of a shard."""
         return self._config.input_features()
 
-    def _holders(self) -> tuple[tuple[AccumulationTarget, ...], ...]:
-        weights = self._config._weights
-        return tuple([tuple([AccumulationTarget(parameter_of(self, n)) for n in names]) for names in weights])
+    def _targets(self) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
+        """Parameters of each product's weight, into whose main_grad or grad gradients are accumulated."""
+        return tuple([tuple([parameter_of(self, name) for name in names]) for names in self._config._weights])
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
         """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
-        return quantizable(self._key(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
+        return quantizable(self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """Return norm(x) of a fused layer: of the whole sequence if requested, otherwise of this rank's part."""
@@ -389,7 +386,7 @@ class ProductsModule(TransformerEngineBaseModule):
         if not (first and self._config.fuse_wgrad_accumulation) or _is_compiling() or in_backward_pass():
             return
         if torch.is_grad_enabled() or in_first_run():
-            begin_first_microbatch([weights[0].parameter for weights in self._holders()])
+            begin_first_microbatch([weights[0] for weights in self._targets()])
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """Return the spec with the weight as quantized for the first microbatch of the step."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.recipe import Recipe, is_unchanged, revision_of
-from ..functions.linear_spec import IDENTITY, Accumulation
-from ..functions.weight_gradient import Inspector
+from ..functions.linear_spec import IDENTITY, UNQUANTIZED, ProductQuantizers
 from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..tensor.quantizer import Calibrating, Quantizer
@@ -18,25 +16,6 @@ from ..tensor.quantizer import Calibrating, Quantizer
 # Slots of a product, in the original's order, on which checkpoints of delayed scaling rely.
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
-
-
-@dataclass(frozen=True)
-class ProductQuantizers:
-    """The five quantizers of one linear product and its two gradients."""
-
-    input: Quantizer
-    weight: Quantizer
-    output: Quantizer
-    grad_output: Quantizer
-    grad_input: Quantizer
-    inspector: Inspector | None = field(default=None, kw_only=True)  # receives the product's results
-
-    @property
-    def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
-        return self.input, self.weight, self.output
-
-
-UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
 
 
 class ModuleRecipe:
@@ -67,8 +46,6 @@ class ModuleRecipe:
         family = family_of(recipe) if quantizes and recipe is not None else None
         self.has_state = family is not None and family.stateful
         self.follows_history = family is not None and family.follows_history
-        self.accumulation = accumulation_of(recipe) if quantizes else Accumulation()
-        self.backward = (quantizes and getattr(recipe, "backward_override", None)) or "quantized"
         # The same in high precision, recording statistics.
         self.calibrating: ModuleRecipe | None = None
         # Registration of the states for scale updates, as long as it is valid.
@@ -125,11 +102,3 @@ class ModuleRecipe:
 def unquantized(products: int) -> ModuleRecipe:
     """Return the settings of a call outside of autocast."""
     return ModuleRecipe((UNQUANTIZED,) * products)
-
-
-def accumulation_of(recipe: Recipe | None) -> Accumulation:
-    """Return which products use split accumulation: the recipe's choice, or the original's defaults (forward fast)."""
-    products = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-    if all(hasattr(recipe, name) for name in products):
-        return Accumulation(*(getattr(recipe, name).use_split_accumulator for name in products))
-    return Accumulation()

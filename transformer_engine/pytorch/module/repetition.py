@@ -7,9 +7,10 @@ import warnings
 import torch
 
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
+from ..functions.linear_spec import ProductQuantizers
 from ..functions.scale_update import in_backward_pass
 from ..quantization.recompute_states import repeated_quantizers
-from .products import ModuleRecipe, ProductQuantizers
+from .products import ModuleRecipe
 
 
 def may_be_recomputed() -> bool:

@@ -1,8 +1,7 @@
-"""spec = build(key): the settings of a call of a layer made of linear products, as a function of its key.
+"""spec = build(call): the settings of one kind of call of a layer made of linear products.
 
-The key is a plain tuple with the fields of `Call`: the module's settings, the quantizers of its recipe, torch's modes,
-and the facts of input and parameters. `ProductsModule.spec` makes the key and looks it up; the layers' builders read
-it here. `product_spec` makes the spec of every linear product.
+`ProductsModule.spec` makes the `Call`, whose equality is the key of the layer's cached specs, and `product_spec` makes
+the `LinearSpec` of each product.
 """
 
 from __future__ import annotations
@@ -20,7 +19,16 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearSpec, gathering
+from ..functions.layer import LayerFunctions, compiled_functions
+from ..functions.linear_spec import (
+    UNQUANTIZED,
+    LinearSpec,
+    ProductQuantizers,
+    changed,
+    gathering,
+    linear_spec,
+)
+from ..functions.precision import estimates, runs_quantized
 from ..functions.scale_update import END_OF_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
 from ..quantization.delayed_scaling import histories_agree
@@ -28,8 +36,7 @@ from ..runtime.autograd import run_backward_on_calling_thread
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-from .precision import quantizes
-from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
+from .products import ModuleRecipe
 
 
 class Facts(NamedTuple):
@@ -46,58 +53,47 @@ class Facts(NamedTuple):
         return issubclass(self.kind, QuantizedTensorStorage)
 
 
-class EqualFacts(NamedTuple):
-    """Facts that consecutive parameters have in common, in the form of a key; see `ProductsModule.spec`."""
-
-    facts: tuple[Any, ...] | None
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
+# The fields of a tensor's `Facts` as a plain tuple, which takes less time to make. Compilers cannot trace it.
+tensor_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 _is_given = functools.partial(operator.is_not, None)
-_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 
 
-def runs_of(tensors: tuple[Tensor | None, ...]) -> tuple[EqualFacts, ...]:
-    """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
+def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """The same for a tensor of a traced call; None for an absent tensor."""
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def repeated_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Facts of consecutive tensors of the same kind, once, and the number of these tensors."""
     given = list(filter(_is_given, tensors))
-    found = itertools.groupby(map(_facts, given))
-    runs = [EqualFacts(facts, len(list(members))) for facts, members in found]
+    found: list[tuple[Any, int]] = [
+        (facts, len(list(members))) for facts, members in itertools.groupby(map(tensor_facts, given))
+    ]
     if len(given) < len(tensors):  # a layer without biases
-        runs.append(EqualFacts(None, len(tensors) - len(given)))
-    return tuple(runs)
-
-
-class AccumulationTarget:
-    """A parameter that a gradient accumulates into, as part of a key: it is compared by identity and kept alive."""
-
-    __slots__ = ("parameter",)
-
-    def __init__(self, parameter: Any):
-        self.parameter = parameter
-
-    def __hash__(self) -> int:
-        return id(self.parameter)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AccumulationTarget) and self.parameter is other.parameter
+        found.append((None, len(tensors) - len(given)))
+    facts, counts = zip(*found, strict=True)
+    return facts, counts
 
 
 class Call(NamedTuple):
-    """The parts of a key.
+    """One kind of call of a layer. Calls that are equal have the same spec.
 
     Attributes:
         config: Settings of the module.
-        active: Quantizers of the module, and the recipe's options for products.
+        active: Quantizers of the module, and the recipe.
         options: Switches of `forward`, named by `config._options`.
         gradients: Whether autograd records; None if it does not, but a second run of the call may record.
         autocast: Dtype of torch.autocast, if it is active.
         environment: `env.generation()`.
         store: Queue of delayed weight gradients, or None.
-        holders: Parameters of each product's weight, if gradients are accumulated into them.
-        x: Facts of the input.
-        tensors: Facts of the parameters named by `config._tensors`; None for absent parameters.
+        targets: Parameters of each product's weight, compared by identity, if gradients are accumulated into them.
+        x: Fields of the input's `Facts`.
+        tensors: The same for the parameters named by `config._tensors`; None for absent parameters.
+        counts: Number of consecutive parameters that each entry of `tensors` stands for; None: one each.
         begin: Scale update of a backward pass that does not update all scales: in a traced graph, or for a call within
-            a backward pass. Such a key is not looked up.
+            a backward pass. The spec of such a call is not cached.
         traced: Whether a compiler is tracing.
     """
 
@@ -108,9 +104,10 @@ class Call(NamedTuple):
     autocast: torch.dtype | None
     environment: int
     store: WeightGradStore | None
-    holders: tuple[tuple[AccumulationTarget, ...], ...] | None
+    targets: tuple[tuple[torch.nn.Parameter, ...], ...] | None
     x: tuple[Any, ...]
     tensors: tuple[tuple[Any, ...] | None, ...]
+    counts: tuple[int, ...] | None = None
     begin: Callable[[], ScaleUpdate | None] | None = None
     traced: bool = False
 
@@ -120,7 +117,14 @@ class Call(NamedTuple):
 
     @property
     def parameters(self) -> list[Facts | None]:
-        return [None if facts is None else Facts._make(facts) for facts in self.tensors]
+        facts = [None if facts is None else Facts._make(facts) for facts in self.tensors]
+        if self.counts is None:
+            return facts
+        return [fact for fact, count in zip(facts, self.counts, strict=True) for _ in range(count)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.x[3]
 
     @property
     def rows(self) -> int:
@@ -140,13 +144,6 @@ class Call(NamedTuple):
     def wants(self) -> bool:
         """Whether the input or a parameter requires a gradient."""
         return self.records and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
-
-
-def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """Return the fields of Facts, in the form of a key."""
-    if tensor is None:
-        return None
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def check_call(call: Call, features: int) -> None:
@@ -206,23 +203,12 @@ def common_dtype(
     return x
 
 
-def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
-    """Return why a format does not support x [m, k], w [n, k] or dy [m, n]; None if it supports all three."""
-    for quantizer, extents in (
-        (product.input, (m, k)),
-        (product.weight, (n, k)),
-        (product.grad_output, (m, n)),
-    ):
-        reason = quantizer.unsupported_shape_reason(extents, True, True)
-        if reason is not None:
-            return reason
-    return None
-
-
 def quantizable(
     call: Call, shapes: Sequence[tuple[int, int]], parallel: TensorParallel | None = None
 ) -> tuple[ProductQuantizers, ...]:
-    """Return the quantizers of each product, or no quantizers (with a warning) if a size does not fit the format.
+    """Quantizers of each product, or no quantizers if a product is not quantized; see `precision.runs_quantized`.
+
+    A size that does not fit the format causes a warning.
 
     Args:
         call: The call.
@@ -235,29 +221,26 @@ def quantizable(
     rows = call.rows
     if parallel is not None and parallel.gathers_input:
         rows = rows * parallel.size
+    estimated = estimates(call.device, call.traced, call.config.primary_weights_in_fp8)
+    recipe = active.recipe if estimated else None
+    warn = functools.partial(_warn_of_high_precision, call)
     for product, (k, n) in zip(active.products, shapes, strict=True):
-        reason = unsupported_product_reason(product, rows, k, n)
-        if reason is not None:
-            if not call.traced and call.config not in _warned_configs:
-                _warned_configs.add(call.config)
-                warnings.warn(
-                    f"{call.config._kind} runs in high precision, not under {type(active.recipe).__name__}: {reason}",
-                    stacklevel=5,
-                )
+        if not runs_quantized(product, (rows, k, n), warn, recipe):
             return active.unquantized_products
-    return active.products if _pays(call, rows, shapes) else active.unquantized_products
+    return active.products
+
+
+def _warn_of_high_precision(call: Call, reason: str) -> None:
+    if not call.traced and call.config not in _warned_configs:
+        _warned_configs.add(call.config)
+        warnings.warn(
+            f"{call.config._kind} runs in high precision, not under {type(call.active.recipe).__name__}: {reason}",
+            stacklevel=7,
+        )
 
 
 # Configurations of the layers that have warned, so that sizes that vary do not repeat the warning.
 _warned_configs: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _pays(call: Call, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether quantization saves time in every product; True where no time is estimated."""
-    if call.x[3].type != "cuda" or call.config.primary_weights_in_fp8 or call.traced:
-        return True
-    assert call.active.recipe is not None
-    return all(quantizes(call.active.recipe, rows, n, k) for k, n in shapes)
 
 
 def quantized_results(
@@ -320,10 +303,10 @@ def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
 
 def weight_gradient(call: Call, product: int) -> WeightGradient:
     """Return the destination of the gradient of a product's weight."""
-    if call.holders is None:
+    if call.targets is None:
         return WeightGradient()
     return WeightGradient(
-        tuple([held.parameter for held in call.holders[product]]),
+        call.targets[product],
         call.config.fuse_wgrad_accumulation,
         bool(call.options[0]),
         call.store,
@@ -341,7 +324,7 @@ def product_spec(
     results: tuple[Any, Any] = (False, False),
     shard: int | None = None,
 ) -> LinearSpec:
-    """Return the spec of a call's product.
+    """Settings of one product of a call.
 
     Args:
         call: The call.
@@ -350,51 +333,43 @@ def product_spec(
         parallel: Its boundary to the tensor-parallel group.
         needs: Which gradients are needed: of its input, its weight and the bias that it adds.
         update: What delayed scaling updates after the backward pass.
-        weight: Facts of the weight; None if it is unknown to be one tensor.
+        weight: Facts of the weight; None if it is not one tensor.
         results: Which results are quantized: its output and its input's gradient.
         shard: Rows of its sharded matrix on this rank, with sequence parallelism.
     """
     output, grad_input = quantized_results(quantizers, *results)
-    needs_grad_input, needs_grad_weight, needs_grad_bias = needs
-    if not call.traced and call.x[3].type == "cuda":
+    if not call.traced and call.device.type == "cuda":
         run_backward_on_calling_thread()
-    dtype = computing_dtype(call)
-    gradient = weight_gradient(call, number)
-    communicates = parallel.mode is not None and parallel.size > 1
-    spec = LinearSpec(
-        dtype=dtype,
-        input=quantizers.input,
-        weight=quantizers.weight,
-        grad_output=quantizers.grad_output,
-        accumulation=call.active.accumulation,
-        parallel=parallel,
-        weight_gradient=gradient,
+    active, inp = call.active, call.input
+    spec = linear_spec(
+        computing_dtype(call),
+        quantizers,
+        active.recipe if active.quantizes else None,
+        parallel,
+        weight_gradient(call, number),
+        needs,
         output=output,
         grad_input=grad_input,
-        backward=call.active.backward,  # pyright: ignore[reportArgumentType]  # a value of the recipe
         keep_input=keeps_input(call),
-        needs_grad_input=needs_grad_input,
-        needs_grad_weight=needs_grad_weight,
-        needs_grad_bias=needs_grad_bias,
         scale_update=update,
-        needs_grad=needs_grad_input or needs_grad_weight or needs_grad_bias,
         traced=call.traced,
         plain=(
-            quantizers is UNQUANTIZED
-            and weight is not None
-            and not (weight.is_quantized or call.input.is_quantized)
+            quantizers is UNQUANTIZED and weight is not None and not (weight.is_quantized or inp.is_quantized)
         ),
-        communicates=communicates,
-        inspector=quantizers.inspector,
         may_run_again=call.gradients is None,
     )
-    if shard is None or not (communicates and parallel.sequence):
+    if shard is None or not (spec.communicates and parallel.sequence):
         return spec
-    quantized_as = call.input.kind if call.input.is_quantized else None
-    active = call.active
     agree = (
         active.follows_history
         and parallel.group is not None
         and histories_agree(active.recipe, active.group, parallel.group)
     )
-    return gathering(spec, shard, quantized_as, agree)
+    return gathering(spec, shard, inp.kind if inp.is_quantized else None, agree)
+
+
+def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
+    """The spec of a layer with its compiled passes, if the call may be repeated."""
+    if call.begin is not None:
+        return spec
+    return changed(spec, compiled=compiled_functions(functions, spec, call.device))

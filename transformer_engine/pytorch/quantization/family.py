@@ -54,7 +54,7 @@ class Family:
         alignment: `alignment(recipe)` returns the multiple to which a group's rows are padded before quantization.
         samples: Formats of the family, which are measured one by one.
         attention: Scaling of FP8 attention: "delayed", "current" or "block"; None: unsupported.
-        measured_as: Name of the product measurements in `module/precision.py`; None: not measured.
+        measured_as: Name of the product measurements in `functions/precision.py`; None: not measured.
         stateful: Whether its states take part in scale updates.
         follows_history: Whether scales depend on earlier steps, and so change between the forward and backward passes.
         checkpointed: Whether a checkpoint may contain the recipe; False for recipes with code.

@@ -59,7 +59,8 @@ class emulate:
     """
 
     def __init__(self, enabled: bool = True):
-        enabled = to_bool("enabled", enabled)
+        if type(enabled) is not bool:
+            enabled = to_bool("enabled", enabled)
         self._before = _switch.forced
         _switch.forced = enabled
 

@@ -17,6 +17,7 @@ from ...distributed.tensor_parallel import Overlap, TensorParallel, warn_of_unus
 from ...distributed_weight import is_distributed_weight
 from ...functions.linear_spec import gathering
 from ...functions.main_grad import check_main_grad as check_buffer
+from ...functions.precision import estimates
 from ...functions.weight_gradient import WeightGradient
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
@@ -215,9 +216,10 @@ class BasicLinear(StepOperation):
             rows *= parallel.size if parallel.gathers_input else 1
             extents = (rows, self.local_in_features, self.local_out_features)
             given = (*forward, *backward)
-            if given and (
-                not call.state.enabled or fitting(type(self).__name__, given, *extents, call.traced)
-            ):
+            estimated = estimates(x.device, call.traced, isinstance(weight, QuantizedTensorStorage))
+            recipe = call.state.recipe if estimated else None
+            kind = type(self).__name__
+            if given and (not call.state.enabled or fitting(kind, given, *extents, call.traced, recipe)):
                 quantizers = given
         quantized = isinstance(weight, QuantizedTensorStorage)
         gradient = WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()

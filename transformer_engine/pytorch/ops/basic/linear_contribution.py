@@ -8,14 +8,23 @@ from typing import Any
 
 import torch
 
-from ....common.formats import TensorFormat
 from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
-from ...functions.linear_spec import IDENTITY, Accumulation, LinearSpec, gradient_cast, input_cast
+from ...functions.fusions import has_one_scale, unsupported_gradient_cast
+from ...functions.linear_spec import (
+    IDENTITY,
+    UNQUANTIZED,
+    LinearSpec,
+    ProductQuantizers,
+    gradient_cast,
+    input_cast,
+)
+from ...functions.linear_spec import linear_spec as build_linear_spec
+from ...functions.precision import runs_quantized
 from ...functions.weight_gradient import WeightGradient
-from ...primitives.activation import ACTIVATIONS, gradient_fuses
+from ...primitives.activation import gradient_fuses
 from ...runtime.warn_once import warn_once
 from ...tensor.quantizer import Calibrating, Quantizer
 from ..chain import OperationCall
@@ -45,9 +54,8 @@ class ProducerCasts:
         cast = gradient_cast(spec)
         if cast is None:
             return ProducerCasts(input_cast(spec) is not None)
-        kind: TensorFormat = cast.spec.format
-        one_scale = cast.multiplier is None and kind.block is None
-        return ProducerCasts(input_cast(spec) is not None, True, one_scale, gradient_fuses(cast.spec, True))
+        beside_sums = gradient_fuses(cast.spec, True)
+        return ProducerCasts(input_cast(spec) is not None, True, has_one_scale(cast), beside_sums)
 
     def allows(self, tensor: str, producer: Step, sums: bool) -> bool:
         """Return whether a producer may make the codes of a tensor; see `Contribution.takes_codes`."""
@@ -58,8 +66,8 @@ class ProducerCasts:
         if producer.op != "activation_backward":
             return True
         settings: Any = producer.settings
-        gated = ACTIVATIONS[settings.kind].gated
-        return not (self.one_scale and gated) and (not sums or self.beside_sums)
+        separate_sums = sums and not self.beside_sums
+        return unsupported_gradient_cast(settings.kind, self.one_scale, separate_sums) is None
 
 
 Contribution.records["ProducerCasts"] = ProducerCasts
@@ -136,23 +144,26 @@ def linear_facts(spec: LinearSpec) -> LinearFacts:
     )
 
 
-def accumulation_of(recipe: Recipe | None) -> Accumulation:
-    """Return which products of a recipe promote partial sums to float32."""
-    settings = [getattr(recipe, f"fp8_gemm_{product}", None) for product in ("fprop", "dgrad", "wgrad")]
-    if any(setting is None for setting in settings):
-        return Accumulation()
-    return Accumulation(*[setting.use_split_accumulator for setting in settings])  # pyright: ignore
+def fitting(
+    kind: str,
+    quantizers: Sequence[Quantizer],
+    m: int,
+    k: int,
+    n: int,
+    traced: bool,
+    recipe: Recipe | None = None,
+) -> bool:
+    """Return whether x [m, k] @ w [n, k].T is quantized; warn once if the formats do not support its shapes.
 
+    With a recipe, NVTE_FP8_AUTO applies to the call.
+    """
+    product = ProductQuantizers(quantizers[0], quantizers[1], IDENTITY, quantizers[2], IDENTITY)
 
-def fitting(kind: str, quantizers: Sequence[Quantizer], m: int, k: int, n: int, traced: bool) -> bool:
-    """Return whether the formats take x [m, k], w [n, k] and dy [m, n]; otherwise warn once that they do not."""
-    for quantizer, extents in zip(quantizers, ((m, k), (n, k), (m, n)), strict=True):
-        reason = quantizer.unsupported_shape_reason(extents, True, True)
-        if reason is not None:
-            if not traced:
-                warn_once(f"{kind} {reason}", f"{kind} runs in high precision: {reason}")
-            return False
-    return True
+    def warn(reason: str) -> None:
+        if not traced:
+            warn_once(f"{kind} {reason}", f"{kind} runs in high precision: {reason}")
+
+    return runs_quantized(product, (m, k, n), warn, recipe)
 
 
 def linear_spec(
@@ -175,26 +186,21 @@ def linear_spec(
         needs: Whether the gradients of input and weight are needed.
         plain: Matrices are multiplied unquantized.
     """
-    state = call.state
-    used: Sequence[Quantizer] = (IDENTITY, IDENTITY, IDENTITY)
+    product, recipe, state = UNQUANTIZED, None, call.state
     if quantizers is not None and state.enabled:
-        used = quantizers
+        recipe = state.recipe
+        product = ProductQuantizers(quantizers[0], quantizers[1], IDENTITY, quantizers[2], IDENTITY)
     elif quantizers is not None:
-        used = (Calibrating(quantizers[0]), Calibrating(quantizers[1]), IDENTITY)
-    recipe = state.recipe if state.enabled and quantizers is not None else None
-    return LinearSpec(
-        dtype=dtype,
-        input=used[0],
-        weight=used[1],
-        grad_output=used[2],
-        accumulation=accumulation_of(recipe),
-        parallel=parallel,
-        weight_gradient=gradient,
-        backward=getattr(recipe, "backward_override", None) or "quantized",
-        needs_grad_input=needs[0],
-        needs_grad_weight=needs[1],
+        recorded = Calibrating(quantizers[0]), Calibrating(quantizers[1])
+        product = ProductQuantizers(*recorded, IDENTITY, IDENTITY, IDENTITY)
+    return build_linear_spec(
+        dtype,
+        product,
+        recipe,
+        parallel,
+        gradient,
+        (*needs, False),
         traced=call.traced,
-        communicates=parallel.mode is not None and parallel.size > 1,
         plain=plain,
         may_run_again=not (call.traced or call.saves),
     )

@@ -1,4 +1,6 @@
-"""The choice of quantized or high-precision computation: by the recipe, or with NVTE_FP8_AUTO=1 by estimated time.
+"""The choice of quantized or high-precision computation: by the recipe, by shapes, or by time with NVTE_FP8_AUTO=1.
+
+A product whose shapes the format does not support runs in high precision.
 
 For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three products, in proportion to
 M N K. Quantizing x, w and dy in both directions costs time in proportion to the number of their elements, and each
@@ -7,12 +9,16 @@ kernel launch has a fixed cost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
 
 from ...common import env
 from ...common.dispatch import Backend, Table
 from ...common.recipe import Recipe
 from ..quantization.family import family_of
+from .linear_spec import ProductQuantizers, unsupported_product_reason
 
 
 class _Rate(NamedTuple):
@@ -98,3 +104,30 @@ def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
     """Return whether a layer of these sizes is quantized under the recipe; only NVTE_FP8_AUTO=1 can prevent it."""
     kind = family_of(recipe).measured_as
     return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"
+
+
+def estimates(device: torch.device, traced: bool, quantized_weight: bool) -> bool:
+    """Whether NVTE_FP8_AUTO applies to a call: on a GPU, without a quantized weight and without a tracing compiler."""
+    return device.type == "cuda" and not traced and not quantized_weight
+
+
+def runs_quantized(
+    product: ProductQuantizers,
+    extents: tuple[int, int, int],
+    warn: Callable[[str], object],
+    recipe: Recipe | None = None,
+) -> bool:
+    """Return whether a product of a module or of `te.ops` is quantized in a call.
+
+    Args:
+        product: The quantizers of the recipe.
+        extents: (m, k, n) of y [m, n] = x [m, k] @ w [n, k].T.
+        warn: Called with the reason if the format does not support the shapes.
+        recipe: The recipe, if NVTE_FP8_AUTO applies to the call; otherwise None.
+    """
+    m, k, n = extents
+    reason = unsupported_product_reason(product, m, k, n)
+    if reason is not None:
+        warn(reason)
+        return False
+    return recipe is None or quantizes(recipe, m, n, k)
