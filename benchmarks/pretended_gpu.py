@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.hardware import nvidia
+from transformer_engine.pytorch import fast
 
 HOPPER = (9, 0)
 PROCESSORS = (132, 227 << 10)  # of an H200: count, bytes of shared memory
@@ -35,7 +36,7 @@ def pretend() -> None:
     _module("pytorch")
     everywhere("unsupported_elementwise", _takes_all)
     everywhere("unsupported_casts", _takes_all)
-    everywhere("compiles_on", lambda device: True)
+    everywhere("compiles_on", lambda device: fast.ENABLED)
     everywhere("get_device_compute_capability", lambda: HOPPER)
     everywhere("current_hardware", lambda: nvidia(*HOPPER))
     everywhere("processors", functools.cache(_processors))

@@ -70,6 +70,11 @@ PYTORCH = (
         "forward and backward passes as plain functions, in thin `autograd.Function` classes",
     ),
     (
+        6,
+        "transformer_engine.pytorch.fast",
+        "pieces that exist for host time alone: generated passes, collectives in them, the switch `TE_FAST`",
+    ),
+    (
         5,
         "transformer_engine.pytorch.distributed transformer_engine.pytorch.distributed_weight "
         "transformer_engine.pytorch.offload",
@@ -90,6 +95,11 @@ PYTORCH = (
         2,
         "transformer_engine.pytorch.primitives",
         "stateless operations on plain tensors and operands, one table of backends for each",
+    ),
+    (
+        1,
+        "transformer_engine.pytorch.fast.symbols",
+        "symbols of tensors, on which a pass lists its launches and products instead of starting them",
     ),
     (
         1,

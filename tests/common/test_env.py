@@ -67,16 +67,21 @@ def test_numbers_and_texts_are_typed(monkeypatch):
 
 def test_a_key_of_variables_changes_with_each_of_them(monkeypatch):
     names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+    watched = [read(name) for name in names for read in (env.watch, env.watch_in_eager_mode)]
+
+    def key() -> tuple[str | bytes | None, ...]:
+        return tuple(read() for read in watched)
+
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    keys = [env.stored(names)]
+    keys = [key()]
     for name, text in (("NVTE_FLASH_ATTN", "1"), ("NVTE_FLASH_ATTN", "0"), ("NVTE_FUSED_ATTN", "0")):
         monkeypatch.setenv(name, text)
-        keys.append(env.stored(names))
+        keys.append(key())
     assert len(set(keys)) == 4
     for name in names:
         monkeypatch.delenv(name)
-    assert env.stored(names) == keys[0]
+    assert key() == keys[0]
 
 
 @pytest.mark.parametrize(

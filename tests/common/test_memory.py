@@ -88,7 +88,11 @@ def test_a_copy_begins_empty(again):
 
 
 def test_the_generation_follows_every_variable_that_is_read(monkeypatch):
-    read = [v for v in env.VARIABLES.values() if not v.meaning.startswith("Accepted")]
+    read = [
+        variable
+        for variable in env.VARIABLES.values()
+        if not variable.meaning.startswith("Accepted") and variable.name != "TE_FAST"  # it is read once
+    ]
     for variable in read:
         monkeypatch.delenv(variable.name, raising=False)
     seen = {env.generation()}

@@ -1,4 +1,4 @@
-"""FusedAdam on sharded parameters of two ranks, and weights that both ranks write from their shards of the masters."""
+"""Optimizers on sharded parameters of two ranks, and weights that both ranks write from shards of the masters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.optimizers import FusedAdam
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedMuon
 from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
 
 SHAPES = ((6, 4), (1, 3))  # of the second one rank holds nothing
@@ -98,3 +98,53 @@ def test_sharded_masters_give_the_losses_of_whole_ones(tmp_path):
     for losses in run_on_ranks(_zero_redundancy, 2, tmp_path):
         assert torch.equal(losses[:, 0], losses[:, 1])
         assert losses[-1, 0] < losses[0, 0]
+
+
+MATRICES = ((6, 4), (4, 8), (2, 4, 6))
+
+
+def _matrices(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in MATRICES]
+
+
+def _muon_steps(device):
+    """Steps of parameters that FSDP2 and tensor parallelism shard, as whole tensors."""
+    mesh = init_device_mesh(device.type, (2,))
+    sharded = [torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in _matrices(0)]
+    rank = dist.get_rank()
+    parts = []
+    for dimension, matrix in enumerate(_matrices(0)[:2]):
+        part = torch.nn.Parameter(matrix.to(device).chunk(2, dimension)[rank].contiguous())
+        part.tensor_model_parallel, part.partition_dim = True, dimension
+        parts.append(part)
+    optimizers = (
+        FusedMuon(sharded, lr=0.1, ns_dtype=torch.float32),
+        FusedMuon(parts, lr=0.1, ns_dtype=torch.float32, tp_group=dist.group.WORLD),
+    )
+    for step in range(3):
+        grads = [grad.to(device) for grad in _matrices(step + 1)]
+        for parameter, grad in zip(sharded, grads, strict=True):
+            parameter.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        for dimension, (part, grad) in enumerate(zip(parts, grads[:2], strict=True)):
+            part.grad = grad.chunk(2, dimension)[rank].contiguous()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert isinstance(optimizers[0].state[sharded[0]]["momentum_buffer"], DTensor)
+    return [parameter.detach().full_tensor() for parameter in sharded], [part.detach() for part in parts]
+
+
+def test_muon_steps_sharded_matrices_as_whole_ones(tmp_path):
+    (first, upper), (second, lower) = run_on_ranks(_muon_steps, 2, tmp_path)
+    params = [torch.nn.Parameter(x) for x in _matrices(0)]
+    optimizer = FusedMuon(params, lr=0.1, ns_dtype=torch.float32)
+    for step in range(3):
+        for p, grad in zip(params, _matrices(step + 1), strict=True):
+            p.grad = grad
+        optimizer.step()
+    for ours, theirs, right in zip(first, second, params, strict=True):
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-5)
+    for dimension in (0, 1):
+        joined = torch.cat((upper[dimension], lower[dimension]), dimension)
+        torch.testing.assert_close(joined, params[dimension].detach(), rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.runtime import autograd
+from transformer_engine.pytorch import fast
 
 
 class ThreadOfBackward(torch.autograd.Function):
@@ -57,7 +57,7 @@ def test_a_process_with_one_gpu_uses_the_calling_thread(
         monkeypatch.setenv("TE_BACKWARD_THREADS", variable)
 
     def switched() -> bool:
-        autograd.run_backward_on_calling_thread()
+        fast.run_backward_on_calling_thread()
         return enabled()
 
     assert in_new_thread(switched) is expected
@@ -67,9 +67,9 @@ def test_a_caller_that_wants_torchs_threads_keeps_them(monkeypatch, in_new_threa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     def turned_on_again() -> bool:
-        autograd.run_backward_on_calling_thread()
+        fast.run_backward_on_calling_thread()
         torch.autograd.set_multithreading_enabled(True)
-        autograd.run_backward_on_calling_thread()
+        fast.run_backward_on_calling_thread()
         return enabled()
 
     assert in_new_thread(turned_on_again)
@@ -78,7 +78,7 @@ def test_a_caller_that_wants_torchs_threads_keeps_them(monkeypatch, in_new_threa
 def test_other_threads_are_left_alone(monkeypatch, in_new_thread):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     before = enabled()
-    in_new_thread(autograd.run_backward_on_calling_thread)
+    in_new_thread(fast.run_backward_on_calling_thread)
     assert enabled() is before
 
 

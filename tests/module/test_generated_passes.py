@@ -10,7 +10,8 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch.functions import compiled, layer
+from transformer_engine.pytorch.fast import compiled
+from transformer_engine.pytorch.functions import layer
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import torch
 
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Handle, Launch, Output
-from transformer_engine.pytorch.runtime.generated_pass import Life, generate, plan_scratch
+from transformer_engine.pytorch.fast.generated_pass import Life, generate, plan_scratch
+from transformer_engine.pytorch.fast.symbols import Instructions, NotListed
 from transformer_engine.pytorch.runtime.launching import run, run_into
-from transformer_engine.pytorch.runtime.symbols import Instructions, NotListed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
+from transformer_engine.pytorch.fast.listed_products import SymbolicOperand, _scales
+from transformer_engine.pytorch.fast.symbols import Applied, Form, Instructions
 from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
-from transformer_engine.pytorch.primitives.gemm.listed import SymbolicOperand, _scales
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.runtime.symbols import Applied, Form, Instructions
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(256, 512), (256, 384), (128, 128), (640, 1152)])

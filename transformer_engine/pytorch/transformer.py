@@ -33,7 +33,6 @@ from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-_forward = MultiheadAttention.forward
 
 # Constructor arguments that children have under the same name.
 _OF_NORM = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
@@ -382,10 +381,7 @@ def _attend(
     checkpoint_core_attention: bool,
     fast_zero_fill: bool,
 ) -> Any:
-    """Pass the record on to an attention layer; hooks and other classes see a call of the module with keywords."""
-    if is_bare(attention, MultiheadAttention, _forward):
-        modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
-        return attention.attend(hidden_states, arguments, encoder_output, rotary_pos_emb, *modes)
+    """Call an attention layer with the arguments of a record."""
     return attention(
         hidden_states,
         encoder_output=encoder_output,

@@ -20,7 +20,7 @@ from ..primitives.rope import (
     rope_qkv_forward,
     three_sizes,
 )
-from ..runtime.autograd import Function, applier
+from ..runtime.autograd import Function
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
 from ..runtime.warn_once import warn_once
@@ -238,9 +238,6 @@ class FusedQKVRoPEFunc(Function):
         return ApplyPackedRope.backward(ctx, grad_q, grad_k, grad_v)[0], *[None] * 9
 
 
-_apply, _apply_packed = applier(ApplyRope), applier(ApplyPackedRope)
-
-
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
@@ -277,7 +274,7 @@ def apply_rotary_pos_emb(
 
 def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
     """Compute apply_rotary_pos_emb for arguments that `check_rotation` has accepted."""
-    return _apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
+    return ApplyRope.apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -340,7 +337,7 @@ def rotated_qkv(
     """Compute apply_fused_qkv_rotary_pos_emb for checked arguments; freqs are those of queries and of keys."""
     q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
-    return _apply_packed(qkv, q_angles, k_angles, start, bounds, sizes, spec)
+    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec)
 
 
 def _spec(tensor_format: str, interleaved: Any, cp_size: Any, cp_rank: Any) -> RopeSpec:

@@ -39,7 +39,7 @@ MAXIMUM_CHECKS = 256
 CHECKED_REDUCTIONS = 16  # of the maxima of delayed scaling
 OPTIMIZER_STEPS = "optimizer steps"
 RESPONSE_SECONDS = 5.0  # how long a rank that has failed waits for the others to report that they have
-_SWITCH = ("TE_CHECK",)
+_requested = env.watch("TE_CHECK")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMED = "failed on rank"  # in every message that names the missing ranks
 _OUTSIDE = -1  # id of the graph task outside of a backward pass
@@ -82,7 +82,7 @@ def checks_step(group: dist_group_type, x: Any) -> bool:
 
 def _continues(finished: bool) -> bool:
     """Return whether a comparison takes place, which is not so in CUDA graphs and, without TE_CHECK, once finished."""
-    if finished and env.stored(_SWITCH)[0] is None:
+    if finished and _requested() is None:
         return False
     if not dist.is_initialized() or is_graph_capturing():
         return False

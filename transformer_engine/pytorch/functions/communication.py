@@ -3,7 +3,7 @@
 Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies the
 rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
 
-A pass that is traced on Symbols appends the same calls to its instructions (`listed_collectives.py`).
+A pass that is traced on Symbols appends the same calls to its instructions (`fast/listed_collectives.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from ..distributed.operands import PendingOperand, gather_operand
 from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
 from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.gemm import Epilogue, gemm
-from ..primitives.operand import Operand
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
-from .linear_operands import dense_values, operand_of
-from .listed_collectives import (
+from ..fast.listed_collectives import (
     ListedPending,
     is_listed,
     list_begin,
@@ -31,6 +27,10 @@ from .listed_collectives import (
     list_scattered_product,
     list_wait,
 )
+from ..primitives.gemm import Epilogue, gemm
+from ..primitives.operand import Operand
+from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from .linear_operands import dense_values, operand_of
 from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
 
 COLLECTIVES = {

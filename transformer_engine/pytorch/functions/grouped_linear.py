@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
-from ..runtime.autograd import Function, applier
+from ..runtime.autograd import Function
 from .caller_buffers import readable
 from .grouped_call import GroupedCall
 from .grouped_products import (
@@ -157,7 +157,7 @@ def grouped_linear(
         call: The settings.
     """
     if call.spec.needs_grad:
-        return _apply(x, call, len(weights), *weights, *(biases or ()))
+        return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
     spec = call.spec
     bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
     tensors = (x, weights[0] if spec.stacked_weight else list(weights), bias)
@@ -190,6 +190,3 @@ class _GroupedLinear(Function):
             else:
                 grads += (gradient,) if count == 1 else (None,) * count
         return grad_input, None, None, *grads
-
-
-_apply = applier(_GroupedLinear)

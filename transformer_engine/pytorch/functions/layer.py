@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fast.compiled import CompiledLayer, CompiledPass, compiles_on
+from ..fast.symbols import Symbol
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..runtime.autograd import check_transforms, without_autocast
-from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
-from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved_before_transfer, unpack
 from .sequence import leading_shape
@@ -71,7 +71,9 @@ def record(
     ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.beside)
-        spec.compiled.save(ctx, outputs[functions.results :], kind, spec.scale_update)
+        keep(ctx, outputs[functions.results :])
+        spec.compiled.record(ctx, kind)
+        ctx.scale_update = spec.scale_update
         return outputs[: functions.results]
     results, saved = forward_results(functions, spec, tensors, True)
     kept, ctx.forms = pack(*saved)
@@ -84,7 +86,7 @@ def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | N
     """Run the backward pass of a node; return the gradients of its tensors."""
     spec = ctx.spec
     if spec.compiled is not None:
-        return spec.compiled.backward(ctx, grads, spec)
+        return spec.compiled.backward(ctx, [*grads, *take_saved_before_transfer(ctx)], len(grads), spec)
     operands = [*grads, *unpack(take_saved_before_transfer(ctx), ctx.forms)]
     return backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)
 

@@ -20,7 +20,7 @@ parallelism, ranks share the rows of the activations outside of the layers: a su
 and is waited for late.
 
 The functions run step by step on any device. For warm calls on a GPU they run once on Symbols, which lists their
-kernels and products (`compiled.py`).
+kernels and products (`fast/compiled.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..offload.marks import keep_weight, mark_ready
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu_gradient
 from ..primitives.quantize import Cast
-from ..runtime.autograd import Function, applier
+from ..runtime.autograd import Function
 from ..runtime.tracing import result_in
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from .communication import Pending, begin_sum, gathered_product, scattered_product
@@ -340,7 +340,7 @@ FUNCTIONS = LayerFunctions("Linear", _forward, _backward, results=1)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
-        return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return infer_with(FUNCTIONS, spec, (x, weight, bias))[0]
 
 
@@ -354,6 +354,3 @@ class _Linear(Function):
     @backward_of("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *run_backward(FUNCTIONS, ctx, (grad_output,)), None
-
-
-_applied = applier(_Linear)

@@ -10,20 +10,20 @@ from torch import Tensor
 from ..distributed.common_scale import with_common_scale
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
+from ..fast.listed_collectives import is_listed, list_check
+from ..fast.listed_products import SymbolicOperand
+from ..fast.symbols import Symbol
 from ..primitives.gemm import as_matrix
-from ..primitives.gemm.listed import SymbolicOperand
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import dequantize
 from ..runtime.device import current_hardware
-from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import LinearSpec, gathers_codes, gathers_gradient_codes
-from .listed_collectives import is_listed, list_check
 
 
 def operand_of(value: Operand | Matrix | Tensor) -> Operand:

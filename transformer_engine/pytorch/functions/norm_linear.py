@@ -17,7 +17,7 @@ from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
-from ..runtime.autograd import Function, applier
+from ..runtime.autograd import Function
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .communication import Pending
 from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradient, norm_output
@@ -146,7 +146,7 @@ def norm_linear(
     if not spec.needs_grad:
         y, norm_output, *_ = infer_with(NORM_LINEAR, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
-    outputs = _norm_linear(x, gamma, beta, weight, bias, spec)
+    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -163,9 +163,6 @@ class _NormLinear(Function):
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dx, dgamma, dbeta, *rest = run_backward(NORM_LINEAR, ctx, (grad_output, grad_norm_output))
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, *rest, None
-
-
-_norm_linear = applier(_NormLinear)
 
 
 class FusionModes(NamedTuple):
@@ -346,7 +343,7 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     if not spec.needs_grad:
         y, norm_output, *_ = infer_with(NORM_MLP, spec, tensors)
         return y, norm_output
-    outputs = _norm_mlp(spec, *tensors)
+    outputs = _NormMLP.apply(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -392,6 +389,3 @@ class _NormMLP(Function):
         gradients = _recomputed(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
         dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
-
-
-_norm_mlp = applier(_NormMLP)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import Function, applier, check_transforms
+from ..runtime.autograd import Function, check_transforms
 
 # The tensors of a memory plan share storages, too.
 _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -24,7 +24,7 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
     if not torch.is_grad_enabled():
         check_transforms(_JoinPieces.OPERATION, weights, biases)
         return _joined(weights), _joined(biases) if biases else None
-    return _applied(len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
+    return _JoinPieces.apply(len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -78,6 +78,3 @@ class _JoinPieces(Function):
         for grad, rows in zip(grads, ctx.rows, strict=True):
             results += [None] * len(rows) if grad is None else grad.split(rows)
         return tuple(results)
-
-
-_applied = applier(_JoinPieces)

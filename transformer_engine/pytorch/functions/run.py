@@ -1,7 +1,7 @@
 """Run a pass step by step: each operation is looked up in a table, each buffer freed after its last reader.
 
 This executor runs everywhere: on a CPU, under a tracing compiler, for tensor subclasses, while backends are forced or
-observed, and in dry runs. `compiled.py` is the executor of warm passes on a GPU.
+observed, and in dry runs. `fast/compiled.py` is the executor of warm passes on a GPU.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fast.symbols import Symbol
 from ..offload.marks import active as offloading
 from ..offload.marks import countable, deferred_waits, save_deferred, tensors_of, wait_for
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
-from ..runtime.symbols import Symbol
 from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 from .scale_update import ScaleUpdate

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import Function, applier
+from ..runtime.autograd import Function
 from ..runtime.double_backward import is_recorded
 from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 
@@ -38,7 +38,7 @@ def split_heads(
         and not torch.compiler.is_compiling()
     ):
         return parts_of(x, queries, groups, size, interleaved)
-    return _apply(x, queries, groups, size, interleaved)
+    return _SplitHeads.apply(x, queries, groups, size, interleaved)
 
 
 def parts_of(
@@ -84,9 +84,6 @@ class _SplitHeads(Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
         return joined(dq, dk, dv, ctx.interleaved), None, None, None, None
-
-
-_apply = applier(_SplitHeads)
 
 
 class SplitAlongDim(Function):

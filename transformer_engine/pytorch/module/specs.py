@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
+from ..fast import run_backward_on_calling_thread
 from ..functions.layer import LayerFunctions, compiled_functions
 from ..functions.linear_spec import (
     UNQUANTIZED,
@@ -32,7 +33,6 @@ from ..functions.precision import estimates, runs_quantized
 from ..functions.scale_update import END_OF_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
 from ..quantization.delayed_scaling import histories_agree
-from ..runtime.autograd import run_backward_on_calling_thread
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage

@@ -2,7 +2,7 @@
 
 A chain whose operations all contribute steps runs as one forward and one backward pass. Everything about these passes
 that does not depend on tensor values is prepared once per key of a call (`OperationFuser`): steps, specs, quantizers,
-the layout of saved buffers. On a GPU warm calls run the compiled passes of `functions/compiled.py`. Other chains go
+the layout of saved buffers. On a GPU warm calls run the compiled passes of `fast/compiled.py`. Other chains go
 through `chain_run.py`.
 """
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..distributed_weight import whole_weights
-from ..functions.compiled import CompiledLayer, compiles_on
+from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
 from ..functions.linear_spec import LinearSpec
 from ..functions.run import run
 from ..functions.saving import keep, pack, take_saved_before_transfer, unpack
 from ..functions.scale_update import update_at_end_of_pass
-from ..runtime.autograd import Function, applier, check_transforms
+from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, grad_facts
@@ -148,7 +148,7 @@ class PreparedChain:
         """Run the chain on whole weights."""
         environment = self._environment_of(given) if self._of_call else self.environment
         if self.first < len(self.members):
-            results = _prepared(self, environment, *given)
+            results = _PreparedChain.apply(self, environment, *given)
             return results if self.outputs > 1 else results[0]
         check_transforms(_PreparedChain.OPERATION, given)
         if self.compiled is None:
@@ -253,13 +253,13 @@ class _PreparedChain(Function):
     @staticmethod
     def forward(ctx: Any, chain: PreparedChain, environment: ChainEnvironment, *tensors: Any) -> Any:
         ctx.chain, ctx.environment = chain, environment
-        ctx.scale_update = update = update_at_end_of_pass() if chain.updates_scales else None
+        ctx.scale_update = update_at_end_of_pass() if chain.updates_scales else None
         if chain.compiled is None:
             made, ctx.forms = _forward_pass([*tensors], chain, environment)
-            keep(ctx, made[chain.outputs :])
         else:
             made, kind = chain.compiled.forward([*tensors], chain)
-            chain.compiled.save(ctx, made[chain.outputs :], kind, update)
+            chain.compiled.record(ctx, kind)
+        keep(ctx, made[chain.outputs :])
         outputs = distinct(made[: chain.outputs], tensors)
         constant = [y for y in outputs if not y.is_floating_point()]
         if constant:
@@ -276,13 +276,11 @@ class _PreparedChain(Function):
         if grads[0] is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+        given = [*grads, *take_saved_before_transfer(ctx)]  # both calls empty this list
         if chain.compiled is None:
-            results = _backward_pass([*grads, *take_saved_before_transfer(ctx)], chain, ctx)[0]
+            results = _backward_pass(given, chain, ctx)[0]
         else:
-            results = chain.compiled.backward(ctx, grads, chain)
+            results = chain.compiled.backward(ctx, given, len(grads), chain)
         if ctx.scale_update is not None:
             ctx.scale_update.run()
         return None, None, *results
-
-
-_prepared = applier(_PreparedChain)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.passes.vocabulary import DropoutSettings, Layer, Named
+from ..fast.symbols import Symbol
 from ..functions.caller_buffers import handed_out
 from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
 from ..functions.grouped_operators import backward_in_graph, forward_in_graph
@@ -19,7 +20,6 @@ from ..functions.sequence import leading_shape
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
-from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, plain_values
 from .links import summed_values

@@ -13,11 +13,13 @@ from ..functions.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 from .fused_adam import FusedAdam
+from .fused_muon import FusedMuon
 from .fused_sgd import FusedSGD
 from .multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 __all__ = [
     "FusedAdam",
+    "FusedMuon",
     "FusedSGD",
     "MultiTensorApply",
     "multi_tensor_adam",

@@ -50,10 +50,19 @@ class Operand(NamedTuple):
 
 
 class OwnedOperand(Operand):
-    """A matrix in a custom format, whose class computes products as `multiplied(other, epilogue)`."""
+    """A matrix whose class computes products with an `Operand` itself, because of a custom format or without values."""
 
     def multiplied(self, other: Operand, epilogue: Any) -> Tensor:
+        """self [M, K] @ other [N, K].T and the epilogue; see `gemm`."""
         raise NotImplementedError
+
+    def multiplied_gelu(self, other: Operand, epilogue: Any, keeps_input: bool) -> Any:
+        """The results of `gemm_gelu`, or None if a product and an activation compute them."""
+        return None
+
+    def multiplied_gelu_gradient(self, other: Operand, epilogue: Any, x: Tensor) -> Tensor | None:
+        """The result of `gemm_gelu_gradient`, or None if a product and the gradient of an activation compute it."""
+        return None
 
 
 def plain(matrix: Tensor) -> Operand:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...common.dispatch import Backend, Table
 from ...common.kernels.launch import LARGEST_EXTENT
+from ..fast.symbols import Symbol
 from ..runtime.launching import operator, run, unsupported_elementwise
-from ..runtime.symbols import Symbol
 from .operand import Operand
 from .quantize import pack_fp4, unpack_fp4
 

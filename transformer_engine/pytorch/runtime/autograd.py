@@ -1,4 +1,4 @@
-"""Autograd functions: their base class, torch's autocast and transforms, and host costs.
+"""Autograd functions: their base class, torch's autocast and transforms.
 
 torch.autocast chooses the dtype of activations, which the layers read before they compute. Inside a computation it
 would change more: float32 products of dequantized codes would become bfloat16 products, and sums of half-precision
@@ -6,21 +6,11 @@ tensors float32 tensors. `without_autocast` therefore turns it off, in backward 
 
 Kernels read memory. The transforms of torch.func and forward-mode differentiation pass wrapped tensors, whose tangents
 or samples a kernel does not see. `check_transforms` raises instead.
-
-`Function.apply` of torch checks in every call whether the function has a `setup_context`, which no function here has,
-and unwraps its arguments with a generator. Without both, a warm forward and backward pass takes 2 to 4 percent less
-host time: Linear 137 us instead of 140, LayerNormMLP 183 us instead of 190 (bfloat16, `benchmarks/pretended_gpu.py`).
-
-torch runs the backward pass of CUDA tensors on one thread per GPU, so that several GPUs of one process work at once.
-With one GPU this thread gains nothing and costs two wake-ups and, for nodes written in Python, every cache line that
-the forward pass has warmed on another core: 0.76 ms instead of 1.30 ms without it for the backward pass of a small
-layer on an H200 host. `torch.autograd.set_multithreading_enabled(False)` disables it for the calling thread.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,22 +20,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_iter
 
-from ...common import env
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Both queries take less than 0.1 us; entering a context that turns autocast off takes 1 us.
 _autocast_is_active = torch._C._is_any_autocast_enabled
 _transforms_are_active = torch._C._are_functorch_transforms_active
-_unwrapped = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _Thread(threading.local):
-    switched = False
-
-
-_thread = _Thread()
 
 
 def without_autocast(function: F) -> F:
@@ -122,8 +102,10 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Compute the function, as a node of autograd's graph; see `check_transforms`."""
-        check_transforms(cls.OPERATION, args)
-        if _transforms_are_active():  # no argument is transformed, but torch's apply would raise an error
+        transformed = _transforms_are_active()
+        if transformed or forward_ad._current_level >= 0:
+            check_transforms(cls.OPERATION, args)
+        if transformed:  # no argument is transformed, but torch's apply would raise an error
             with enable_single_level_autograd_function():
                 return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         return super().apply(*args)
@@ -169,32 +151,6 @@ def recorded_product(a: Tensor, b: Tensor) -> Tensor:
     if not records or torch.compiler.is_compiling() or _transforms_are_active():
         return a @ b
     return _Product.apply(a, b)
-
-
-def applier(function: type[Function]) -> Callable[..., Any]:
-    """Return a faster function.apply; compilers and torch's transforms get function.apply itself."""
-    node: Any = super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-    def apply(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _transforms_are_active() or forward_ad._current_level >= 0:
-            return function.apply(*args)
-        return node(*[_unwrapped(value) if isinstance(value, Tensor) else value for value in args])
-
-    return apply
-
-
-def run_backward_on_calling_thread() -> None:
-    """Run the backward passes of the calling thread on this thread, unless it may feed several GPUs.
-
-    Applies if one GPU is visible or a process group is initialized (one process per GPU), and
-    TE_BACKWARD_THREADS=1 is not set. Switches once per thread: a caller that enables torch's threads again keeps them.
-    """
-    if env.flag("TE_BACKWARD_THREADS"):
-        return
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if (distributed or torch.cuda.device_count() == 1) and not _thread.switched:
-        _thread.switched = True
-        torch.autograd.set_multithreading_enabled(False)
 
 
 def in_first_run() -> bool:

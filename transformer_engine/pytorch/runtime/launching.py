@@ -14,9 +14,9 @@ from torch import Tensor
 from ...common.dispatch import Operator
 from ...common.kernels.launch import ALIGNMENT, Launch, Output, check_memory, missing, start, starter
 from ...common.kernels.program import Program
+from ..fast.symbols import Symbol
 from .device import current_hardware, is_current_device
 from .operator_definition import define_operator
-from .symbols import Symbol
 from .zeros import numbers, zero
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

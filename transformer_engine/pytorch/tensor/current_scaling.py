@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..fast.symbols import Symbol
 from ..primitives.quantize import Quantized
 from ..runtime.device import canonical_device
-from ..runtime.symbols import Symbol
 from .elements import check_scalar
 
 

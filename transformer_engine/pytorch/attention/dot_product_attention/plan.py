@@ -16,6 +16,7 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
+from ...fast import run_backward_on_calling_thread
 from ...functions.attention.context_parallel.attention import (
     ContextParallelAttention,
     choose_shared,
@@ -27,7 +28,7 @@ from ...primitives.attention.operators import choose_when_exported, choose_when_
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime import checks
-from ...runtime.autograd import gradients_expected, run_backward_on_calling_thread
+from ...runtime.autograd import gradients_expected
 from ...runtime.determinism import torch_determinism
 from ...runtime.tracing import export_mode, in_eager_mode
 from ..inference import CachedKeysValues

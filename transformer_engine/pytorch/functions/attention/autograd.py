@@ -22,7 +22,7 @@ from ...primitives.attention.call import Attended, AttentionCall, AttentionInput
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Differentiable, Passes, separate_passes
-from ...runtime.autograd import Function, applier, check_transforms, in_forward_mode, without_autocast
+from ...runtime.autograd import Function, check_transforms, in_forward_mode, without_autocast
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
 from ..split_heads import joined, parts_of, split_heads
@@ -143,7 +143,7 @@ def attend(
                     break
             else:
                 others = ()
-            return AttentionResult(*_apply_projected(passes, call, interleaved, inputs, x, *others))
+            return AttentionResult(*_ProjectedAttention.apply(passes, call, interleaved, inputs, x, *others))
         heads = split_heads(projection.x, call.heads, call.groups, call.head_dim_qk, projection.interleaved)
         inputs = AttentionInputs(*heads, *inputs[_QKV:])
     if execution is not None:
@@ -252,9 +252,6 @@ class _ProjectedAttention(Function):
             return reference.forward(call, AttentionInputs(*heads, *others)).output.flatten(-2)
 
         return None, None, None, None, *replayed(attention, [x, *others], grad_output)
-
-
-_apply_projected = applier(_ProjectedAttention)
 
 
 @once_differentiable("attention with dropout")

@@ -53,7 +53,7 @@ class Attached(NamedTuple):
 
 
 class LibraryCall(NamedTuple):
-    """The arguments of a library call except addresses, for `runtime/generated_pass.py`.
+    """The arguments of a library call except addresses, for `fast/generated_pass.py`.
 
     Attributes:
         idle: Idle descriptors.

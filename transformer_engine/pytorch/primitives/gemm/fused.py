@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
-from ..operand import Operand
+from ..operand import Operand, OwnedOperand
 from ..quantize import Cast, Quantized, quantize_as, torch_dtype
-from . import composed, cublaslt_fused, listed, triton_fused
+from . import composed, cublaslt_fused, triton_fused
 from .composed import CODES, GELU, GELU_GRADIENT, FusedRequest, described, key_of
 from .product import product
 from .request import Epilogue, format_named
@@ -58,10 +58,9 @@ def gemm_gelu(
     Raises:
         ValueError: See `gemm`.
     """
-    if type(a) is listed.SymbolicOperand:
-        return listed.gelu(TABLE, keeps_input, a, b, epilogue)
-    if not type(a) is type(b) is Operand:  # a custom format
-        return composed.gelu(keeps_input, a, b, epilogue)
+    if not type(a) is type(b) is Operand:
+        made = a.multiplied_gelu(b, epilogue, keeps_input) if isinstance(a, OwnedOperand) else None
+        return composed.gelu(keeps_input, a, b, epilogue) if made is None else made
     return TABLE.bound(key_of(GELU, a, b, epilogue, keeps_input))(a, b, epilogue)
 
 
@@ -73,10 +72,9 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     """
     if epilogue.bias is not None:
         raise ValueError("a gradient has no bias to add; leave epilogue.bias out")
-    if type(a) is listed.SymbolicOperand:
-        return listed.gelu_gradient(TABLE, a, b, epilogue, x)
     if not type(a) is type(b) is Operand:
-        return composed.gelu_gradient(False, a, b, epilogue, x)
+        made = a.multiplied_gelu_gradient(b, epilogue, x) if isinstance(a, OwnedOperand) else None
+        return composed.gelu_gradient(False, a, b, epilogue, x) if made is None else made
     return TABLE.bound(key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
+from ..fast.symbols import Form, Instructions, NotListed, Object, Symbol
 from ..primitives.gemm import Epilogue
 from ..primitives.operand import Operand
-from ..runtime.symbols import Form, Instructions, NotListed, Object, Symbol
 from ..tensor.quantizer import Matrix
 
 

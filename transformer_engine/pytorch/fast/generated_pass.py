@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...common.formats import round_up
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
-from .device import only_device
+from ..runtime.device import only_device
+from ..runtime.zeros import numbers
 from .symbols import (
     Allocated,
     Applied,
@@ -31,7 +32,6 @@ from .symbols import (
     Started,
     Symbol,
 )
-from .zeros import numbers
 
 # An allocation takes 3.3 us on an H200's host, a launch 5 us. Larger passes wait for the GPU, and for memory.
 _SMALL = 1 << 20

@@ -1,8 +1,8 @@
 """Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`runtime/symbols.py`), which
+A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`fast/symbols.py`), which
 lists the launches and products, and the calls that collectives are; the list becomes one function
-(`runtime/generated_pass.py`). The steps remain the only place that decides anything. A call that something else may
+(`fast/generated_pass.py`). The steps remain the only place that decides anything. A call that something else may
 influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the steps.
 
 The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ...common.memory import Memory
+from ..fast.generated_pass import Generated, generate
+from ..fast.symbols import Instructions, NotAligned, NotListed
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.device import is_current_device
-from ..runtime.generated_pass import Generated, generate
-from ..runtime.symbols import Instructions, NotAligned, NotListed
 from ..tensor.quantizer import Quantizer
-from .saving import keep, take_saved_before_transfer
+from . import ENABLED
 
 # (inputs, *facts) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
@@ -177,21 +177,26 @@ class CompiledLayer:
         key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in beside]
         return self._forward(key, given, (spec,), beside)
 
-    def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
-        """Save the tensors that a forward pass returned for the backward pass, like `saving.save`."""
-        keep(ctx, kept)
-        ctx.forms, ctx.scale_update = kind.metadata, update
+    def record(self, ctx: Any, kind: Kind) -> None:
+        """Record the kind of the forward pass in its node, whose saved tensors it determines."""
+        ctx.forms = kind.metadata
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
-    def backward(self, ctx: Any, grads: Sequence[Tensor | None], spec: Any) -> tuple[Any, ...]:
-        """Return the gradients of the inputs."""
+    def backward(self, ctx: Any, given: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
+        """Gradients of the inputs.
+
+        Args:
+            ctx: The node.
+            given: The gradients of the results, then the saved tensors.
+            grads: Number of gradients.
+            spec: Spec of the layer.
+        """
         kind: Kind = ctx.kind
-        given = [*grads, *take_saved_before_transfer(ctx)]
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
         if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
             return self._backward.by_steps(given, (spec, ctx))[0]
         key: list[Any] = [kind]
-        compared = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]
+        compared = given if ctx.hooked else [*given[:grads], *[given[i] for i in kind.given]]
         for tensor in compared:
             key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         del compared
@@ -199,5 +204,5 @@ class CompiledLayer:
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Do passes on a device consist of launches? On a CPU torch computes them."""
-    return device.type == "cuda"
+    """Whether passes are compiled, and consist of launches on a device. On a CPU torch computes them."""
+    return ENABLED and device.type == "cuda"

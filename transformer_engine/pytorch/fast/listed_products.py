@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Table
-from ....common.formats import BLOCK_FORMATS, FLOAT8
-from ...runtime.symbols import Form, Instructions, NotListed, Symbol
-from ..operand import Operand, OwnedOperand
-from . import composed, cublaslt_fused, request
-from .block_scales import block_scale_memory
-from .composed import GELU, GELU_GRADIENT
-from .cublaslt_plan import CublasPlan
-from .request import Epilogue
+from ...common.formats import BLOCK_FORMATS, FLOAT8
+from ..primitives.gemm import TABLE, Epilogue
+from ..primitives.gemm import fused as fused_products
+from ..primitives.gemm.block_scales import block_scale_memory
+from ..primitives.gemm.composed import GELU, GELU_GRADIENT
+from ..primitives.gemm.composed import key_of as fused_key
+from ..primitives.gemm.cublaslt_fused import plan_behind
+from ..primitives.gemm.cublaslt_plan import CublasPlan
+from ..primitives.gemm.request import key_of
+from ..primitives.operand import Operand, OwnedOperand
+from .symbols import Form, Instructions, NotListed, Symbol
 
 
 class SymbolicOperand(OwnedOperand):
@@ -23,12 +25,10 @@ class SymbolicOperand(OwnedOperand):
 
     def multiplied(self, other: Operand, epilogue: Epilogue) -> Tensor:
         """Append self [M, K] @ other [N, K].T (+ bias [N]); return the symbol of the result."""
-        from .product import TABLE  # it imports this module
-
         if epilogue.out is not None:
             raise NotListed("a product writes to a tensor of its caller")
         instructions, b = _same(self, other)
-        call = TABLE.bound_in_eager_mode(_native(request.key_of(self, b, epilogue)))
+        call = TABLE.bound_in_eager_mode(_native(key_of(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
             raise NotListed("cuBLASLt does not compute a product")
@@ -37,35 +37,33 @@ class SymbolicOperand(OwnedOperand):
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
         return result  # pyright: ignore[reportReturnType]
 
+    def multiplied_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
+        """Append a product with GELU; return the symbols of gelu(x) and x."""
+        instructions, b = _same(self, other)
+        plan = _fused_plan(fused_key(GELU, self, b, epilogue, keeps_input))
+        if plan is None:
+            return None
+        form = Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
+        result = instructions.made(form)
+        x = instructions.made(form) if keeps_input else None
+        pointers = (*_scales(b, self), _bias(plan, epilogue), x)
+        instructions.multiply(plan, b.codes, self.codes, result, pointers)
+        return result, x
 
-def gelu(
-    table: Table[Any], keeps: bool, a: SymbolicOperand, b: Operand, epilogue: Epilogue
-) -> tuple[Tensor, Tensor | None]:
-    """Append a product with GELU: (gelu(x), x)."""
-    instructions, b = _same(a, b)
-    key = composed.key_of(GELU, a, b, epilogue, keeps)
-    call = table.bound((*key[:5], *_native(key[5:])))
-    plan = cublaslt_fused.plan_behind(call)
-    if plan is None:
-        return composed.gelu(keeps, a, b, epilogue)
-    result = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype))
-    x = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)) if keeps else None
-    pointers = (*_scales(b, a), _bias(plan, epilogue), x)
-    instructions.multiply(plan, b.codes, a.codes, result, pointers)
-    return result, x  # pyright: ignore[reportReturnType]
+    def multiplied_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
+        """Append a product with the gradient of GELU at x; return the symbol of the result."""
+        instructions, b = _same(self, other)
+        plan = _fused_plan(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
+        if plan is None:
+            return None
+        result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        instructions.multiply(plan, b.codes, self.codes, result, (*_scales(b, self), None, x))
+        return result
 
 
-def gelu_gradient(table: Table[Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, x: Any) -> Tensor:
-    """Append a product with the gradient of GELU at x."""
-    instructions, b = _same(a, b)
-    key = composed.key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype)
-    call = table.bound((*key[:5], *_native(key[5:])))
-    plan = cublaslt_fused.plan_behind(call)
-    if plan is None:
-        return composed.gelu_gradient(False, a, b, epilogue, x)
-    result = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype))
-    instructions.multiply(plan, b.codes, a.codes, result, (*_scales(b, a), None, x))
-    return result  # pyright: ignore[reportReturnType]
+def _fused_plan(key: tuple[Any, ...]) -> CublasPlan | None:
+    """The plan of a product with a fused epilogue; None if no library call fuses it."""
+    return plan_behind(fused_products.TABLE.bound((*key[:5], *_native(key[5:]))))
 
 
 def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:

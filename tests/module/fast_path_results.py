@@ -1,0 +1,84 @@
+"""Prints {case: digest of results and gradients} of layers and chains of operations under every recipe, as JSON.
+
+`test_fast_path.py` compares the digests with and without TE_FAST=0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import transformer_engine.pytorch as te
+from tests.support.layers import NAMES, RECIPES, call_of, layer_of
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.quantization import emulate
+
+CALLS = 4  # a pass is compiled in the second call of a kind
+DTYPE = torch.bfloat16
+SIZE = 64
+
+
+def chains() -> dict[str, list[Any]]:
+    settings: dict[str, Any] = {"dtype": DTYPE, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    return {
+        "norm_linear": [ops.RMSNorm(SIZE, **settings), ops.Linear(SIZE, SIZE, **settings)],
+        "mlp": [
+            ops.LayerNorm(SIZE, **settings),
+            ops.Linear(SIZE, 2 * SIZE, **settings),
+            ops.SwiGLU(),
+            ops.Linear(SIZE, SIZE, bias=False, **settings),
+        ],
+        "gelu": [ops.Linear(SIZE, SIZE, **settings), ops.GELU()],
+    }
+
+
+def digest(tensors: list[Any]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            found.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def trained(module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], recipe: Recipe | None) -> str:
+    """Digest of the outputs and gradients of some steps, between which the parameters change."""
+    seen: list[Any] = []
+    for _ in range(CALLS):
+        x.grad = None
+        module.zero_grad()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call()
+        y.float().square().mean().backward()
+        seen += [y, x.grad, *[parameter.grad for parameter in module.parameters()]]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+        seen.append(call())
+    return digest(seen)
+
+
+def results() -> Iterator[tuple[str, str]]:
+    for kind, recipe in RECIPES.items():
+        for name in NAMES:
+            layer = layer_of(name).to(DTYPE)
+            x, call = call_of(layer, DTYPE)
+            yield f"{name}/{kind}", trained(layer, x, call, recipe)
+        for name, operations in chains().items():
+            torch.manual_seed(0)
+            chain = ops.Sequential(*operations)
+            for parameter in chain.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+            x = torch.randn(SIZE, SIZE).to(parameter.device, DTYPE).requires_grad_()
+            yield f"{name}/{kind}", trained(chain, x, lambda chain=chain, x=x: chain(x), recipe)
+
+
+if __name__ == "__main__":
+    with emulate():
+        print(json.dumps(dict(results())))

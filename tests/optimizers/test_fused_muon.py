@@ -1,0 +1,254 @@
+"""FusedMuon steps as torch.optim.Muon does, and as a loop in float64 where torch's optimizer has no such parameter."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.pytorch.optimizers import FusedMuon
+from transformer_engine.pytorch.optimizers.newton_schulz import get_coefficients
+
+SHAPES = [(16, 32), (32, 16), (24, 24), (16, 32), (1, 8)]
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32, seed: int = 3) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in params:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def orthogonal(u: Tensor, steps: int = 5, coefficients=(3.4445, -4.775, 2.0315)) -> Tensor:
+    """Newton-Schulz iterations of one matrix in float64."""
+    x = u.double() if u.shape[0] <= u.shape[1] else u.double().T
+    x = x / x.norm().clamp(min=1e-7)
+    a, b, c = coefficients
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if u.shape[0] <= u.shape[1] else x.T
+
+
+def expected_steps(start: Tensor, grads: list[Tensor], lr=0.02, decay=0.1, momentum=0.95) -> Tensor:
+    """Nesterov steps of one matrix in float64."""
+    p, m = start.double().clone(), torch.zeros_like(start, dtype=torch.float64)
+    for grad in grads:
+        m = m.lerp(grad.double(), 1 - momentum)
+        update = orthogonal(grad.double().lerp(m, momentum))
+        p = p * (1 - lr * decay) - lr * math.sqrt(max(1, p.shape[0] / p.shape[1])) * update
+    return p
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjustment", [None, "original", "match_rms_adamw"])
+def test_single_matrices_equal_torch_bit_for_bit(dtype, nesterov, adjustment):
+    for shape in SHAPES:
+        ours, theirs = parameters([shape], dtype), parameters([shape], dtype)
+        settings = {"lr": 0.02, "weight_decay": 0.3, "nesterov": nesterov, "adjust_lr_fn": adjustment}
+        mine, reference = FusedMuon(ours, **settings), torch.optim.Muon(theirs, **settings)
+        for step in range(4):
+            set_gradients(ours, step)
+            set_gradients(theirs, step)
+            mine.step()
+            if dtype == torch.bfloat16 and not nesterov:
+                # torch 2.13 divides the bfloat16 momentum itself by its norm.
+                buffer = mine.state[ours[0]]["momentum_buffer"].clone()
+                reference.step()
+                reference.state[theirs[0]]["momentum_buffer"].copy_(buffer)
+            else:
+                reference.step()
+            if dtype == torch.bfloat16 and shape[0] > shape[1]:
+                # torch adds a transposed update to a bfloat16 parameter by a kernel with another rounding.
+                torch.testing.assert_close(ours[0], theirs[0], rtol=2.0**-7, atol=2.0**-9)
+                theirs[0].data.copy_(ours[0])
+            else:
+                assert torch.equal(ours[0], theirs[0])
+
+
+def test_batches_of_equal_shapes_equal_the_iteration_in_float64():
+    params = parameters()
+    starts, grads = [p.detach().clone() for p in params], [[] for _ in params]
+    optimizer = FusedMuon(params, lr=0.02, ns_dtype=torch.float32)
+    for step in range(3):
+        set_gradients(params, step)
+        for parameter, own in zip(params, grads, strict=True):
+            own.append(parameter.grad.clone())
+        optimizer.step()
+    for parameter, start, own in zip(params, starts, grads, strict=True):
+        torch.testing.assert_close(parameter.double(), expected_steps(start, own), rtol=1e-5, atol=1e-5)
+
+
+def test_large_stacks_are_divided(monkeypatch):
+    whole, divided = parameters([(8, 16)] * 5), parameters([(8, 16)] * 5)
+    set_gradients(whole, 1)
+    set_gradients(divided, 1)
+    FusedMuon(whole, ns_dtype=torch.float32).step()
+    monkeypatch.setattr("transformer_engine.pytorch.optimizers.fused_muon._STACKED", 8 * 16 * 2)
+    FusedMuon(divided, ns_dtype=torch.float32).step()
+    for one, other in zip(whole, divided, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_experts_are_orthogonalized_one_by_one():
+    (stack,), separate = parameters([(3, 8, 16)]), []
+    separate = [torch.nn.Parameter(part.detach().clone()) for part in stack]
+    set_gradients([stack], 5)
+    for parameter, grad in zip(separate, stack.grad, strict=True):
+        parameter.grad = grad.clone()
+    FusedMuon([stack], ns_dtype=torch.float32).step()
+    FusedMuon(separate, ns_dtype=torch.float32).step()
+    torch.testing.assert_close(stack, torch.stack(list(separate)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "split", [(8, 8), (12, 4), (4, 2, 2)], ids=["gate_up", "unequal", "qkv_in_two_groups"]
+)
+def test_parts_of_fused_weights_have_their_own_factors(split):
+    (fused,) = parameters([(16, 24)])
+    start = fused.detach().clone()
+    set_gradients([fused], 2)
+    grad = fused.grad.clone()
+    FusedMuon([fused], lr=0.02, split=split, ns_dtype=torch.float32).step()
+    repeats, begin = 16 // sum(split), 0
+    for rows in split:
+        index = torch.cat([torch.arange(rows) + begin + repeat * sum(split) for repeat in range(repeats)])
+        expected = expected_steps(start[index], [grad[index]])
+        torch.testing.assert_close(fused[index].double(), expected, rtol=1e-5, atol=1e-5)
+        begin += rows
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=["current", "mxfp8"])
+def test_quantized_parameters_follow_their_masters(recipe):
+    with te.emulate(), te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(64, 96, bias=False, device="cpu", params_dtype=torch.float32)
+    plain = torch.nn.Parameter(layer.weight.dequantize(dtype=torch.float32))
+    quantized, reference = FusedMuon([layer.weight], master_weights=True), FusedMuon([plain])
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        grad = torch.randn(96, 64, generator=generator)
+        layer.weight.grad, plain.grad = grad.clone(), grad.clone()
+        quantized.step()
+        reference.step()
+        assert torch.equal(quantized.state[layer.weight]["master_param"], plain)
+        expected = layer.weight._quantizer(plain.detach())
+        assert torch.equal(layer.weight.dequantize(), expected.dequantize())
+
+
+def test_masters_of_bfloat16_parameters_do_not_lose_updates():
+    (narrow,), (wide,) = parameters([(16, 32)], torch.bfloat16), parameters([(16, 32)], torch.bfloat16)
+    wide = torch.nn.Parameter(wide.detach().float())
+    kept, reference = FusedMuon([narrow], lr=1e-5, master_weights=True), FusedMuon([wide], lr=1e-5)
+    for step in range(5):
+        set_gradients([narrow], step)
+        wide.grad = narrow.grad.float()
+        kept.step()
+        reference.step()
+    # The momentum has the gradient's dtype, bfloat16.
+    torch.testing.assert_close(kept.state[narrow]["master_param"], wide.detach(), rtol=0, atol=1e-6)
+    assert torch.equal(narrow, kept.state[narrow]["master_param"].bfloat16())
+
+
+def test_state_dict_resumes_and_reads_the_state_of_torch():
+    def steps(optimizer, params, numbers):
+        for step in numbers:
+            set_gradients(params, step)
+            optimizer.step()
+
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = FusedMuon(params, master_weights=True)
+    steps(optimizer, params, range(2))
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    again = FusedMuon(resumed, lr=1.0, master_weights=True)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.state[resumed[0]]["master_param"].dtype == torch.float32
+    steps(optimizer, params, range(2, 4))
+    steps(again, resumed, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
+
+    (theirs,), (ours,) = parameters([(8, 16)]), parameters([(8, 16)])
+    reference, mine = torch.optim.Muon([theirs]), FusedMuon([ours])
+    steps(reference, [theirs], range(2))
+    ours.data.copy_(theirs)
+    mine.load_state_dict(reference.state_dict())
+    steps(reference, [theirs], range(2, 4))
+    steps(mine, [ours], range(2, 4))
+    assert torch.equal(ours, theirs)
+
+
+def test_copies_step_alike():
+    params = parameters()
+    optimizer = FusedMuon(params, ns_coefficients=get_coefficients(4, "polar_express"), ns_steps=6)
+    set_gradients(params, 0)
+    optimizer.step()
+    model = copy.deepcopy(optimizer)
+    copied = model.param_groups[0]["params"]
+    set_gradients(params, 1)
+    set_gradients(copied, 1)
+    optimizer.step()
+    model.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, copied, strict=True))
+
+
+def test_orthogonal_factor_has_singular_values_near_one():
+    (parameter,) = parameters([(64, 96)])
+    parameter.data.zero_()
+    set_gradients([parameter], 9)
+    coefficients = get_coefficients(8, "polar_express")
+    FusedMuon([parameter], lr=1.0, ns_coefficients=coefficients, ns_steps=8, ns_dtype=torch.float32).step()
+    singular = torch.linalg.svdvals(parameter.detach().double())
+    assert (singular - 1).abs().max() < 0.02
+
+
+def test_autocast_and_gradient_modes_do_not_change_a_step():
+    one, other = parameters(), parameters()
+    set_gradients(one, 0)
+    set_gradients(other, 0)
+    FusedMuon(one, ns_dtype=torch.float32).step()
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        FusedMuon(other, ns_dtype=torch.float32).step()
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        ({"lr": -1.0}, ValueError, "lr=-1.0 is out of range; give a number of at least 0"),
+        ({"momentum": 1.0}, ValueError, "momentum=1.0 is out of range"),
+        ({"ns_steps": 0}, ValueError, "ns_steps=0 is below 1"),
+        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "give three numbers"),
+        ({"adjust_lr_fn": "half"}, ValueError, "adjust_lr_fn"),
+        ({"split": (5,)}, ValueError, "which do not divide the 16 rows"),
+        ({"ns_dtype": torch.float16}, ValueError, "give torch.bfloat16 or torch.float32"),
+    ],
+)
+def test_settings_out_of_range_raise_an_error(settings, error, sentence):
+    with pytest.raises(error, match=sentence):
+        FusedMuon(parameters([(16, 32)]), **settings)
+
+
+def test_vectors_and_unsupported_gradients_are_rejected_before_any_change():
+    with pytest.raises(ValueError, match="use FusedAdam for the others"):
+        FusedMuon(parameters([(16,)]))
+    params = parameters([(16, 32), (8, 8)])
+    set_gradients(params, 0)
+    params[1].grad = params[1].grad.to_sparse()
+    before = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match="no sparse gradients"):
+        FusedMuon(params).step()
+    assert torch.equal(params[0], before)
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = te.Linear(16, 16, device="cpu")
+    layer.weight.grad = torch.ones(16, 16)
+    with pytest.raises(RuntimeError, match="cannot be stepped without masters"):
+        FusedMuon([layer.weight]).step()
