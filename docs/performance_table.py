@@ -85,7 +85,7 @@ def _times(record: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def comparison() -> str:
-    """Table of the highlighted cases: plain PyTorch in bfloat16, and each FP8 recipe with its ratio to this baseline."""
+    """Table of the highlighted cases: plain PyTorch in bfloat16, and each FP8 recipe with its ratio to it."""
     record = json.loads((RESULTS / "bench_h200.json").read_text())
     times = _times(record)
     names = [f"`{name}`" for name in RECIPES.values()]
