@@ -12,12 +12,17 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from opcode import opmap
+from types import ModuleType
 from typing import Any, NoReturn
 
 from .._version import __version__
+from .documentation import page
 
+FRAMEWORKS = ("transformer_engine.pytorch", "transformer_engine.jax")
 PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
 
 # Reason and replacement for absent names of the original. A key covers the names that start with it; a key with a
@@ -137,8 +142,8 @@ def sentence(name: str) -> str:
     near = close[0] if close else None
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists the supported "
-        f"features, and dir({place}) the names"
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}{page('support')} lists the "
+        f"supported features, and dir({place}) the names"
     )
 
 
@@ -180,9 +185,30 @@ def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> 
     late = late or {}
 
     def __getattr__(name: str) -> Any:
-        return late[name]() if name in late else _raise_missing(module, name, _imports(sys._getframe(1)))
+        if name in late:
+            return late[name]()
+        found = _submodule(module, name)
+        return _raise_missing(module, name, _imports(sys._getframe(1))) if found is None else found
 
     return __getattr__
+
+
+def _submodule(package: str, name: str) -> ModuleType | None:
+    """Import a public module of a framework's package when it is first used as an attribute, without an import.
+
+    The original imports more of its modules with the package, and programs rely on it: MaxText reads
+    `transformer_engine.jax.flax.module` after `import transformer_engine.jax`.
+    """
+    here = sys.modules.get(package)
+    if name.startswith("_") or not package.startswith(FRAMEWORKS) or not hasattr(here, "__path__"):
+        return None
+    path = f"{package}.{name}"
+    if find_spec(path) is None:
+        return None
+    try:
+        return import_module(path)
+    except ImportError as error:  # an optional library is missing: `hasattr` returns False
+        raise AttributeError(f"{path} cannot be imported: {error}", name=name, obj=here) from error
 
 
 def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...common import env
 from ...common.dispatch import undisturbed
+from ...common.documentation import page
 from ...common.memory import Memory
 from ..distributed.tensor_parallel import (
     NO_FLAGS,
@@ -250,9 +251,8 @@ class ProductsModule(TransformerEngineBaseModule):
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
         if export_mode.onnx:
-            name = type(self).__name__
             raise NotImplementedError(
-                f"{name} cannot be exported to ONNX; docs/export.md lists the layers that can"
+                f"{type(self).__name__} cannot be exported to ONNX; {page('export')} lists the layers that can"
             )
         if _is_compiling():
             return self._traced_spec(inp, tensors, options)
