@@ -45,7 +45,9 @@ def test_steps_are_reported_on_request_only():
 
 
 def test_both_passes_of_a_chain_are_reported():
-    chain = te.ops.Sequential(te.ops.LayerNorm(64), te.ops.Linear(64, 96), te.ops.GELU(), te.ops.Linear(96, 64)).cpu()
+    chain = te.ops.Sequential(
+        te.ops.LayerNorm(64), te.ops.Linear(64, 96), te.ops.GELU(), te.ops.Linear(96, 64)
+    ).cpu()
     forward, backward = explained(chain, sample("cpu"), "current").passes
     assert (forward.name, backward.name) == ("forward pass of Sequential", "backward pass of Sequential")
     assert forward.saved and not backward.saved
