@@ -1,4 +1,4 @@
-"""Names of the extension that depend on NVSHMEM, cuSolverMp, NCCL's device API or userbuffers: each call raises.
+"""Names of the extension that depend on NVSHMEM, cuSolverMp or NCCL's device API: each call raises.
 
 The message names the functions of `transformer_engine.pytorch` that do the same by other means.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
-
-__all__ = ["CommOverlap", "CommOverlapHelper", "CommOverlapP2P"]
 
 _NVSHMEM = (
     "NVSHMEM is not part of this package; send and receive with torch.distributed, or allocate a symmetric buffer with "
@@ -19,11 +17,6 @@ _EP = (
     "transformer_engine.pytorch.ep"
 )
 _CUSOLVERMP = "cuSolverMp is not part of this package; call te.newton_schulz with te.CusolverMpCtx(group)"
-_USERBUFFERS = (
-    "the original's buffers are not part of this package; layers with ub_* flags overlap collectives with products by "
-    "themselves after te.initialize_ub"
-)
-
 _UNREAD = "Args:\n    args: Are not read.\n    kwargs: Are not read."
 
 # Reason and replacement of each function.
@@ -47,6 +40,7 @@ FUNCTIONS = {
             "ep_zero_copy_supported",
             "ep_handle_mem_size",
             "ep_prepare",
+            "ep_prepare_and_dispatch",
             "ep_dispatch",
             "ep_combine",
             "ep_dispatch_bwd",
@@ -54,7 +48,6 @@ FUNCTIONS = {
         ),
         _EP,
     ),
-    "bulk_overlap_ag_with_external_gemm": _USERBUFFERS,
 }
 
 
@@ -70,24 +63,4 @@ def _raising(name: str, reason: str) -> Callable[..., NoReturn]:
 
 
 globals().update({name: _raising(name, reason) for name, reason in FUNCTIONS.items()})
-__all__ += list(FUNCTIONS)
-
-
-class CommOverlapHelper:
-    """Process groups of userbuffers; construction raises NotImplementedError, see `te.initialize_ub`.
-
-    Args:
-        args: Are not read.
-        kwargs: Are not read.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"{type(self).__name__}: {_USERBUFFERS}")
-
-
-class CommOverlap(CommOverlapHelper):
-    """Buffer of a pipelined overlap; construction raises NotImplementedError, see `te.initialize_ub`."""
-
-
-class CommOverlapP2P(CommOverlapHelper):
-    """Buffer of an overlap in a ring; construction raises NotImplementedError, see `te.initialize_ub`."""
+__all__ = list(FUNCTIONS)

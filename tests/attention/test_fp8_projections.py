@@ -9,8 +9,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
-from transformer_engine.pytorch.functions.split_heads import split_heads
 from transformer_engine.pytorch.functions.linear_spec import UNQUANTIZED
+from transformer_engine.pytorch.functions.split_heads import split_heads
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 HIDDEN, HEADS, GROUPS, TOKENS, BATCH = 128, 4, 2, 32, 2

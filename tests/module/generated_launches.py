@@ -226,10 +226,8 @@ def pretend(capability: tuple[int, int]) -> None:
         setattr(dist, name, communicate(name))
 
 
-def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
-    """Return the symbols of results, gradients and states after a step; the `first` microbatch caches weights."""
-    x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
-    inputs.append(weakref.ref(x))
+def name_inputs(module: Any, x: torch.Tensor) -> dict[str, Any]:
+    """Give input, parameters, cached weights and scaling states a symbol each; return the states."""
     states = {
         f"{key}.{name}": getattr(state, name)
         for key, state in module.numerics.meta.items()
@@ -242,20 +240,33 @@ def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
         for number, part in enumerate(cached.flatten()[0])
         if part is not None
     }
-    given = {**kept, "x": x, **states, **dict(module.named_parameters())}
     memory.clear()
-    for name, tensor in given.items():
+    for name, tensor in {**kept, "x": x, **states, **dict(module.named_parameters())}.items():
         memory[tensor.data_ptr()] = name
     for parameter in module.parameters():
         parameter.grad = None
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x, is_first_microbatch=first)
-    dy = torch.zeros_like(y)
-    memory[dy.data_ptr()] = "dy"
-    y.backward(dy)
+    return states
+
+
+def symbols(module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    """Run the backward pass of y; return the symbols of results, gradients and states."""
+    if y.requires_grad:
+        dy = torch.zeros_like(y)
+        memory[dy.data_ptr()] = "dy"
+        y.backward(dy)
     left = {"y": y, "dx": x.grad, **states}
     left |= {f"d{name}": parameter.grad for name, parameter in module.named_parameters()}
-    return {name: read(tensor.data_ptr()) for name, tensor in left.items()}
+    return {name: None if tensor is None else read(tensor.data_ptr()) for name, tensor in left.items()}
+
+
+def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
+    """Return the symbols of results, gradients and states after a step; the `first` microbatch caches weights."""
+    x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
+    inputs.append(weakref.ref(x))
+    states = name_inputs(module, x)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x, is_first_microbatch=first)
+    return symbols(module, x, y, states)
 
 
 def compiled_passes(module: Any) -> list[int]:

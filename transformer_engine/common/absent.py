@@ -33,10 +33,11 @@ ABSENT = {
     ),
     "transformer_engine.jax.cpp_extensions.[!B]*Primitive": "a JAX primitive of the original's custom calls; call the "
     "functions of transformer_engine.jax.cpp_extensions, and disable kernels with NVTE_JAX_CUSTOM_CALLS",
-    "transformer_engine.jax.quantize.dequantizer": "the original's dequantizers; call dequantize() of the tensor",
+    "transformer_engine.jax.quantize.dequantizer": "a class of the original's dequantizers; call dequantize(tensor)",
     "transformer_engine.jax.quantize.?*QuantizeConfig": "one settings class per recipe; "
     "get_quantize_config_with_recipe returns a QuantizeConfig for every recipe",
-    "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call out",
+    "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call "
+    "out, or call the functions of quantize.helper",
     "transformer_engine_jax.get_*_workspace_size*": "sizes the scratch buffers of the original's custom calls; XLA "
     "allocates those of the functions in transformer_engine.jax.cpp_extensions",
     "transformer_engine_jax.*pack_*": "packs the binary descriptor of one of the original's custom calls; pass the "
@@ -47,27 +48,12 @@ ABSENT = {
         ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
-    **dict.fromkeys(
-        (
-            "transformer_engine.jax.cpp_extensions.flex_attention",
-            "transformer_engine.jax.cpp_extensions.router",
-        ),
-        "the original's custom calls; call attention.fused_attn with a score_mod, and the functions of "
-        "transformer_engine.jax.router",
-    ),
     "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
     "of transformer_engine.jax.ep, which JAX differentiates",
-    "transformer_engine.jax.debug.experimental.inspect": "its functions are in transformer_engine.jax.debug."
-    "experimental",
     "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
     "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
-    **dict.fromkeys(
-        (
-            "transformer_engine.jax.cpp_extensions.gemm.transpose_dims",
-            "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported",
-        ),
-        "a query of the original's custom calls; XLA chooses layouts, and te.explain reports the grouped kernel",
-    ),
+    "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported": "a query of the original's custom "
+    "calls; te.explain reports the kernel of a grouped product",
     "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
     "ep_bootstrap; leave it out",
     "transformer_engine.jax.update_fp8_metas": "of the original's first versions; the gradient of the collection of "
@@ -104,13 +90,6 @@ ABSENT = {
     "te_general_grouped_gemm_for_discrete_in or te_general_grouped_gemm_for_discrete_out",
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
-    **dict.fromkeys(
-        ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2dq]*"),
-        "one step of the original's quantization of weights from shards; call "
-        "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
-    ),
-    "transformer_engine_torch.thd_copy_valid_tokens_from_per_split_to_rank_local": "a step of the original's context "
-    "parallelism; call set_context_parallel_group of te.DotProductAttention",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.AttnFuncWithCP*",

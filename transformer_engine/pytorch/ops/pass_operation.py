@@ -1,4 +1,4 @@
-"""StepOperation and StepFusedOperation: operations whose passes are steps, so that neighbours fuse with them."""
+"""PassOperation and PassFusedOperation: operations of this package, whose passes neighbors fuse with."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
-from .chain import ChainEnvironment, InputFacts, OperationCall, run_backward, run_forward
+from .chain import run_backward, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from .pass_builder import Contribution
+from .passes.contract import InputFacts, OperationCall, OperationPasses
 
 
-class StepOperation(BasicOperation, metaclass=ABCMeta):
-    """A basic operation that contributes steps to passes.
+class PassOperation(BasicOperation, metaclass=ABCMeta):
+    """A basic operation whose forward and backward functions are an `OperationPasses`.
 
-    A derived class implements `contribute`. A user's class that overrides `op_forward` or `fuser_forward` runs by these
+    A derived class implements `passes`. A user's class that overrides `op_forward` or `fuser_forward` runs by these
     methods instead, without fusion.
 
     Attributes:
-        parameter_names: Names of the parameters that the steps read.
+        parameter_names: Names of the parameters that the passes read.
         option_names: Keyword arguments of a call that the operation accepts.
     """
 
@@ -31,23 +31,19 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
     option_names: frozenset[str] = frozenset()
 
     @abstractmethod
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
-        """Describe the operation for one call.
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+        """The forward and the backward function of one kind of call.
 
         Args:
-            name: Name of the operation in the pass.
             x: Facts of the input.
             call: Facts of the call.
-            environment: Receives the objects that the steps refer to by name.
 
         Returns:
-            The contribution, and the facts of the output.
+            The passes, and the facts of the output.
         """
 
     def pass_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that the steps read, by their names there."""
+        """The parameters that the passes read, by name."""
         parameters = {name: getattr(self, name) for name in self.parameter_names}
         return {name: parameter for name, parameter in parameters.items() if parameter is not None}
 
@@ -104,7 +100,7 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
         next_op_input_quantizer: Quantizer | None = None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
-        if type(self).op_forward is not StepOperation.op_forward:
+        if type(self).op_forward is not PassOperation.op_forward:
             return super().fuser_forward(
                 basic_op_ctxs,
                 input_,
@@ -122,7 +118,7 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
-        if type(self).op_backward is not StepOperation.op_backward:
+        if type(self).op_backward is not PassOperation.op_backward:
             return super().fuser_backward(
                 basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
             )
@@ -140,7 +136,7 @@ def _without_extra_tensors(op: BasicOperation, method: str, instead: str) -> Non
 def check_parameters(ops: Iterable[BasicOperation]) -> None:
     """Raise RuntimeError if a required parameter of an operation is None."""
     for op in ops:
-        for name in op.required_parameters() if isinstance(op, StepOperation) else ():
+        for name in op.required_parameters() if isinstance(op, PassOperation) else ():
             if getattr(op, name) is None:
                 raise RuntimeError(
                     f"{type(op).__name__}.{name} is None; assign a torch.nn.Parameter, or construct the layer "
@@ -148,8 +144,8 @@ def check_parameters(ops: Iterable[BasicOperation]) -> None:
                 )
 
 
-class StepFusedOperation(FusedOperation):
-    """A fused operation of operations that contribute steps; the rules of passes merge these steps."""
+class PassFusedOperation(FusedOperation):
+    """A fused operation of operations of this package; `chain.py` finds out what kernels compute together."""
 
     def fuser_forward(
         self,
@@ -174,25 +170,25 @@ class StepFusedOperation(FusedOperation):
         return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
 
-def contributes_forward(op: FusibleOperation) -> bool:
-    """Return whether the forward pass of an operation is made of steps."""
-    if isinstance(op, StepFusedOperation):
-        own = type(op).fuser_forward is StepFusedOperation.fuser_forward
-        return own and all(contributes_forward(member) for member in op.basic_operations())
-    if not isinstance(op, StepOperation):
+def has_forward_pass(op: FusibleOperation) -> bool:
+    """Whether the forward pass of an operation is an `OperationPasses`."""
+    if isinstance(op, PassFusedOperation):
+        own = type(op).fuser_forward is PassFusedOperation.fuser_forward
+        return own and all(has_forward_pass(member) for member in op.basic_operations())
+    if not isinstance(op, PassOperation):
         return False
     kind = type(op)
-    return kind.op_forward is StepOperation.op_forward and kind.fuser_forward is StepOperation.fuser_forward
+    return kind.op_forward is PassOperation.op_forward and kind.fuser_forward is PassOperation.fuser_forward
 
 
-def contributes_backward(op: FusibleOperation) -> bool:
-    """Return whether the backward pass of an operation is made of steps."""
-    if isinstance(op, StepFusedOperation):
-        own = type(op).fuser_backward is StepFusedOperation.fuser_backward
-        return own and all(contributes_backward(member) for member in op.basic_operations())
-    if not isinstance(op, StepOperation):
+def has_backward_pass(op: FusibleOperation) -> bool:
+    """Whether the backward pass of an operation is an `OperationPasses`."""
+    if isinstance(op, PassFusedOperation):
+        own = type(op).fuser_backward is PassFusedOperation.fuser_backward
+        return own and all(has_backward_pass(member) for member in op.basic_operations())
+    if not isinstance(op, PassOperation):
         return False
     kind = type(op)
     return (
-        kind.op_backward is StepOperation.op_backward and kind.fuser_backward is StepOperation.fuser_backward
+        kind.op_backward is PassOperation.op_backward and kind.fuser_backward is PassOperation.fuser_backward
     )

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common import absent
-from ...common.checks import described
-from ..checks import check_array
+from ....common import absent
+from ....common.checks import described
+from ...checks import check_array
 
 __all__ = ["inspect_array", "load_array_dump"]
 

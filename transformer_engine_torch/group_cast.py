@@ -15,7 +15,11 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
 from transformer_engine.pytorch.primitives.grouped_quantize import row_sums
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-from transformer_engine.pytorch.tensor.grouped_rows import quantize_rows, quantize_stack
+from transformer_engine.pytorch.tensor.grouped_rows import (
+    quantize_blocks_of_stack,
+    quantize_rows,
+    quantize_stack,
+)
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, StackQuantizer, stack_quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
@@ -27,6 +31,12 @@ from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import Gro
 
 from .cast import torch_dtype
 from .checks import quantizer_or_none, values, with_axes
+
+__all__ = [
+    "bgrad_group_quantize",
+    "group_dequantize",
+    "group_quantize",
+]
 
 Extents = Tensor | Sequence[int] | None
 
@@ -76,10 +86,7 @@ def group_quantize(
     if output is not None:
         return _quantize_into(output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag)
     columns = x.shape[1]
-    firsts, lasts = (
-        None if dims is None else _extents(name, dims, num_tensors, x.device)
-        for name, dims in (("first_dims", first_dims), ("last_dims", last_dims))
-    )
+    firsts, lasts = _extents_on(x.device, num_tensors, first_dims, last_dims)
     if firsts is not None and lasts is None and _stays_on_device(quantizer):
         if not firsts.is_cuda:
             _check_elements([(extent, columns) for extent in firsts.tolist()], num_tensors, x)
@@ -88,10 +95,9 @@ def group_quantize(
     flat = x.reshape(-1)[: sum(map(prod, shapes))]
     if firsts is None and lasts is None:
         stacked = flat.view(num_tensors, *shapes[0])
-        if isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer) and _stays_on_device(
-            quantizer
-        ):
-            return quantize_stack(stacked, quantizer)
+        if _stays_on_device(quantizer):
+            one_scale = isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer)
+            return (quantize_stack if one_scale else quantize_blocks_of_stack)(stacked, quantizer)
         stack = stack_quantizer(quantizer, shapes)
         return stack.wrap(stack.encode(stacked, quantizer.rowwise_usage, quantizer.columnwise_usage))
     stack = stack_quantizer(quantizer, shapes, stacked=False)
@@ -101,6 +107,21 @@ def group_quantize(
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
     return GroupedTensor.from_storage(group)
+
+
+def member_shapes(
+    x: Tensor, num_tensors: int, first_dims: Extents, last_dims: Extents
+) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
+    """Shape of each matrix of a group in x [R, K], and `first_dims` and `last_dims` as int64 on its device."""
+    firsts, lasts = _extents_on(x.device, num_tensors, first_dims, last_dims)
+    return _shapes(x, num_tensors, firsts, lasts), firsts, lasts
+
+
+def _extents_on(
+    device: torch.device, count: int, first_dims: Extents, last_dims: Extents
+) -> tuple[Tensor | None, ...]:
+    pairs = (("first_dims", first_dims), ("last_dims", last_dims))
+    return tuple([None if dims is None else _extents(name, dims, count, device) for name, dims in pairs])
 
 
 def _stays_on_device(quantizer: Any) -> bool:
