@@ -48,31 +48,11 @@ class BlockScales:
 
 @triton.jit
 def rows_kernel(
-    a,
-    b,
-    layout,
-    scale_a,
-    scale_b,
-    level_a,
-    level_b,
-    bias,
-    out,
-    N,
-    K,
-    TILES_M,
-    RANGE,
-    EVEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FORMAT_A: tl.constexpr,
-    FORMAT_B: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PACKING: tl.constexpr,
-    ROWS_A: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    a, b, layout, scale_a, scale_b, level_a, level_b, bias, out, N, K, TILES_M, RANGE,
+    EVEN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, FORMAT_A: tl.constexpr,
+    FORMAT_B: tl.constexpr, LENGTH: tl.constexpr, PACKING: tl.constexpr, ROWS_A: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
     Args:
