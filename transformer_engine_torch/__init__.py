@@ -135,9 +135,15 @@ from .grouped_products import group_scaled_swiglu as group_scaled_swiglu
 from .grouped_products import multi_tensor_pad_last_dim as multi_tensor_pad_last_dim
 from .grouped_products import multi_tensor_transpose_to_bhsd as multi_tensor_transpose_to_bhsd
 from .grouped_products import nvfp4_quantize_with_amax as nvfp4_quantize_with_amax
-from .grouped_products import te_general_grouped_gemm_for_discrete_in as te_general_grouped_gemm_for_discrete_in
-from .grouped_products import te_general_grouped_gemm_for_discrete_out as te_general_grouped_gemm_for_discrete_out
-from .grouped_products import te_general_grouped_gemm_for_grouped_tensor as te_general_grouped_gemm_for_grouped_tensor
+from .grouped_products import (
+    te_general_grouped_gemm_for_discrete_in as te_general_grouped_gemm_for_discrete_in,
+)
+from .grouped_products import (
+    te_general_grouped_gemm_for_discrete_out as te_general_grouped_gemm_for_discrete_out,
+)
+from .grouped_products import (
+    te_general_grouped_gemm_for_grouped_tensor as te_general_grouped_gemm_for_grouped_tensor,
+)
 from .kv_cache import (
     convert_bshd_to_thd,
     convert_thd_to_bshd,
