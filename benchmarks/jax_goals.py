@@ -173,20 +173,20 @@ def _without_the_flag(rows: list[dict[str, Any]]) -> Goal:
 def plot(path: Path, found: list[Goal], title: str) -> None:
     """Draw one bar per goal: the share that is reached, labelled with the value and the limit."""
     shown = [goal for goal in found if goal.found is not None]
-    figure = Figure(figsize=(10, 1 + 0.22 * len(shown)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(8, 1 + 0.24 * len(shown)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     colours = ["#15803d" if goal.reached else "#c2410c" for goal in shown]
     bars = axis.barh(range(len(shown)), [min(goal.share, SHOWN) for goal in shown], color=colours)
     texts = [f"{goal.found:.3g} ({goal.sense} {goal.limit:.3g})" for goal in shown]
-    axis.bar_label(bars, labels=texts, padding=12, fontsize=7)
+    axis.bar_label(bars, labels=texts, padding=3, fontsize=8.5)
     axis.axvline(1.0, color="#000000", linewidth=1.0)
-    axis.set_yticks(range(len(shown)), [goal.what for goal in shown], fontsize=7)
-    axis.set_xlim(0.0, SHOWN + 0.4)
-    axis.set_xlabel(f"part of the goal that is reached (cut at {SHOWN:g}); 1 or more: all of it")
+    axis.set_yticks(range(len(shown)), [goal.what for goal in shown], fontsize=8.5)
+    axis.set_xlim(0.0, SHOWN + 2.0)
+    axis.set_xlabel(f"part of the goal (cut at {SHOWN:g})")
     axis.margins(y=0.01)
     axis.invert_yaxis()
-    axis.set_title(title, fontsize=9)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path)
 
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformer_engine.common.passes.step import Pass, Step
-from transformer_engine.common.passes.vocabulary import CastSettings, NormSettings
 from transformer_engine.common.planning import plan
 from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, GPUS, GpuRates
 from transformer_engine.common.planning.layer import (
@@ -34,6 +32,7 @@ from transformer_engine.common.planning.layer import (
     mlp,
     no_costs,
 )
+from transformer_engine.common.planning.layer_steps import Pass, Step
 from transformer_engine.common.planning.models import MODELS, ModelShape
 from transformer_engine.common.planning.simulate import Cost, Extent, LinearSize, PassRun, RankMachine
 
@@ -205,17 +204,17 @@ def kernels() -> Iterator[Check]:
             kind, _, directions = name.partition("_")
             both = directions == "both"
             names = ("row", "column" if both else None)
-            step = Step("cast", ("x",), names, CastSettings("linear", "input", True, both))
+            step = Step("cast", ("x",), names, casts=True)
             predicted = one_step(machine(FORMAT_OF_CAST[kind]), step, {"x": Extent(*sizes)})
             yield Check("casts", row["case"], row["gpu_ms"], predicted, fitted=True)
         elif family in ("norm_f", "norm_fb"):
             inputs = {"x": Extent(*sizes), "gamma": Extent(1, sizes[1])}
-            step = Step("norm", ("x", "gamma"), ("y", None, "rstdev"), NormSettings("norm"))
+            step = Step("norm", ("x", "gamma"), ("y", None, "rstdev"))
             predicted = one_step(machine("bf16"), step, inputs)
             if family == "norm_fb":
                 given = {"dy": Extent(*sizes), "x": Extent(*sizes), "rstdev": Extent(sizes[0], 1, 4.0)}
                 read = ("dy", "x", None, "rstdev", "gamma")
-                step = Step("norm_backward", read, ("dx", "dgamma", None), NormSettings("norm"))
+                step = Step("norm_backward", read, ("dx", "dgamma", None))
                 predicted += one_step(machine("bf16"), step, {**given, "gamma": Extent(1, sizes[1])})
             yield Check("norms", row["case"], row["gpu_ms"], predicted)
         elif family == "rope_fb":

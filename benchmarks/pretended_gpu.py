@@ -1,15 +1,14 @@
 """A simulated GPU without execution: the host's part of a warm call, down to launches and products, on any machine.
 
-Tensors are on the CPU. Tables bind their backends for compute capability 9.0, launches allocate their outputs, find
-their handle and gather their arguments, and cuBLASLt's plans set their pointers. Only the last calls, into Triton's
-launcher and into cuBLASLt, do nothing. Measured times therefore lack these two calls, about 2 us each, and use the
-CPU's allocator. Operations of torch itself run on the CPU, so cases are small.
+Tensors are on the CPU. Tables bind their backends for one compute capability, by default 9.0, launches allocate their
+outputs, find their handle and gather their arguments, and cuBLASLt's plans set their pointers. Only the last calls,
+into Triton's launcher and into cuBLASLt, do nothing. Measured times therefore lack these two calls, about 2 us each,
+and use the CPU's allocator. Operations of torch itself run on the CPU, so cases are small.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import itertools
 import sys
@@ -20,32 +19,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.hardware import nvidia
+from transformer_engine.common.hardware import Hardware, nvidia
 from transformer_engine.pytorch import fast
 
 HOPPER = (9, 0)
-PROCESSORS = (132, 227 << 10)  # of an H200: count, bytes of shared memory
+CUBLASLT = 130_600  # with products of all formats
+PROCESSORS = 132  # of an H200
 _PACKAGE = "transformer_engine."
 _ALIGNMENT = 16
 # A C function that accepts any arguments and does nothing, in place of a library's functions.
 _nowhere: Any = itertools.chain
 
 
-def pretend() -> None:
-    """Make this process treat the CPU as an H200; afterwards the package computes no results in it."""
+def pretend(capability: tuple[int, int] = HOPPER) -> None:
+    """Make this process treat the CPU as a GPU, by default an H200; the package computes no results in it then."""
+    hardware = nvidia(*capability)
     _module("pytorch")
     everywhere("unsupported_elementwise", _takes_all)
     everywhere("unsupported_casts", _takes_all)
     everywhere("compiles_on", lambda device: fast.ENABLED)
-    everywhere("get_device_compute_capability", lambda: HOPPER)
-    everywhere("current_hardware", lambda: nvidia(*HOPPER))
-    everywhere("processors", functools.cache(_processors))
+    everywhere("get_device_compute_capability", lambda: capability)
+    everywhere("current_hardware", lambda: hardware)
+    processors = _module("pytorch.runtime.launching").Processors(PROCESSORS, hardware.shared_memory)
+    everywhere("processors", lambda device: processors)
     everywhere("current_stream", lambda device: 0)
     everywhere("is_current_device", lambda index: True)
     _pretend_memory()
     _pretend_launches()
     _pretend_library()
-    _pretend_requests()
+    _pretend_requests(hardware)
 
 
 def everywhere(name: str, value: Any) -> None:
@@ -61,11 +63,6 @@ def _module(name: str) -> Any:
 
 def _takes_all(*_: Any) -> None:
     return None
-
-
-def _processors(device: int | None) -> Any:
-    made = _module("pytorch.runtime.launching")
-    return made.Processors(*PROCESSORS)
 
 
 def _pretend_memory() -> None:
@@ -126,6 +123,9 @@ class _Library(SimpleNamespace):
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments: 1
 
+    def get_version(self) -> int:
+        return CUBLASLT
+
     def matmul_algo_get_heuristic(self, *arguments: Any) -> None:
         """Report one algorithm."""
         ctypes.c_int.from_address(arguments[-1]).value = 1
@@ -147,13 +147,13 @@ def _pretend_library() -> None:
     _module("pytorch.primitives.gemm.cublaslt_fused").ALIGNMENT = _ALIGNMENT
 
 
-def _pretend_requests() -> None:
+def _pretend_requests(hardware: Hardware) -> None:
     request = _module("pytorch.primitives.gemm.request").GemmRequest
     made = request.__init__
 
     def on_a_gpu(self: Any, *fields: Any, **named: Any) -> None:
         made(self, *fields, **named)
-        for name, value in {"device": "cuda", "hardware": nvidia(*HOPPER), "index": 0}.items():
+        for name, value in {"device": "cuda", "hardware": hardware, "index": 0}.items():
             object.__setattr__(self, name, value)
 
     request.__init__ = on_a_gpu

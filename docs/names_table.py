@@ -1,6 +1,6 @@
 """Write how each name of docs/names.csv stands into that file, and its summary into docs/support.md; --check compares.
 
-python docs/names_table.py [--check] [--original DIRECTORY]
+python docs/names_table.py [--check] [--original DIRECTORY [--signatures]]
 
 The file lists the public names of release 2.20 of the original: name, kind, status, source, section and weight. A name
 is "served" if it exists here, "raises" if a call of it raises an error with the replacement, and "absent" otherwise.
@@ -11,7 +11,8 @@ client's branch, C for authors of extensions.
 
 --original reads an installed original, whose packages are in DIRECTORY: another process imports its public modules and
 prints names and signatures, no source. Names that the file lacks become rows of source "installed", and the differences
-of signatures from this package are printed; see CONTRIBUTING.md.
+of signatures from this package are printed. --signatures also enters the signatures that differ into
+docs/signatures.json, so that a test fails until they are equal; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from generated import ROOT, write
 
 NAMES = ROOT / "docs" / "names.csv"
+SIGNATURES = ROOT / "docs" / "signatures.json"
 PAGE = ROOT / "docs" / "support.md"
 USED = ("documentation", "clients")
 
@@ -217,9 +220,9 @@ def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]
     return sorted([*names, *more])
 
 
-def signature_differences(found: dict[str, list[Any]]) -> list[str]:
-    """Return a line for each callable here whose parameters begin with other names, kinds or defaults."""
-    lines = []
+def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
+    """Return {name: difference} of the callables here whose parameters begin with other names, kinds or defaults."""
+    lines = {}
     for name, (_, theirs) in sorted(found.items()):
         try:
             own = list(inspect.signature(resolved(name)).parameters.values()) if theirs is not None else None
@@ -232,9 +235,44 @@ def signature_differences(found: dict[str, list[Any]]) -> list[str]:
             match = ours[place] if place < len(ours) else None
             same_default = match is not None and (wanted[2] in (None, "...") or wanted[2] == match[2])
             if match is None or match[:2] != wanted[:2] or not same_default:
-                lines.append(f"{name}[{place}]: {wanted} in the original, {match} here")
+                lines[name] = f"{name}[{place}]: {wanted} in the original, {match} here"
                 break
     return lines
+
+
+def parameters_text(parameters: list[list[Any]]) -> str:
+    """Return parameters as the text of a row of signatures.json, "a, b=1, *, c=None"; other defaults are left out."""
+    words, keyword_only = [], False
+    for name, kind_name, default in parameters:
+        if kind_name in ("VAR_POSITIONAL", "VAR_KEYWORD"):
+            words.append(f"{'*' if kind_name == 'VAR_POSITIONAL' else '**'}{name}")
+            keyword_only = keyword_only or kind_name == "VAR_POSITIONAL"
+            continue
+        if kind_name == "KEYWORD_ONLY" and not keyword_only:
+            words.append("*")
+            keyword_only = True
+        words.append(name if default in (None, "...") else f"{name}={default}")
+    return ", ".join(words)
+
+
+def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str]) -> str:
+    """Return the text of signatures.json with the signatures that an installed original has for these names.
+
+    A parameter whose default is no literal has none in the text. Behind a parameter with a default it ends the row.
+    """
+    rows = json.loads(text)
+    for name in names:
+        kept: list[list[Any]] = []
+        defaults = False
+        for parameter in found[name][1]:
+            literal = parameter[2] not in (None, "...")
+            if defaults and not literal and parameter[1] == "POSITIONAL_OR_KEYWORD":
+                break
+            defaults = defaults or literal
+            kept.append(parameter)
+        rows[name] = {"section": rows.get(name, {}).get("section", 0), "parameters": parameters_text(kept)}
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def main() -> int:
@@ -242,12 +280,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="names of the original and how they stand")
     parser.add_argument("--check", action="store_true", help="compare the files instead of writing them")
     parser.add_argument("--original", type=Path, help="directory with an installed original")
+    parser.add_argument("--signatures", action="store_true", help="enter its signatures that differ")
     options = parser.parse_args()
     names = listed()
     if options.original is not None:
         found = installed(options.original)
         names = with_installed(names, found)
-        print("\n".join(signature_differences(found)))
+        different = signature_differences(found)
+        print("\n".join(different.values()))
+        if options.signatures:
+            SIGNATURES.write_text(signature_rows(SIGNATURES.read_text(), found, different))
     names = [row._replace(status=status(row.name)) for row in names]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

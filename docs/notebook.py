@@ -1,4 +1,6 @@
-"""Write docs/guides/fp8_first_principles.ipynb from docs/first_principles.md; --check only compares.
+"""Write docs/guides/fp8_first_principles.ipynb, with the outputs of its cells, from docs/first_principles.md.
+
+`--check` compares the cells without running them, and requires an output of each cell that prints or draws.
 
 python docs/notebook.py [--check | --pictures]
 
@@ -7,16 +9,23 @@ python docs/notebook.py [--check | --pictures]
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import io
 import json
 import os
 import re
 import sys
+import tempfile
+from typing import Any
 
 from generated import ROOT
 
 PAGE = ROOT / "docs" / "first_principles.md"
 NOTEBOOK = ROOT / "docs" / "guides" / "fp8_first_principles.ipynb"
 BLOCK = re.compile(r"```(\w*)\n(.*?)```\n?", re.DOTALL)
+SHOWS = re.compile(r"\bprint\(|plt\.subplots\(")
+DOTS_PER_INCH = 80
 ONLY_IN_SCRIPTS = re.compile(r"^plt\.switch_backend\(.*\n", re.MULTILINE)
 
 
@@ -37,18 +46,58 @@ def cells(page: str) -> list[tuple[str, str]]:
     return [(kind, text.strip()) for kind, text in plain if text.strip()]
 
 
-def notebook(page: str) -> str:
-    """Return the notebook of a page as JSON."""
-    written = []
+def outputs_of(sources: list[str]) -> list[list[dict[str, Any]]]:
+    """Run the code cells in sequence, and return what each prints and draws as outputs of a notebook."""
+    from matplotlib import pyplot
+
+    pyplot.switch_backend("Agg")
+    names: dict[str, Any] = {}
+    found: list[list[dict[str, Any]]] = []
+    for source in sources:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, PAGE.name, "exec"), names)
+        outputs: list[dict[str, Any]] = []
+        if printed.getvalue():
+            text = printed.getvalue().splitlines(True)
+            outputs.append({"name": "stdout", "output_type": "stream", "text": text})
+        for number in pyplot.get_fignums():
+            picture = io.BytesIO()
+            pyplot.figure(number).savefig(picture, format="png", dpi=DOTS_PER_INCH)
+            data = {"image/png": base64.b64encode(picture.getvalue()).decode()}
+            outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
+        pyplot.close("all")
+        found.append(outputs)
+    return found
+
+
+def notebook(page: str, outputs: list[list[dict[str, Any]]]) -> str:
+    """JSON of a page's notebook with the outputs of its code cells."""
+    written: list[dict[str, Any]] = []
     for number, (kind, source) in enumerate(cells(page)):
-        outputs = {"execution_count": None, "outputs": []} if kind == "code" else {}
-        cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(True)}
-        written.append({**cell, **outputs})
+        cell: dict[str, Any] = {
+            "cell_type": kind,
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": source.splitlines(True),
+        }
+        if kind == "code":
+            count = sum(one["cell_type"] == "code" for one in written)
+            cell |= {"execution_count": count + 1, "outputs": outputs[count]}
+        written.append(cell)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return (
         json.dumps({"cells": written, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1)
         + "\n"
     )
+
+
+def stored_outputs() -> dict[str, list[dict[str, Any]]]:
+    """{source of a code cell: its outputs} of the stored notebook."""
+    if not NOTEBOOK.is_file():
+        return {}
+    known = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    return {"".join(cell["source"]): cell["outputs"] for cell in known}
 
 
 def main() -> int:
@@ -62,14 +111,22 @@ def main() -> int:
                 print("---", flush=True)
                 exec(compile(block[2], PAGE.name, "exec"), names)
         return 0
-    fresh = notebook(page)
+    sources = [source for kind, source in cells(page) if kind == "code"]
     if "--check" in sys.argv[1:]:
-        stale = not NOTEBOOK.is_file() or NOTEBOOK.read_text() != fresh
+        stored = stored_outputs()
+        outputs = [stored.get(source, []) for source in sources]
+        silent = [
+            source
+            for source, shown in zip(sources, outputs, strict=True)
+            if SHOWS.search(source) and not shown
+        ]
+        stale = bool(silent) or NOTEBOOK.read_text() != notebook(page, outputs)
         if stale:
             print(f"{NOTEBOOK.relative_to(ROOT)} is out of date; run python docs/notebook.py")
         return int(stale)
     NOTEBOOK.parent.mkdir(exist_ok=True)
-    NOTEBOOK.write_text(fresh)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # cells write their pictures here
+        NOTEBOOK.write_text(notebook(page, outputs_of(sources)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md and the figures of docs/index.md from the records in benchmarks/results/.
+"""Write the tables of docs/performance.md and the figures of docs/index.md and README.md from benchmarks/results/.
 
 --check only compares.
 
@@ -15,6 +15,7 @@ from generated import ROOT, write
 
 PAGE = ROOT / "docs" / "performance.md"
 HOME = ROOT / "docs" / "index.md"
+README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -76,14 +77,40 @@ HIGHLIGHTS = {
 HIGHLIGHTS_COMMIT = "f63a863"
 
 
+RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+
+
+def _times(record: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {(row["case"], row["provider"]): row["gpu_ms"] for row in record["results"]}
+
+
+def comparison() -> str:
+    """Table of the highlighted cases: plain PyTorch in bfloat16, and each FP8 recipe with its ratio to it."""
+    record = json.loads((RESULTS / "bench_h200.json").read_text())
+    times = _times(record)
+    names = [f"`{name}`" for name in RECIPES.values()]
+    lines = [
+        "| | plain PyTorch, bfloat16 | " + " | ".join(names) + " |",
+        "| --- |" + " ---: |" * (len(names) + 1),
+    ]
+    for case, title in HIGHLIGHTS.items():
+        plain = times[case.replace("/delayed/", "/bf16/"), "torch"]
+        cells = [f"{plain:.1f} ms"]
+        for recipe in RECIPES:
+            fast = times[case.replace("/delayed/", f"/{recipe}/"), "te"]
+            cells.append(f"{fast:.1f} ms, {plain / fast:.2f}x")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def highlights() -> str:
     """Return the speed of three cases in FP8 over plain PyTorch in bfloat16, with the machine and the commit."""
     record = json.loads((RESULTS / "bench_h200.json").read_text())
-    times = {(row["case"], row["provider"]): row["gpu_ms"] for row in record["results"]}
+    times = _times(record)
     lines = ['<ul class="numbers">']
     for case, title in HIGHLIGHTS.items():
         fast, plain = times[case, "te"], times[case.replace("/delayed/", "/bf16/"), "torch"]
-        figures = f"{fast:.1f} ms in FP8, {plain:.1f} ms in bfloat16"
+        figures = f"{fast:.1f} ms in FP8, {plain:.1f} ms in plain PyTorch, bfloat16"
         lines.append(f"<li><strong>{plain / fast:.2f} times</strong> as fast: {title}, {figures}</li>")
     torch = record["torch"].split("+")[0]
     return "\n".join(
@@ -99,4 +126,13 @@ def highlights() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write(__file__, {PAGE: sections(), HOME: {"numbers": highlights()}}))
+    sys.exit(
+        write(
+            __file__,
+            {
+                PAGE: {**sections(), "comparison": comparison()},
+                HOME: {"numbers": highlights()},
+                README: {"comparison": comparison()},
+            },
+        )
+    )

@@ -1,4 +1,4 @@
-"""MkDocs hook: the footer of every page names the version of the package that the site describes."""
+"""MkDocs hooks: a footer with the version of the package, and names in cells of tables that wrap."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 VERSION_FILE = Path(__file__).resolve().parent.parent / "transformer_engine" / "_version.py"
+CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
+TEXT = re.compile(r"(?<=>)[^<]+")
+BREAK = re.compile(r"([._/,=(\[:]+|(?<=[a-z])(?=[A-Z][a-z]))(?=\w)")
 
 
 def on_config(config: Any) -> Any:
@@ -15,3 +18,12 @@ def on_config(config: Any) -> Any:
     assert version is not None, f"{VERSION_FILE} defines no __version__"
     config.copyright = f"{config.site_name} {version[1]}"
     return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Allow line breaks inside of long names in cells: after separators, and between the words of a class name."""
+    return CELL.sub(lambda cell: TEXT.sub(_with_breaks, cell[0]), html)
+
+
+def _with_breaks(text: re.Match[str]) -> str:
+    return re.sub(r"[^\s&;]{9,}", lambda word: BREAK.sub(r"\1<wbr>", word[0]), text[0])

@@ -21,282 +21,50 @@ from transformer_engine.pytorch.functions.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 
-from . import unavailable
-from .activation import (
-    clamped_dswiglu,
-    clamped_swiglu,
-    dbias_dgelu,
-    dbias_dqgelu,
-    dbias_drelu,
-    dbias_dsilu,
-    dbias_dsrelu,
-    dgeglu,
-    dgelu,
-    dglu,
-    dqgeglu,
-    dqgelu,
-    dreglu,
-    drelu,
-    dsilu,
-    dsituglu,
-    dsreglu,
-    dsrelu,
-    dswiglu,
-    geglu,
-    gelu,
-    glu,
-    qgeglu,
-    qgelu,
-    reglu,
-    relu,
-    scaled_clamped_dswiglu,
-    scaled_clamped_swiglu,
-    scaled_dsituglu,
-    scaled_dsrelu,
-    scaled_dswiglu,
-    scaled_situglu,
-    scaled_srelu,
-    scaled_swiglu,
-    silu,
-    situglu,
-    sreglu,
-    srelu,
-    swiglu,
+from . import (
+    activation,
+    attention,
+    cast,
+    comm_overlap,
+    context_parallel,
+    enums,
+    gemm,
+    group_cast,
+    grouped,
+    grouped_products,
+    kv_cache,
+    norm,
+    nvfp4_scales,
+    partial_cast,
+    permutation,
+    rope,
+    router,
+    scaling,
+    softmax_and_dropout,
+    unavailable,
 )
-from .attention import (
-    fused_attn_bwd,
-    fused_attn_fwd,
-    get_fused_attn_backend,
-)
-from .cast import (
-    bgrad_quantize,
-    compute_amax,
-    create_empty_quantized_tensor,
-    dequantize,
-    fp8_transpose,
-    multi_tensor_quantize,
-    quantize,
-    split_quantize,
-    swap_first_dims,
-)
-from .context_parallel import (
-    thd_cp_rank_order_to_sequence_order,
-    thd_get_partitioned_indices,
-    thd_grad_correction,
-    thd_out_correction,
-    thd_read_half_tensor,
-    thd_read_second_half_lse,
-    thd_second_half_lse_correction,
-    thd_sequence_order_to_cp_rank_order,
-)
-from .enums import (
-    CommOverlapAlgo,
-    CommOverlapType,
-    DType,
-    Float8BlockScaleTensorFormat,
-    FP8BwdTensors,
-    FP8FwdTensors,
-    NVTE_Bias_Type,
-    NVTE_Fused_Attn_Backend,
-    NVTE_Mask_Type,
-    NVTE_QKV_Format,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-    NVTEQBHistogramMode,
-    device_supports_multicast,
-    get_cublasLt_version,
-    get_cudnn_version,
-    get_grouped_gemm_setup_workspace_size,
-    get_num_cublas_streams,
-    get_stream_priority_range,
-    nvte_built_with_cublasmp,
-    ubuf_built_with_mpi,
-)
-from .gemm import generic_gemm, te_general_grouped_gemm
-from .group_quantize import (
-    bgrad_group_quantize,
-    group_dequantize,
-    group_quantize,
-)
-from .grouped import (
-    bulk_allocate,
-    copy_data_ptrs_to_device,
-    grouped_swizzle_for_gemm,
-    multi_tensor_swizzle_scales_for_gemm_,
-    multi_tensor_swizzle_scales_for_gemm_unchecked_,
-    nvfp4_data_transpose,
-    splits_to_offsets,
-    splits_to_offsets_multi,
-    swizzle_scales_for_gemm_,
-)
-from .grouped_products import group_requantize_inplace as group_requantize_inplace
-from .grouped_products import group_scaled_clamped_swiglu as group_scaled_clamped_swiglu
-from .grouped_products import group_scaled_swiglu as group_scaled_swiglu
-from .grouped_products import multi_tensor_pad_last_dim as multi_tensor_pad_last_dim
-from .grouped_products import multi_tensor_transpose_to_bhsd as multi_tensor_transpose_to_bhsd
-from .grouped_products import nvfp4_quantize_with_amax as nvfp4_quantize_with_amax
-from .grouped_products import (
-    te_general_grouped_gemm_for_discrete_in as te_general_grouped_gemm_for_discrete_in,
-)
-from .grouped_products import (
-    te_general_grouped_gemm_for_discrete_out as te_general_grouped_gemm_for_discrete_out,
-)
-from .grouped_products import (
-    te_general_grouped_gemm_for_grouped_tensor as te_general_grouped_gemm_for_grouped_tensor,
-)
-from .kv_cache import (
-    convert_bshd_to_thd,
-    convert_thd_to_bshd,
-    copy_to_kv_cache,
-    fa_prepare_bwd,
-    fa_prepare_fwd,
-    mha_fill,
-)
-from .norm import (
-    layernorm_bwd,
-    layernorm_fwd,
-    rmsnorm_bwd,
-    rmsnorm_bwd_add,
-    rmsnorm_fwd,
-)
-from .partial_cast import (
-    fp8_block_scaling_compute_partial_amax,
-    fp8_block_scaling_partial_cast,
-    mxfp8_scaling_compute_partial_amax,
-    mxfp8_scaling_partial_cast,
-    nvfp4_2d_compute_partial_amax,
-    nvfp4_2d_partial_cast,
-)
-from .permutation import (
-    fused_multi_row_padding,
-    fused_multi_row_unpadding,
-    moe_permute_bwd,
-    moe_permute_fwd,
-    moe_unpermute_bwd,
-    moe_unpermute_fwd,
-)
-from .rope import (
-    fused_qkv_rope_backward,
-    fused_qkv_rope_forward,
-    fused_rope_backward,
-    fused_rope_forward,
-)
-from .router import (
-    NVTERoutingMapFormat,
-    fused_moe_aux_loss_bwd,
-    fused_moe_aux_loss_fwd,
-    fused_moe_aux_loss_fwd_graph_safe,
-    fused_score_for_moe_aux_loss_bwd,
-    fused_score_for_moe_aux_loss_fwd,
-    fused_topk_with_score_function_bwd,
-    fused_topk_with_score_function_fwd,
-    fused_topk_with_score_function_qb_fwd,
-)
-from .scaling import FP8TensorMeta, fused_amax_and_scale_update_after_reduction
-from .softmax_and_dropout import (
-    dropout_bwd,
-    dropout_fwd,
-    scaled_aligned_causal_masked_softmax_backward,
-    scaled_aligned_causal_masked_softmax_forward,
-    scaled_masked_softmax_backward,
-    scaled_masked_softmax_forward,
-    scaled_softmax_backward,
-    scaled_softmax_forward,
-    scaled_upper_triang_masked_softmax_backward,
-    scaled_upper_triang_masked_softmax_forward,
-)
-from .unavailable import *  # noqa: F403 - by the list in __all__
+from .activation import *  # noqa: F403
+from .attention import *  # noqa: F403
+from .cast import *  # noqa: F403
+from .comm_overlap import *  # noqa: F403
+from .context_parallel import *  # noqa: F403
+from .enums import *  # noqa: F403
+from .gemm import *  # noqa: F403
+from .group_cast import *  # noqa: F403
+from .grouped import *  # noqa: F403
+from .grouped_products import *  # noqa: F403
+from .kv_cache import *  # noqa: F403
+from .norm import *  # noqa: F403
+from .nvfp4_scales import *  # noqa: F403
+from .partial_cast import *  # noqa: F403
+from .permutation import *  # noqa: F403
+from .rope import *  # noqa: F403
+from .router import *  # noqa: F403
+from .scaling import *  # noqa: F403
+from .softmax_and_dropout import *  # noqa: F403
+from .unavailable import *  # noqa: F403
 
 __all__ = [
-    "CommOverlapAlgo",
-    "CommOverlapType",
-    "DType",
-    "FP8BwdTensors",
-    "FP8FwdTensors",
-    "FP8TensorMeta",
-    "Float8BlockScaleTensorFormat",
-    "NVTEQBHistogramMode",
-    "NVTERoutingMapFormat",
-    "NVTE_Bias_Type",
-    "NVTE_Fused_Attn_Backend",
-    "NVTE_Mask_Type",
-    "NVTE_QKV_Format",
-    "NVTE_QKV_Layout",
-    "NVTE_Softmax_Type",
-    "bgrad_group_quantize",
-    "bgrad_quantize",
-    "bulk_allocate",
-    "clamped_dswiglu",
-    "clamped_swiglu",
-    "compute_amax",
-    "convert_bshd_to_thd",
-    "convert_thd_to_bshd",
-    "copy_data_ptrs_to_device",
-    "copy_to_kv_cache",
-    "create_empty_quantized_tensor",
-    "dbias_dgelu",
-    "dbias_dqgelu",
-    "dbias_drelu",
-    "dbias_dsilu",
-    "dbias_dsrelu",
-    "dequantize",
-    "device_supports_multicast",
-    "dgeglu",
-    "dgelu",
-    "dglu",
-    "dqgeglu",
-    "dqgelu",
-    "dreglu",
-    "drelu",
-    "dropout_bwd",
-    "dropout_fwd",
-    "dsilu",
-    "dsituglu",
-    "dsreglu",
-    "dsrelu",
-    "dswiglu",
-    "fa_prepare_bwd",
-    "fa_prepare_fwd",
-    "fp8_block_scaling_compute_partial_amax",
-    "fp8_block_scaling_partial_cast",
-    "fp8_transpose",
-    "fused_amax_and_scale_update_after_reduction",
-    "fused_attn_bwd",
-    "fused_attn_fwd",
-    "fused_moe_aux_loss_bwd",
-    "fused_moe_aux_loss_fwd",
-    "fused_moe_aux_loss_fwd_graph_safe",
-    "fused_multi_row_padding",
-    "fused_multi_row_unpadding",
-    "fused_qkv_rope_backward",
-    "fused_qkv_rope_forward",
-    "fused_rope_backward",
-    "fused_rope_forward",
-    "fused_score_for_moe_aux_loss_bwd",
-    "fused_score_for_moe_aux_loss_fwd",
-    "fused_topk_with_score_function_bwd",
-    "fused_topk_with_score_function_fwd",
-    "fused_topk_with_score_function_qb_fwd",
-    "geglu",
-    "gelu",
-    "generic_gemm",
-    "get_cublasLt_version",
-    "get_cudnn_version",
-    "get_fused_attn_backend",
-    "get_grouped_gemm_setup_workspace_size",
-    "get_num_cublas_streams",
-    "get_stream_priority_range",
-    "glu",
-    "group_dequantize",
-    "group_quantize",
-    "grouped_swizzle_for_gemm",
-    "layernorm_bwd",
-    "layernorm_fwd",
-    "mha_fill",
-    "moe_permute_bwd",
-    "moe_permute_fwd",
-    "moe_unpermute_bwd",
-    "moe_unpermute_fwd",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",
@@ -305,64 +73,30 @@ __all__ = [
     "multi_tensor_compute_scale_and_scale_inv",
     "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
-    "multi_tensor_quantize",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
-    "multi_tensor_swizzle_scales_for_gemm_",
-    "multi_tensor_swizzle_scales_for_gemm_unchecked_",
     "multi_tensor_unscale_l2norm",
-    "mxfp8_scaling_compute_partial_amax",
-    "mxfp8_scaling_partial_cast",
-    "nvfp4_2d_compute_partial_amax",
-    "nvfp4_2d_partial_cast",
-    "nvfp4_data_transpose",
-    "nvte_built_with_cublasmp",
-    "qgeglu",
-    "qgelu",
-    "quantize",
-    "reglu",
-    "relu",
-    "rmsnorm_bwd",
-    "rmsnorm_bwd_add",
-    "rmsnorm_fwd",
-    "scaled_aligned_causal_masked_softmax_backward",
-    "scaled_aligned_causal_masked_softmax_forward",
-    "scaled_clamped_dswiglu",
-    "scaled_clamped_swiglu",
-    "scaled_dsituglu",
-    "scaled_dsrelu",
-    "scaled_dswiglu",
-    "scaled_masked_softmax_backward",
-    "scaled_masked_softmax_forward",
-    "scaled_situglu",
-    "scaled_softmax_backward",
-    "scaled_softmax_forward",
-    "scaled_srelu",
-    "scaled_swiglu",
-    "scaled_upper_triang_masked_softmax_backward",
-    "scaled_upper_triang_masked_softmax_forward",
-    "silu",
-    "situglu",
-    "split_quantize",
-    "splits_to_offsets",
-    "splits_to_offsets_multi",
-    "sreglu",
-    "srelu",
-    "swap_first_dims",
-    "swiglu",
-    "swizzle_scales_for_gemm_",
-    "te_general_grouped_gemm",
-    "thd_cp_rank_order_to_sequence_order",
-    "thd_get_partitioned_indices",
-    "thd_grad_correction",
-    "thd_out_correction",
-    "thd_read_half_tensor",
-    "thd_read_second_half_lse",
-    "thd_second_half_lse_correction",
-    "thd_sequence_order_to_cp_rank_order",
-    "ubuf_built_with_mpi",
 ]
+__all__ += activation.__all__
+__all__ += attention.__all__
+__all__ += cast.__all__
+__all__ += comm_overlap.__all__
+__all__ += context_parallel.__all__
+__all__ += enums.__all__
+__all__ += gemm.__all__
+__all__ += group_cast.__all__
+__all__ += grouped.__all__
+__all__ += grouped_products.__all__
+__all__ += kv_cache.__all__
+__all__ += norm.__all__
+__all__ += nvfp4_scales.__all__
+__all__ += partial_cast.__all__
+__all__ += permutation.__all__
+__all__ += rope.__all__
+__all__ += router.__all__
+__all__ += scaling.__all__
+__all__ += softmax_and_dropout.__all__
 __all__ += unavailable.__all__
 
 absent.install_getters(__name__)

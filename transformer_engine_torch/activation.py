@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.ops.step_functions import OPERATIONS
+from transformer_engine.pytorch.functions.row_operations import (
+    block_order,
+    row_scale,
+    row_scale_backward,
+    situ_glu,
+    situ_glu_backward,
+)
 from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
@@ -23,6 +29,48 @@ from transformer_engine.pytorch.runtime.checks import floating
 
 from .cast import bgrad_quantize, given_or_quantized
 from .checks import quantizer_or_none
+
+__all__ = [
+    "clamped_dswiglu",
+    "clamped_swiglu",
+    "dbias_dgelu",
+    "dbias_dqgelu",
+    "dbias_drelu",
+    "dbias_dsilu",
+    "dbias_dsrelu",
+    "dgeglu",
+    "dgelu",
+    "dglu",
+    "dqgeglu",
+    "dqgelu",
+    "dreglu",
+    "drelu",
+    "dsilu",
+    "dsituglu",
+    "dsreglu",
+    "dsrelu",
+    "dswiglu",
+    "geglu",
+    "gelu",
+    "glu",
+    "qgeglu",
+    "qgelu",
+    "reglu",
+    "relu",
+    "scaled_clamped_dswiglu",
+    "scaled_clamped_swiglu",
+    "scaled_dsituglu",
+    "scaled_dsrelu",
+    "scaled_dswiglu",
+    "scaled_situglu",
+    "scaled_srelu",
+    "scaled_swiglu",
+    "silu",
+    "situglu",
+    "sreglu",
+    "srelu",
+    "swiglu",
+]
 
 Forward = Callable[..., Any]
 Backward = Callable[..., Any]
@@ -144,8 +192,7 @@ def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25
         beta2: Bound of b.
     """
     _check("situglu", "input", input, quantizer)
-    (made,) = OPERATIONS["situ_glu"](None, (beta1, beta2), input)
-    return given_or_quantized(made, quantizer)
+    return given_or_quantized(situ_glu(input, (beta1, beta2)), quantizer)
 
 
 def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
@@ -159,7 +206,7 @@ def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0
         beta2: Bound of b.
     """
     grad = _gradient("situglu", grad, fwd_input, quantizer)
-    (made,) = OPERATIONS["situ_glu_backward"](None, (beta1, beta2), grad, fwd_input)
+    made = situ_glu_backward(grad, fwd_input, (beta1, beta2))
     return given_or_quantized(made.view(fwd_input.shape), quantizer)
 
 
@@ -183,7 +230,7 @@ _SCALED_ARGUMENTS = """\
 def _in_halves(x: Tensor, block: int) -> Tensor:
     """Return [.., 2 F] in blocks of both halves in turn as its two halves, a matrix."""
     rows = x.reshape(-1, x.shape[-1])
-    return OPERATIONS["block_order"](None, (-1, 2, block), rows)[0] if block else rows
+    return block_order(rows, (-1, 2, block)) if block else rows
 
 
 def _scaled_forward(name: str) -> Forward:
@@ -196,7 +243,7 @@ def _scaled_forward(name: str) -> Forward:
         _check(kind or "situglu", "input", input, quantizer)
         rows = _in_halves(input, glu_interleave_size)
         value, _ = _functions(kind, _constants(name, defaults, constants, named))
-        (made,) = OPERATIONS["row_scale"](None, None, value(rows), act_scales.reshape(-1, 1))
+        made = row_scale(value(rows), act_scales.reshape(-1, 1))
         return given_or_quantized(made.view(*input.shape[:-1], made.shape[-1]), quantizer)
 
     keywords = ", ".join(("input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
@@ -220,10 +267,10 @@ def _scaled_backward(name: str) -> Backward:
         value, gradient = _functions(kind, _constants(name, defaults, constants, named))
         dy = grad.reshape(-1, grad.shape[-1])
         scales = act_scales.reshape(-1, 1)
-        scaled, dscales = OPERATIONS["row_scale_backward"](None, None, dy, value(rows), scales)
+        scaled, dscales = row_scale_backward(dy, value(rows), scales)
         dx = gradient(scaled, rows)
         if glu_interleave_size:
-            (dx,) = OPERATIONS["block_order"](None, (2, -1, glu_interleave_size), dx)
+            dx = block_order(dx, (2, -1, glu_interleave_size))
         made = given_or_quantized(dx.view(fwd_input.shape), quantizer)
         return made, dscales.view(act_scales.shape) if compute_scale_grad else None
 
@@ -257,8 +304,8 @@ def _functions(
     if kind is None:
         betas = (constants["beta1"], constants["beta2"])
         return (
-            lambda x: OPERATIONS["situ_glu"](None, betas, x)[0],
-            lambda dy, x: OPERATIONS["situ_glu_backward"](None, betas, dy, x)[0],
+            lambda x: situ_glu(x, betas),
+            lambda dy, x: situ_glu_backward(dy, x, betas),
         )
     params = ActivationParams.from_mapping(constants) if constants else ActivationParams()
     return (

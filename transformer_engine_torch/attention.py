@@ -36,6 +36,12 @@ from .checks import member, quantizer_or_none
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
 from .layout import Layout, order_of, reordered
 
+__all__ = [
+    "fused_attn_bwd",
+    "fused_attn_fwd",
+    "get_fused_attn_backend",
+]
+
 _BIASES = dict(zip(NVTE_Bias_Type, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"), strict=True))
 _MASKS = dict(zip(NVTE_Mask_Type, MASKS[:-1], strict=True))  # "arbitrary" has no number
 _SOFTMAXES = dict(zip(NVTE_Softmax_Type, ("vanilla", "off-by-one", "learnable"), strict=True))

@@ -16,6 +16,18 @@ from transformer_engine.pytorch.runtime.checks import floating
 
 from .checks import member, output_or_none, quantizer_or_none, sequence, values, with_axes
 
+__all__ = [
+    "bgrad_quantize",
+    "compute_amax",
+    "create_empty_quantized_tensor",
+    "dequantize",
+    "fp8_transpose",
+    "multi_tensor_quantize",
+    "quantize",
+    "split_quantize",
+    "swap_first_dims",
+]
+
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
     """Return torch's dtype of an enumeration member or of its number."""

@@ -17,6 +17,18 @@ from transformer_engine.pytorch.functions.attention.context_parallel.layout impo
     places,
 )
 
+__all__ = [
+    "thd_copy_valid_tokens_from_per_split_to_rank_local",
+    "thd_cp_rank_order_to_sequence_order",
+    "thd_get_partitioned_indices",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
+    "thd_sequence_order_to_cp_rank_order",
+]
+
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     """Return one half of every sequence of [t, h, d], or of keys and values [2, t, h, d]: [.., t / 2, h, d]."""
@@ -129,6 +141,32 @@ def thd_cp_rank_order_to_sequence_order(
     _check_tokens(tensor, total_tokens)
     order = order_of_ranks(cu_seqlens, tensor.shape[0], world_size)
     return torch.empty_like(tensor).index_copy_(0, order, tensor)
+
+
+def thd_copy_valid_tokens_from_per_split_to_rank_local(
+    out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Copy the first len_i rows of each padded sequence: out[p_i : p_i + len_i] = inp[p_i : p_i + len_i], in place.
+
+    Args:
+        out: Rows [t, ..], contiguous, of which only these are overwritten.
+        inp: Rows of the same shape and dtype.
+        cu_seqlens_padded: First rows p of the sequences, and the end: int32 [b + 1].
+        cu_seqlens: Sums of the lengths, int32 [b + 1]: len_i = cu_seqlens[i + 1] - cu_seqlens[i].
+
+    Raises:
+        ValueError: `inp` has another shape or dtype than `out`, or `out` is not contiguous.
+    """
+    if inp.shape != out.shape or inp.dtype != out.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)}, contiguous: {out.is_contiguous()}; inp is {inp.dtype} "
+            f"{list(inp.shape)}; give tensors of one shape and dtype, and a contiguous out"
+        )
+    sequence, place = places(cu_seqlens_padded, out.shape[0])
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    row = torch.arange(out.shape[0], device=out.device)
+    inside = (place < lengths[sequence]) & (row < cu_seqlens_padded[-1]) & (row >= cu_seqlens_padded[0])
+    out.copy_(torch.where(inside.view(-1, *[1] * (out.dim() - 1)), inp, out))
 
 
 def _check_tokens(tensor: Tensor, total_tokens: int | None) -> None:

@@ -25,12 +25,21 @@ __all__ = [
     "FP8FwdTensors",
     "Float8BlockScaleTensorFormat",
     "NVTEQBHistogramMode",
+    "NVTEScalingMode",
     "NVTE_Bias_Type",
     "NVTE_Fused_Attn_Backend",
     "NVTE_Mask_Type",
     "NVTE_QKV_Format",
     "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
+    "device_supports_multicast",
+    "get_cublasLt_version",
+    "get_cudnn_version",
+    "get_grouped_gemm_setup_workspace_size",
+    "get_num_cublas_streams",
+    "get_stream_priority_range",
+    "nvte_built_with_cublasmp",
+    "ubuf_built_with_mpi",
 ]
 
 
@@ -93,6 +102,17 @@ class NVTEQBHistogramMode(enum.IntEnum):
 
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1
+
+
+class NVTEScalingMode(enum.IntEnum):
+    """Granularity of the scales of a tensor: one per tensor, or one per block of 32, 128 or 16 elements."""
+
+    NVTE_DELAYED_TENSOR_SCALING = 0
+    NVTE_MXFP8_1D_SCALING = 1
+    NVTE_BLOCK_SCALING_1D = 2
+    NVTE_BLOCK_SCALING_2D = 3
+    NVTE_NVFP4_1D_SCALING = 4
+    NVTE_INVALID_SCALING = 100
 
 
 def get_cudnn_version() -> int:

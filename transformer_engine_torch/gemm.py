@@ -37,6 +37,12 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
 
 from .cast import torch_dtype
 from .checks import output_or_none, quantizer_or_none, sequence, with_axes
+from .comm_overlap import ProductExchange
+
+__all__ = [
+    "generic_gemm",
+    "te_general_grouped_gemm",
+]
 
 
 class _AfterProduct(NamedTuple):
@@ -95,25 +101,28 @@ def generic_gemm(
             multiply by the derivative of GELU at `gelu_in`.
         accumulate: Add to the values of D; requires D.
         use_split_accumulator: Promote the partial sums of FP8 products to float32.
-        comm_overlap: Must be None. Without it `comm_type`, `extra_output` and `bulk_overlap` have no effect.
+        comm_overlap: CommOverlap or CommOverlapP2P whose collective runs with the product; see
+            `transformer_engine_torch.comm_overlap`. Without it the next three arguments have no effect.
+        comm_type: AG or RS; by default that of `comm_overlap`.
+        extra_output: Receives this rank's rows of a reduce-scatter, or a copy of the gathered rows.
+        bulk_overlap: The collective is independent of the product and runs beside it.
         beta: Multiplier of D with `accumulate`; 1 by default.
 
     Returns:
-        `[D, bias gradient or None, GELU's input or None, None]`.
+        `[D, bias gradient or None, GELU's input or None, extra_output]`.
 
     Raises:
-        ValueError: The operands, D and the bias do not fit each other.
-        NotImplementedError: `comm_overlap` is given, or a quantizer with a plain D.
+        TypeError: `comm_overlap` has no buffer.
+        ValueError: The operands, D and the bias do not fit each other, or the operands do not fit the collective.
+        NotImplementedError: A quantizer is given with a plain D.
         RuntimeError: Two block-scaled operands (1 x 128 and 128 x 128) that the original does not multiply: without
             `use_split_accumulator`, both in 128 x 128 blocks, with a bias gradient, or with extents that are not
             multiples of 16.
     """
+    exchange = None
     if comm_overlap is not None:
-        raise NotImplementedError(
-            f"comm_overlap: products do not overlap communication here; leave out {described(comm_overlap)}, and "
-            "communicate before or after the product"
-        )
-    if comm_type is not None or extra_output is not None or bulk_overlap:
+        exchange = ProductExchange(comm_overlap, comm_type, extra_output, bulk_overlap)
+    elif comm_type is not None or extra_output is not None or bulk_overlap:
         warn_once(
             "generic_gemm without comm_overlap",
             "comm_type, extra_output and bulk_overlap have no effect without comm_overlap; leave them out",
@@ -144,6 +153,8 @@ def generic_gemm(
     _check_extents(a, b, D, None if added is None else bias)
     _check_blocks(a, b, grad and bias is not None, split)
     steps = _AfterProduct(alpha, beta, added, gelu, gelu_in, grad)
+    if exchange is not None:
+        exchange.before_product(b.codes)
     plain_result = not gelu and alpha == 1.0 and not isinstance(D, QuantizedTensorStorage)
     compute: Any = _product if plain_result else _product_in_steps
     result, before = compute(a, b, D, dtype, split, steps)
@@ -156,7 +167,8 @@ def generic_gemm(
     else:
         result = D
     grad_bias = column_sums(plain_matrix(B), bias.dtype) if grad and bias is not None else None
-    return [result, grad_bias, gelu_in if grad else before, None]
+    extra = None if exchange is None else exchange.after_product(result)
+    return [result, grad_bias, gelu_in if grad else before, extra]
 
 
 def _product(

@@ -21,6 +21,18 @@ from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import Gro
 
 from .checks import sequence, with_axes
 
+__all__ = [
+    "bulk_allocate",
+    "copy_data_ptrs_to_device",
+    "grouped_swizzle_for_gemm",
+    "multi_tensor_swizzle_scales_for_gemm_",
+    "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+    "nvfp4_data_transpose",
+    "splits_to_offsets",
+    "splits_to_offsets_multi",
+    "swizzle_scales_for_gemm_",
+]
+
 
 def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
     """Return the first element of each matrix [first_dims[i], last_dim] in their buffer, and the end: int64 [n + 1].

@@ -8,15 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.primitives.quantize import quantize as quantize_matrix
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
-from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import plain_matrix
 
 from .activation import scaled_clamped_swiglu, scaled_swiglu
 from .cast import torch_dtype
 from .gemm import generic_gemm
-from .group_quantize import Extents, group_quantize
+from .group_cast import Extents, group_quantize
+
+__all__ = [
+    "group_requantize_inplace",
+    "group_scaled_clamped_swiglu",
+    "group_scaled_swiglu",
+    "multi_tensor_pad_last_dim",
+    "multi_tensor_transpose_to_bhsd",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+    "te_general_grouped_gemm_for_grouped_tensor",
+]
 
 Group = GroupedTensorStorage | Sequence[Any]
 
@@ -149,11 +158,16 @@ def group_scaled_swiglu(
     input_2h: Tensor, prob: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents = None,
     last_dims: Extents = None, tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Column-wise codes of `scaled_swiglu(input_2h, prob)`, by group; see `group_quantize` for the other arguments.
+    """Column-wise codes of `scaled_swiglu(input_2h, prob)`, by group.
 
     Args:
         input_2h: Values [rows, 2 H].
         prob: Scale of each row.
+        quantizer: Quantizer of every matrix.
+        num_tensors: Number of matrices.
+        first_dims: Rows of each matrix; None if they are equal.
+        last_dims: Columns of each matrix; None if they are equal.
+        tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
     """
     values = scaled_swiglu(input_2h, prob, None)
     return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
@@ -164,30 +178,17 @@ def group_scaled_clamped_swiglu(
     glu_linear_offset: float = 1.0, first_dims: Extents = None, last_dims: Extents = None,
     tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Column-wise codes of `scaled_clamped_swiglu`, by group; see `group_scaled_swiglu`."""
-    values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
-    return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
-
-
-def nvfp4_quantize_with_amax(
-    tensor: Tensor, quantizer: Any, rowwise_amax: Tensor | None, columnwise_amax: Tensor | None
-) -> Any:
-    """Quantize a tensor to NVFP4 with given maxima.
+    """Column-wise codes of `scaled_clamped_swiglu(input_2h, prob)`, by group.
 
     Args:
-        tensor: Values [.., K].
-        quantizer: NVFP4Quantizer without stochastic rounding.
-        rowwise_amax: float32 [1], the maximum of the row-wise direction; measured if None.
-        columnwise_amax: float32 [1], likewise column-wise.
+        limit: Bound of both halves; see `scaled_clamped_swiglu`.
+        alpha: Factor in the sigmoid.
+        glu_linear_offset: Number that is added to the linear half.
 
-    Raises:
-        ValueError: The quantizer rounds stochastically.
+    The other arguments are those of `group_scaled_swiglu`.
     """
-    if quantizer.stochastic_rounding:
-        raise ValueError("nvfp4_quantize_with_amax draws no random numbers; set stochastic_rounding=False")
-    spec = quantizer.spec(quantizer.rowwise_usage, quantizer.columnwise_usage)
-    made = quantize_matrix(plain_matrix(tensor.detach()), spec, amax=rowwise_amax, amax_t=columnwise_amax)
-    return quantizer.wrap(quantizer._packed(made, tensor.shape, tensor.dtype))
+    values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
+    return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
 
 
 def multi_tensor_transpose_to_bhsd(
@@ -211,7 +212,15 @@ def multi_tensor_transpose_to_bhsd(
 
 
 def multi_tensor_pad_last_dim(inputs: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Pad the last dimension of tensors with zeros to a multiple of `alignment`."""
+    """Pad the last dimension of tensors with zeros to a multiple of `alignment`.
+
+    Args:
+        inputs: Tensors [.., K].
+        alignment: Divisor of the last dimension of the results.
+
+    Returns:
+        A tensor for each input; an input that needs no padding is returned unchanged.
+    """
     return [
         torch.nn.functional.pad(x, (0, -x.shape[-1] % alignment)) if x.shape[-1] % alignment else x
         for x in inputs

@@ -14,6 +14,15 @@ from transformer_engine.pytorch.runtime.device_checks import demand
 from .checks import with_axes
 from .enums import NVTE_QKV_Format
 
+__all__ = [
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
+    "copy_to_kv_cache",
+    "fa_prepare_bwd",
+    "fa_prepare_fwd",
+    "mha_fill",
+]
+
 _FORMATS = {
     NVTE_QKV_Format.NVTE_SBHD: "sbhd",
     NVTE_QKV_Format.NVTE_BSHD: "bshd",

@@ -18,6 +18,14 @@ from transformer_engine.pytorch.runtime.checks import floating, same_shape
 from .cast import given_or_quantized, torch_dtype
 from .checks import output_or_none, quantizer_or_none, vector, with_axes
 
+__all__ = [
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+]
+
 
 def layernorm_fwd(
     input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, ln_out: Any, quantizer: Any,

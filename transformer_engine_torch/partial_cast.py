@@ -17,6 +17,15 @@ from transformer_engine.pytorch.primitives.quantize import cast, e8m0_to_float, 
 
 from .checks import member, values
 
+__all__ = [
+    "fp8_block_scaling_compute_partial_amax",
+    "fp8_block_scaling_partial_cast",
+    "mxfp8_scaling_compute_partial_amax",
+    "mxfp8_scaling_partial_cast",
+    "nvfp4_2d_compute_partial_amax",
+    "nvfp4_2d_partial_cast",
+]
+
 _ELEMENTS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
 _MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
 
@@ -168,12 +177,12 @@ def nvfp4_2d_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, global_scale: Tensor, h: int, w: int, start_offset: int,
     block_len: int = _NVFP4_BLOCK,
 ) -> None:  # fmt: skip
-    """Cast a shard to FP4: out = e2m1(inp / (scale of the block / global_scale)), two codes in a byte.
+    """Cast a shard to FP4: out = e2m1(inp / (e4m3(scale of the block) / global_scale)), two codes in a byte.
 
     Args:
         inp: Shard of whole bytes, of any shape.
         out: uint8 with half the shard's number of elements, overwritten; the even element is in the low nibble.
-        scale: Factors of the blocks, E4M3 values in any floating-point dtype, [at least ceil(h / block_len),
+        scale: Factors of the blocks in any floating-point dtype, rounded to E4M3 here, [at least ceil(h / block_len),
             at least ceil(w / block_len)].
         global_scale: 448 * 6 / amax of the weight, float32 [1].
         h: Rows of the weight.
@@ -190,7 +199,8 @@ def nvfp4_2d_partial_cast(
             f"a shard of {inp.numel()} elements from {start_offset} cuts a byte of two codes; align shards to bytes"
         )
     rows, columns = _places(inp, h, w, start_offset)
-    factor = scale.float()[rows // block_len, columns // block_len] * global_scale.float().reciprocal()
+    rounded = cast(scale.float(), E4M3).float()[rows // block_len, columns // block_len]
+    factor = rounded * global_scale.float().reciprocal()
     multiplier = factor.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     codes = pack_fp4(encode_e2m1(inp.reshape(-1).float() * multiplier))
     out.view(-1).copy_(codes)

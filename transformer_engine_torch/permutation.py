@@ -22,6 +22,15 @@ from transformer_engine.pytorch.runtime.checks import floating, tensor
 
 from .checks import sequence
 
+__all__ = [
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
+    "moe_permute_bwd",
+    "moe_permute_fwd",
+    "moe_unpermute_bwd",
+    "moe_unpermute_fwd",
+]
+
 
 def moe_permute_fwd(
     input: Tensor,

@@ -13,6 +13,13 @@ from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, chec
 from .enums import NVTE_QKV_Format
 from .kv_cache import format_name
 
+__all__ = [
+    "fused_qkv_rope_backward",
+    "fused_qkv_rope_forward",
+    "fused_rope_backward",
+    "fused_rope_forward",
+]
+
 Format = NVTE_QKV_Format | int | str
 
 

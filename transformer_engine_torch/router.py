@@ -34,6 +34,18 @@ from transformer_engine.pytorch.runtime.checks import floating, tensor
 
 from .enums import NVTEQBHistogramMode
 
+__all__ = [
+    "NVTERoutingMapFormat",
+    "fused_moe_aux_loss_bwd",
+    "fused_moe_aux_loss_fwd",
+    "fused_moe_aux_loss_fwd_graph_safe",
+    "fused_score_for_moe_aux_loss_bwd",
+    "fused_score_for_moe_aux_loss_fwd",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
+    "fused_topk_with_score_function_qb_fwd",
+]
+
 NVTERoutingMapFormat = RoutingMapFormat
 """Encoding of a routing map: one byte or one bit per token and expert."""
 

@@ -17,6 +17,11 @@ from transformer_engine.pytorch.runtime.checks import floating
 
 from .checks import member, sequence, values, with_axes
 
+__all__ = [
+    "FP8TensorMeta",
+    "fused_amax_and_scale_update_after_reduction",
+]
+
 _MAXIMUM = {DType.kFloat8E4M3: E4M3.maximum, DType.kFloat8E5M2: E5M2.maximum}
 _ALGORITHMS = ("max", "most_recent")
 

@@ -16,6 +16,19 @@ from transformer_engine.pytorch.runtime.checks import floating, same_shape, tens
 
 from .checks import output_or_none, values
 
+__all__ = [
+    "dropout_bwd",
+    "dropout_fwd",
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+]
+
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """Return softmax(scale_factor * input) [b, h, q, k] over the keys."""

@@ -1,4 +1,4 @@
-"""Names of the extension that depend on NVSHMEM, cuSolverMp, NCCL's device API or userbuffers: each call raises.
+"""Names of the extension that depend on NVSHMEM, cuSolverMp or NCCL's device API: each call raises.
 
 The message names the functions of `transformer_engine.pytorch` that do the same by other means.
 """
@@ -9,10 +9,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 __all__ = [
-    "CommOverlap",
-    "CommOverlapHelper",
-    "CommOverlapP2P",
-    "bulk_overlap_ag_with_external_gemm",
     "create_nvshmem_tensor",
     "cusolvermp_ctx_create",
     "cusolvermp_ctx_destroy",
@@ -25,6 +21,7 @@ __all__ = [
     "ep_handle_mem_size",
     "ep_initialize",
     "ep_prepare",
+    "ep_prepare_and_dispatch",
     "ep_zero_copy_supported",
     "init_nvshmem_backend",
     "newton_schulz",
@@ -42,11 +39,6 @@ _EP = (
     "transformer_engine.pytorch.ep"
 )
 _CUSOLVERMP = "cuSolverMp is not part of this package; call te.newton_schulz with te.CusolverMpCtx(group)"
-_USERBUFFERS = (
-    "the original's buffers are not part of this package; layers with ub_* flags overlap collectives with products by "
-    "themselves after te.initialize_ub"
-)
-
 _UNREAD = "Args:\n    args: Are not read.\n    kwargs: Are not read."
 
 
@@ -75,28 +67,8 @@ ep_get_zero_copy = _raising("ep_get_zero_copy", _EP)
 ep_zero_copy_supported = _raising("ep_zero_copy_supported", _EP)
 ep_handle_mem_size = _raising("ep_handle_mem_size", _EP)
 ep_prepare = _raising("ep_prepare", _EP)
+ep_prepare_and_dispatch = _raising("ep_prepare_and_dispatch", _EP)
 ep_dispatch = _raising("ep_dispatch", _EP)
 ep_combine = _raising("ep_combine", _EP)
 ep_dispatch_bwd = _raising("ep_dispatch_bwd", _EP)
 ep_combine_bwd = _raising("ep_combine_bwd", _EP)
-bulk_overlap_ag_with_external_gemm = _raising("bulk_overlap_ag_with_external_gemm", _USERBUFFERS)
-
-
-class CommOverlapHelper:
-    """Process groups of userbuffers; construction raises NotImplementedError, see `te.initialize_ub`.
-
-    Args:
-        args: Are not read.
-        kwargs: Are not read.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"{type(self).__name__}: {_USERBUFFERS}")
-
-
-class CommOverlap(CommOverlapHelper):
-    """Buffer of a pipelined overlap; construction raises NotImplementedError, see `te.initialize_ub`."""
-
-
-class CommOverlapP2P(CommOverlapHelper):
-    """Buffer of an overlap in a ring; construction raises NotImplementedError, see `te.initialize_ub`."""

@@ -13,7 +13,7 @@ SHARED = (
     (
         0,
         "transformer_engine.common",
-        "recipes, formats, the table of hardware, environment, dispatch, passes, the simulator of `te plan`: no tensor "
+        "recipes, formats, the table of hardware, environment, dispatch, the simulator of `te plan`: no tensor "
         "library; `common/kernels`: Triton device code",
     ),
 )

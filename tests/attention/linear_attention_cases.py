@@ -113,10 +113,11 @@ def random_case(seed: int) -> Case:
     """Draw a case that every backend in torch operations supports."""
     draw = random.Random(seed)
     rule, layout = draw.choice(RULES), draw.choice(("sbhd", "bshd", "thd"))
+    longer = draw.choice((20, 20, 65, 70))  # some beyond a chunk of 64 tokens
     if layout == "thd":
-        lengths = tuple(draw.choice((0, 1, 2, 7, 16, 17, 20)) for _ in range(draw.randint(1, 4)))
+        lengths = tuple(draw.choice((0, 1, 2, 7, 16, 17, longer)) for _ in range(draw.randint(1, 4)))
     else:
-        lengths = (draw.choice((1, 2, 15, 16, 17, 20)),) * draw.randint(1, 2)
+        lengths = (draw.choice((1, 2, 15, 16, 17, longer)),) * draw.randint(1, 2)
     sizes = (draw.choice((4, 16, 24)), draw.choice((4, 8, 32)))
     if rule != "gdn":
         sizes = (64, draw.choice((64, 128)))

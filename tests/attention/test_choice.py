@@ -185,9 +185,16 @@ def test_a_switch_set_after_a_call_changes_the_next_one(monkeypatch, device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("1hss", (1, 16, 128, 64)), ("b1ss", (3, 1, 128, 64)), ("111s", (1, 1, 1, 64))]
+    ("kind", "shape"),
+    [
+        ("1hss", (1, 16, 128, 64)),
+        ("b1ss", (3, 1, 128, 64)),
+        ("111s", (1, 1, 1, 64)),
+        (None, (1, 16, 128, 64)),
+        ((3, 16, 1, 64), (3, 16, 1, 64)),
+    ],
 )
-def test_a_bias_shape_is_spelled_by_its_axes(kind, shape):
+def test_a_bias_shape_is_spelled_by_its_axes_or_extents(kind, shape):
     options = {"core_attention_bias_type": "post_scale_bias", "batch_size": 3, "max_seqlen_kv": 64}
     assert AttentionParams(core_attention_bias_shape=kind, **options).request().bias_shape == shape
 
@@ -197,6 +204,20 @@ def test_an_unknown_bias_shape_is_an_error(kind):
     params = AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=kind)
     with pytest.raises(ValueError, match=f"core_attention_bias_shape='{kind}'.*write b, h, s, s"):
         params.request()
+
+
+def test_a_bias_shape_that_does_not_broadcast_is_an_error():
+    shape = (2, 16, 128, 128)
+    params = AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=shape)
+    with pytest.raises(ValueError, match=r"core_attention_bias_shape=\(2, 16, 128, 128\) does not broadcast"):
+        params.request()
+
+
+def test_parameters_of_a_call_are_those_of_the_call():
+    given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias_shape": (1, 16, 1, 128)}
+    params = AttentionParams(**given, qkv_layout="bshd_bshd_bshd", softmax_scale=0.5, softcap=2.0)
+    assert AttentionParams.of(params.request()) == params
+    assert params.request().scale == 0.5 and AttentionParams().request().scale == 64**-0.5
 
 
 def test_a_forced_backend_that_rejects_raises_its_reason(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -94,6 +95,30 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
 
     with use_backend(linear_attention=backend):
         compare(case, in_two_calls)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_states_continue_packed_sequences_over_several_calls(rule, backend):
+    """Each call has a ragged part of every sequence, some parts are empty; the gradients of all calls are compared."""
+    parts = ((3, 0, 17), (66, 1, 0), (2, 5, 18))
+    case = replace(PLAIN[rule], format="thd", lengths=tuple(map(sum, zip(*parts, strict=True))))
+    starts = [0, *accumulate(case.lengths)]
+
+    def in_several_calls(**tensors):
+        state, outputs = tensors.pop("initial_state"), [[] for _ in case.lengths]
+        begins = list(starts[:-1])
+        for lengths in parts:
+            index = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)])
+            share = {name: x[index] for name, x in tensors.items()}
+            output, state = call_of(replace(case, lengths=lengths))(**share, initial_state=state)
+            for rows, part in zip(outputs, output.split(lengths), strict=True):
+                rows.append(part)
+            begins = [b + n for b, n in zip(begins, lengths, strict=True)]
+        return torch.cat([row for rows in outputs for row in rows]), state
+
+    with use_backend(linear_attention=backend):
+        compare(case, in_several_calls)
 
 
 @pytest.mark.parametrize("layout", ("sbhd", "bshd", "thd"))

@@ -312,3 +312,71 @@ def test_a_captured_call_needs_ids_that_were_checked_before():
                 layer(q, k, k, thd_attention_policies=new, **bounds)
         graph.replay()
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("members", [((0, 1, 2),), ((1,), (), (0,), (2,))], ids=str)
+def test_a_compiled_call_is_one_graph(members, device):
+    torch._dynamo.reset()
+    lengths, extents = (3, 2, 4), (3, 3, 4)
+    layer = te.DotProductAttention(
+        HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding", softcap=0.7
+    )
+    leaves = [batch(device, lengths, extents, n, n).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    grad = batch(device, lengths, extents, HEADS, 9).flatten(1)
+    arguments = {
+        "cu_seqlens_q": cumulative(lengths, device), "cu_seqlens_q_padded": cumulative(extents, device),
+        "max_seqlen_q": 4, "max_seqlen_kv": 4,
+        "thd_attention_policies": [
+            policy(device, part, mask, window)
+            for part, (mask, window) in zip(
+                members, [("padding_causal", (1, 0)), ("padding", None), ("padding", (1, 1)), (MASKS[2], None)],
+                strict=False,
+            )
+        ],
+    }  # fmt: skip
+    results = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        out = call(*leaves, **arguments)
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.any_device
+def test_compiled_layers_pass_policies_on(device):
+    torch._dynamo.reset()
+    options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "device": device, "attn_input_format": "thd"}
+    layer = te.TransformerLayer(16, 32, 2, self_attn_mask_type="padding_causal", **options)
+    x, bounds = torch.randn(7, 16, device=device), cumulative([3, 4], device)
+    arguments = {
+        "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 4, "max_seqlen_kv": 4,
+        "thd_attention_policies": [policy(device, (0,)), policy(device, (1,), "padding")],
+    }  # fmt: skip
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, **arguments), layer(x, **arguments))
+
+
+@pytest.mark.any_device
+def test_a_compiled_call_checks_ids_when_it_runs(device):
+    torch._dynamo.reset()
+    layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
+    qkv, arguments = simple(device)
+    arguments |= {"max_seqlen_q": 4, "max_seqlen_kv": 4}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv, **arguments), layer(*qkv, **arguments))
+    arguments["thd_attention_policies"][0]["sequence_ids"].add_(1)
+    with pytest.raises(ValueError, match=r"missing \[0\], repeated \[1\]"):
+        compiled(*qkv, **arguments)
+
+
+@pytest.mark.any_device
+def test_a_grouped_dispatch_leaves_the_graph_and_states_the_reason(device):
+    torch._dynamo.reset()
+    layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
+    qkv, arguments = simple(device, thd_attention_policy_dispatch="grouped", max_seqlen_q=4, max_seqlen_kv=4)
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv, **arguments), layer(*qkv, **arguments))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="gathers tokens, whose number depends on values"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(*qkv, **arguments)

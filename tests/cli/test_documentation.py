@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.conversion.tiny_models import write_checkpoint
 from tests.support import forked
 from tests.support.programs import ROOT
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
+from transformer_engine.cli.doctor.checks import Finding
 from transformer_engine.common import env
 
 OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
@@ -54,6 +56,27 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
     rows = (ROOT / "docs" / "cli.md").read_text().splitlines()
     row = next(line for line in rows if line.startswith(f"| `{option}` |"))
     assert [cell.strip() for cell in row.split("|")[3:5]] == [str(CPU_SIZES[name]), str(CUDA_SIZES[name])]
+
+
+def test_documented_prompts_fit_into_the_model_that_te_train_trains_on_a_cpu():
+    calls = re.findall(r'^te generate "(.*)" --count (\d+)', (ROOT / "docs" / "cli.md").read_text(), re.M)
+    assert calls
+    for prompt, count in calls:
+        assert len(prompt) + int(count) <= CPU_SIZES["sequence"]
+
+
+def test_the_documented_error_of_an_absent_name_is_the_error():
+    page = (ROOT / "docs" / "from_the_original.md").read_text()
+    (shown,) = re.findall(r"```\n(transformer_engine\.pytorch\.attention\.FlashAttention .*?)```", page, re.S)
+    with pytest.raises(ImportError) as raised:
+        from transformer_engine.pytorch.attention import FlashAttention  # noqa: F401
+    assert str(raised.value).split() == shown.split()
+
+
+def test_documented_keys_of_a_finding_are_those_of_the_command():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for finding in (field.name for field in fields(Finding)):
+        assert f"`{finding}`" in page
 
 
 @pytest.mark.parametrize(

@@ -237,10 +237,64 @@ def test_several_tokens_behind_a_cache_are_those_of_one_pass(family, way):
     assert all_computed(3 * LAYERS)
 
 
-def test_a_softcap_is_rejected_and_left_out_where_the_stock_attention_leaves_it_out():
-    model = stock("gemma2", attn_logit_softcapping=50.0)
-    with pytest.raises(NotImplementedError, match=r"softcap is not computed.*attn_logit_softcapping to None"):
-        engine(model, "attn_implementation")(tokens())
+def capped(attention: str = "eager"):
+    """A Gemma 2 whose softcap changes the logits by more than 1."""
+    model = stock("gemma2", attn_logit_softcapping=0.5)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("side", list(PADDING))
+def test_a_softcap_is_computed_as_in_eager_attention(side):
+    model = capped()
+    for mine, right in zip(
+        grown(engine(model, "attn_implementation"), side), grown(model, side), strict=True
+    ):
+        torch.testing.assert_close(mine, right, **ATTENDED)
+    assert all_computed(LAYERS)
+    assert (model(tokens()).logits - capped("sdpa")(tokens()).logits).abs().max() > 1
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_greedy_tokens_with_a_softcap_are_those_of_eager_attention(side, cache):
+    model = capped()
+    options = {
+        "attention_mask": real(side).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
+        "eos_token_id": None, "cache_implementation": None if cache == "dynamic" else "static",
+        "disable_compile": True,
+    }  # fmt: skip
+    expected = model.generate(tokens(), **options)
+    assert torch.equal(engine(model, "attn_implementation").generate(tokens(), **options), expected)
+
+
+def test_training_with_a_softcap_follows_eager_losses():
+    model, losses = capped(), []
+    for trained in (model, engine(model, "attn_implementation")):
+        trained = copy.deepcopy(trained).train()
+        trained.gradient_checkpointing_enable()
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+        labels = tokens().masked_fill(~real("right"), -100)
+        for _ in range(4):
+            options = {"attention_mask": attention_mask("right"), "labels": labels, "use_cache": False}
+            loss = trained(tokens(), **options).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-4)
+
+
+def test_a_compiled_model_with_a_softcap_is_one_graph():
+    torch.compiler.reset()
+    model = capped()
+    ours = torch.compile(engine(model, "attn_implementation"), fullgraph=True, backend="aot_eager")
+    made = ours(tokens(), use_cache=False).logits
+    torch.testing.assert_close(made, model(tokens(), use_cache=False).logits, **ATTENDED)
+
+
+def test_an_injected_layer_ignores_a_softcap_as_sdpa_does():
+    model = capped("sdpa")
     torch.testing.assert_close(engine(model, "injected")(tokens()).logits, model(tokens()).logits, **ATTENDED)
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.support import programs
 from transformer_engine import __version__
 from transformer_engine.common import absent
 
@@ -179,3 +180,18 @@ def test_a_row_covers_no_name_that_exists(start: str):
         pytest.skip("the package has a part of the original's names; the row covers the missing ones")
     module, _, name = start.rpartition(".")
     assert not fnmatch.filter(dir(imported(module)), name)
+
+
+@pytest.mark.parametrize(
+    ("imported", "used"),
+    [
+        ("transformer_engine.jax", "transformer_engine.jax.flax.module.TransformerEngineBase"),
+        ("transformer_engine.pytorch", "transformer_engine.pytorch.triton.permutation"),
+        ("transformer_engine.pytorch", "transformer_engine.pytorch.cpu_offload_v1"),
+    ],
+)
+def test_a_module_is_an_attribute_of_its_package_without_its_own_import(imported: str, used: str):
+    pytest.importorskip("flax" if ".jax" in imported else "torch")
+    program = f"import {imported}; print({used}.__name__); print(hasattr({imported}, 'no_module'))"
+    name, absent_name = programs.output_without_gpu("-c", program).split()
+    assert name in (used, used.rpartition(".")[2]) and absent_name == "False"

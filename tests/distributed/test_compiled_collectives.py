@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
+from tests.support.fast_path import needs_fast_path
 from tests.support.layers import RECIPES
 from transformer_engine.pytorch.distributed import overlap
 from transformer_engine.pytorch.distributed.overlap_measurement import Thresholds
@@ -86,6 +87,7 @@ def _compared(device: torch.device) -> dict[str, Any]:
     return found
 
 
+@needs_fast_path
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_compiled_passes_of_sharded_layers_have_the_bits_of_their_steps(tmp_path):

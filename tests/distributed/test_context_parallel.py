@@ -66,6 +66,10 @@ OPTIONS = [
     Case(softcap=0.7, groups=4, max_logit=True),
     Case(softcap=0.7, bias="1h", window=(6, 0), layout="bshd"),
     Case(softcap=0.7, mask="padding_causal", softmax="learnable", **PACKED),
+    Case(softcap=1.5, mask="no_mask", window=(5, 3), groups=4, softmax="off-by-one", recompute=True),
+    Case(softcap=0.7, mask="padding_causal", window=(4, 0), max_logit=True, **ROWS),
+    Case(softcap=0.7, mask="padding_causal", window=(3, 0), groups=4, head_dim=(8, 4), **PACKED),
+    Case(softcap=1.5, mask="causal_bottom_right", keys=32, bias="bh", layout="bshd"),
     Case(mask="padding", **ROWS),
     Case(mask="padding_causal", **ROWS),
     Case(mask="padding_causal", mask_tensor=True, **ROWS),
@@ -84,6 +88,8 @@ BY_HEADS = [
     Case(alibi=True),
     Case(alibi=True, mask="no_mask", layout="bshd"),
     Case(mask="padding", window=(3, 2), **PACKED),
+    Case(softcap=0.7, alibi=True, layout="bshd"),
+    Case(softcap=0.7, alibi=True, mask="padding_causal", **PACKED),
 ]
 
 

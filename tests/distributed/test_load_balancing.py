@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import transformer_engine.pytorch as te
 from tests.distributed.threaded_ranks import run_on_threads
+from tests.support import programs
 from tests.support.tolerances import ATTENDED
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import (
@@ -321,3 +322,33 @@ def test_the_function_computes_every_balanced_scheme():
         for out in results:
             assert out.shape == (4, 1, HEADS, SIZE)
             torch.testing.assert_close(out.flatten(-2), want[held], **ATTENDED)
+
+
+GRAPHS = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import transformer_engine.pytorch as te
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+cu_seqlens, padded = (torch.tensor(x, dtype=torch.int32) for x in ([0, 7, 21], [0, 8, 24]))
+bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+bounds |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+q = torch.randn(12, 2, 8)
+for comm, strategy in zip(("p2p", "all_gather"), te.CPLoadBalancingStrategy):
+    layer = te.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    layer.set_context_parallel_group(dist.group.WORLD, None, None, comm, strategy)
+    print(list(torch.compile(layer, backend="aot_eager")(q, q, q, **bounds).shape))
+    torch._dynamo.reset()
+    try:
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(q, q, q, **bounds)
+    except torch._dynamo.exc.Unsupported as error:
+        print("attention of context-parallel ranks communicates" in str(error))
+"""
+
+
+def test_a_compiled_call_communicates_outside_of_graphs_and_states_the_reason(tmp_path):
+    program = tmp_path / "graphs.py"
+    program.write_text(GRAPHS)
+    assert programs.output_without_gpu(str(program)).splitlines() == ["[12, 16]", "True"] * 2

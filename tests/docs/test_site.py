@@ -1,15 +1,11 @@
-"""The built site: pages name the repository, put wide tables in scroll containers, and never overflow."""
+"""The built site: pages name the repository, tables and signatures wrap, and no element overflows."""
 
 from __future__ import annotations
 
-import base64
 import functools
 import http.server
 import json
-import os
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +13,28 @@ from typing import Any
 
 import pytest
 
+from tests.support.browser import PROGRAMS, Browser, installed_program
 from transformer_engine import __version__
 
 pytest.importorskip("material", reason="the site needs the extra docs")
 
 ROOT = Path(__file__).resolve().parents[2]
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 WIDEST = ("", "support", "performance")  # the landing page's grid, and the widest tables
 PAGES = (*WIDEST, "quickstart", "install", "cli", "environment", "attention", "jax", "numerics")
 REFERENCE = ("api/modules", "api/extension", "api/recipes")
-WIDTHS = (1280, 390)
+TABLES = (
+    "support",
+    "performance",
+    "attention",
+    "troubleshooting",
+    "plan_accuracy",
+    "verify",
+    "clients",
+    "your_gpu",
+)
+WIDTHS = (1920, 1280, 390)
+PHONE_COLUMNS = 3  # tables with more columns scroll in their own box on a phone
+TALLEST = 60_000  # pixels of a page at 1280
 REPOSITORY = "https://git.example/te"
 
 # Elements whose right edge is outside of the window, unless a parent scrolls or clips them.
@@ -53,6 +61,24 @@ OVERFLOWING = """
 """
 
 
+# Signatures that do not fit into their box, tables that scroll, and the height of the page.
+GEOMETRY = """
+(async () => {
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)));  // the theme's script wraps tables
+  const clipped = selector => [...document.querySelectorAll(selector)]
+    .filter(element => element.clientWidth && element.scrollWidth > element.clientWidth + 1);
+  const text = element => `${element.scrollWidth - element.clientWidth} px: ${element.textContent.trim().slice(0, 60)}`;
+  const columns = element => element.querySelectorAll("tr:first-child > *").length
+    / Math.max(1, element.querySelectorAll("tr:first-child").length);
+  return {
+    signatures: clipped(".doc-signature, .doc-signature pre, .doc-signature code").map(text),
+    tables: clipped(".md-content .md-typeset__scrollwrap").map(element => [columns(element), text(element)]),
+    height: document.documentElement.scrollHeight,
+  };
+})()
+"""
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the site of `make docs` if it is newer than the pages; otherwise build one without the API reference."""
@@ -66,7 +92,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     config = load_config(
         str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False, plugins=["search"], nav=None,
-        exclude_docs="*.json\n*.py\napi/\n", repo_url=REPOSITORY,
+        exclude_docs="*.json\n*.py\n__pycache__/\napi/\n", repo_url=REPOSITORY,
     )  # fmt: skip
     build(config)
     return folder
@@ -104,84 +130,11 @@ def test_wide_elements_scroll_in_their_own_box(site: Path):
             assert table == "<table>" or "highlighttable" in table, f"{page}: {table} is not wrapped"
 
 
-class Browser:
-    """Headless Chromium, driven over pipes by the DevTools protocol."""
-
-    def __init__(self, program: str, profile: Path):
-        (self._read, theirs_out), (theirs_in, self._write) = os.pipe(), os.pipe()
-        script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
-        options = [
-            "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe",
-            f"--user-data-dir={profile}", "about:blank",
-        ]  # fmt: skip
-        self._process = subprocess.Popen(
-            ["bash", "-c", script, program, *options],
-            pass_fds=(theirs_in, theirs_out),
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self._count, self._rest, self._session = 0, b"", ""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Page.enable")
-
-    def _message(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            received = os.read(self._read, 1 << 20)
-            if not received:
-                raise RuntimeError("the browser ended")
-            self._rest += received
-        text, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(text)
-
-    def call(self, method: str, until: str = "", **arguments: Any) -> dict[str, Any]:
-        """Return the result of a command; with `until`, wait for that event too."""
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": arguments}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        result: dict[str, Any] | None = None
-        while result is None or until:
-            received = self._message()
-            if received.get("id") == self._count:
-                assert "error" not in received, received
-                result = received["result"]
-            elif received.get("method") == until:
-                until = ""
-        return result
-
-    def overflowing(self, address: str, width: int, scheme: str) -> list[str]:
-        """Open a page and return the elements that are wider than the window."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.call("Page.navigate", until="Page.loadEventFired", url=address)
-        result = self.call("Runtime.evaluate", expression=OVERFLOWING)
-        return json.loads(result["result"]["value"])
-
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(10)
-        os.close(self._read)
-        os.close(self._write)
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    program = installed_program()
     if program is None:
-        pytest.skip(f"no headless browser is installed: {', '.join(BROWSERS)}")
+        pytest.skip(f"no headless browser is installed: {', '.join(PROGRAMS)}")
     opened = Browser(program, tmp_path_factory.mktemp("profile"))
     yield opened
     opened.close()
@@ -200,6 +153,12 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+def overflowing(browser: Browser, address: str, width: int, scheme: str) -> list[str]:
+    """Open a page and return the elements that are wider than the window."""
+    browser.open(address, width, scheme)
+    return json.loads(browser.evaluate(OVERFLOWING))
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("pages", [WIDEST, pytest.param(PAGES[3:] + REFERENCE, marks=pytest.mark.slow)])
@@ -215,13 +174,69 @@ def test_no_element_overflows(
     pages = tuple(page for page in pages if (site / page).exists())
     wide, shots = {}, []
     for page in pages:
-        found = browser.overflowing(f"{address}/{page}", width, scheme)
+        found = overflowing(browser, f"{address}/{page}", width, scheme)
         if found:
             wide[page] = found
         shots.append(browser.screenshot())
         (tmp_path / f"{page.replace('/', '_') or 'index'}.png").write_bytes(shots[-1])
     assert wide == {}
     assert all(shot.startswith(b"\x89PNG") for shot in shots) and len(set(shots)) == len(pages)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_signatures_and_tables_fit_into_the_page(browser: Browser, site: Path, address: str, width: int):
+    """Every page of a complete site; without the API reference, the pages with the widest tables."""
+    complete = (site / "api").is_dir()
+    pages = (
+        sorted(str(path.parent.relative_to(site)) for path in site.rglob("index.html"))
+        if complete
+        else list(TABLES)
+    )
+    wide: dict[str, Any] = {}
+    for page in pages:
+        browser.open(f"{address}/{page}", width)
+        found = browser.evaluate(GEOMETRY)
+        limit = PHONE_COLUMNS if width < 600 else 100
+        tables = [text for columns, text in found["tables"] if columns <= limit]
+        if found["signatures"] or tables or (width == 1280 and found["height"] > TALLEST):
+            wide[page] = found["signatures"], tables, found["height"]
+    assert wide == {}
+
+
+def test_a_table_and_a_signature_that_are_too_wide_are_found(browser: Browser, tmp_path: Path):
+    page = tmp_path / "clipped.html"
+    page.write_text(
+        "<main class='md-content'><div class='doc-signature' style='width: 90px; overflow: auto'>"
+        f"<code>{'x' * 60}</code></div><div class='md-typeset__scrollwrap' style='width: 90px; overflow: auto'>"
+        f"<table><tr><td>{'x' * 60}</td><td>b</td></tr></table></div></main>"
+    )
+    browser.open(page.as_uri(), 1280)
+    found = browser.evaluate(GEOMETRY)
+    assert len(found["signatures"]) == 1 and [columns for columns, _ in found["tables"]] == [2]
+
+
+def test_the_dark_scheme_has_its_own_pictures(browser: Browser, site: Path, address: str):
+    """A plot on white is inverted, so that its background is dark."""
+    style = "getComputedStyle(document.querySelector('.md-content img')).filter"
+    for scheme, expected in (("light", "none"), ("dark", "invert(1) hue-rotate(180deg)")):
+        browser.open(f"{address}/", 1280, scheme)
+        assert browser.evaluate(style) == expected
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("*.png")), ids=lambda path: path.stem)
+def test_a_picture_is_drawn_in_the_width_of_the_text(path: Path):
+    """A picture of at most eight inches is not scaled below the size of its labels (8.5 points or more)."""
+    data = path.read_bytes()
+    width = int.from_bytes(data[16:20], "big")
+    start = data.index(b"pHYs") + 4
+    inches = width / (int.from_bytes(data[start : start + 4], "big") * 0.0254)
+    assert inches < 8.1
+
+
+def test_the_site_has_no_sources(site: Path):
+    assert not [
+        path for path in site.rglob("*") if path.suffix in (".py", ".pyc") or path.name == "__pycache__"
+    ]
 
 
 def test_an_element_that_is_too_wide_is_found(browser: Browser, tmp_path: Path):
@@ -231,5 +246,5 @@ def test_an_element_that_is_too_wide_is_found(browser: Browser, tmp_path: Path):
     page.write_text(
         f"{meta}<main class='md-content'>{wide}{scrolled}{wide.replace('wide', 'fits')}</div></main>"
     )
-    assert browser.overflowing(page.as_uri(), 390, "light") == ["DIV.: wide", "page: 708 px"]
-    assert browser.overflowing(page.as_uri(), 1280, "light") == []
+    assert overflowing(browser, page.as_uri(), 390, "light") == ["DIV.: wide", "page: 708 px"]
+    assert overflowing(browser, page.as_uri(), 1280, "light") == []

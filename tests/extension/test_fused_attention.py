@@ -364,7 +364,7 @@ def test_the_wrappers_take_names(device):
     assert len(aux) == 2 and max_logit.shape == (4,)
     assert len(wrappers.fused_attn_fwd(True, *call, torch.float32, backend, **names)) == 2
     *gradients, bias, offset = wrappers.fused_attn_bwd(
-        *call, out, torch.ones_like(out), torch.float32, torch.float32, aux, backend, **names
+        *call, out, torch.ones_like(out), torch.float32, aux, backend, **names
     )
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape] and bias is None and offset is None
     with pytest.raises(ValueError, match="fused_attention_backend is No_Backend"):

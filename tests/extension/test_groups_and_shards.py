@@ -300,12 +300,6 @@ def test_an_unavailable_function_names_its_replacement(name):
         getattr(tex, name)(1, group=None)
 
 
-@pytest.mark.parametrize("name", ["CommOverlap", "CommOverlapHelper", "CommOverlapP2P"])
-def test_userbuffers_name_their_replacement(name):
-    with pytest.raises(NotImplementedError, match=f"{name}.*te.initialize_ub"):
-        getattr(tex, name)([1, 2], torch.bfloat16)
-
-
 def test_queries_of_the_build():
     assert tex.nvte_built_with_cublasmp() is False and tex.get_num_cublas_streams() == 1
     assert tex.get_grouped_gemm_setup_workspace_size(3) == 0

@@ -150,8 +150,8 @@ def test_matrices_of_two_dtypes_meet_in_the_wider(device):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"ub": object()}, NotImplementedError, "comm_overlap: products do not overlap"),
-        ({"ub_type": "ag"}, NotImplementedError, "ub_type='ag' without ub"),
+        ({"ub": object()}, TypeError, "has no buffer"),
+        ({"ub_type": "ag"}, ValueError, "ub_type='ag' without ub"),
         ({"beta": 2.0}, ValueError, "beta=2.0 without accumulate"),
     ],
 )

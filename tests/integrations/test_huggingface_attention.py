@@ -472,11 +472,45 @@ def test_counters_are_logged_on_request(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("name", ["s_aux", "position_bias"])
 def test_the_interface_rejects_unsupported_arguments(name):
     q = torch.randn(1, HEADS, 4, SIZE)
     with pytest.raises(NotImplementedError, match=f'{name} is not computed.*attn_implementation="eager"'):
         te_attention_forward(nn.Module(), q, q, q, None, **{name: 1.0})
+
+
+@pytest.mark.parametrize("mask", ["causal", "with a hole", "added"])
+@pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
+def test_the_interface_computes_a_softcap_before_the_mask(softcap, mask):
+    """Against float64, with gradients; values that a mask adds are not limited."""
+    layer = nn.Module()
+    leaves = [torch.randn(2, h, LENGTH, SIZE) for h in (HEADS, GROUPS, GROUPS)]
+    leaves = [x.requires_grad_() for x in (2 * leaves[0], *leaves[1:])]
+    given = torch.randn(2, 1, LENGTH, LENGTH) if mask == "added" else causal()
+    if mask == "with a hole":
+        given[..., 5, 2] = False
+    out, weights = te_attention_forward(layer, *leaves, given, scaling=0.3, softcap=softcap)
+    assert weights is None
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    q, k, v = exact[0], *(x.repeat_interleave(HEADS // GROUPS, 1) for x in exact[1:])
+    scores = 0.3 * q @ k.mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores + given if mask == "added" else scores.masked_fill(~given, -torch.inf)
+    want = (scores.softmax(-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out.double(), want, **ATTENDED)
+    grad = torch.randn(out.shape)
+    found = torch.autograd.grad(out, leaves, grad)
+    for got, right in zip(found, torch.autograd.grad(want, exact, grad.double()), strict=True):
+        torch.testing.assert_close(got.double(), right, **ATTENDED)
+
+
+def test_softcaps_of_one_layer_are_separate_calls():
+    layer, (q, k, v) = nn.Module(), (torch.randn(1, h, 6, SIZE) for h in (HEADS, GROUPS, GROUPS))
+    outputs = [te_attention_forward(layer, q, k, v, None, softcap=cap)[0] for cap in (None, 0.5, 1.5, 0.5)]
+    assert torch.equal(outputs[1], outputs[3])
+    assert len({out.sum().item() for out in outputs}) == 3
+    with pytest.raises(ValueError, match="softcap must be finite and non-negative, got"):
+        te_attention_forward(layer, q, k, v, None, softcap=-1.0)
 
 
 def test_the_interface_takes_any_mask():

@@ -118,18 +118,6 @@ def test_a_program_with_the_older_name_of_autocast_runs():
     assert other_gradients["fp8_metas"].keys() == others["fp8_metas"].keys()
 
 
-def test_the_front_page_s_example_gives_gradients_and_the_next_state():
-    import jax.numpy as jnp
-
-    (example,) = [each for each in examples("../README.md") if "transformer_engine.jax" in each]
-    names: dict[str, Any] = {}
-    exec(example, names)
-    assert names["gradients"]["params"]["kernel"].value.shape == (768, 3072)
-    assert names["state"]["fp8_metas"]["x_scale"][0] == jnp.float32(
-        448
-    )  # the largest code over a maximum of 1
-
-
 @pytest.mark.slow
 def test_the_other_examples_of_the_page_run_as_printed_one_after_the_other():
     program = "\n".join([*examples("jax_devices.md"), *examples("jax.md")[2:]])

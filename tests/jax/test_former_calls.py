@@ -32,7 +32,8 @@ def equal(first, second) -> None:
 @pytest.mark.parametrize(("call", "present", "former", "value"), [
     (get_quantization_recipe, "name", "recipe_name", "MXFP8BlockScaling"),
     (canonicalize_norm_type, "x", "norm_type", "RMS-Norm"),
-    (version_utils.jax_version_meet_requirement, "requirement", "least", "0.5.3"),
+    (version_utils.jax_version_meet_requirement, "version", "least", "0.5.3"),
+    (version_utils.jax_version_meet_requirement, "version", "requirement", "0.5.3"),
 ])  # fmt: skip
 def test_a_renamed_parameter_is_accepted_under_both_names(call, present, former, value):
     want = call(value)

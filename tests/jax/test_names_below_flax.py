@@ -473,9 +473,9 @@ BAD_CALLS = {
         lambda: quantize.get_quantize_config_with_recipe(None).get_scaling_mode(0), TypeError, "source=0",
     ),
     "format": (lambda: quantize.helper._format2dtypes({}), TypeError, "form={} is a dict; pass a recipe.Format"),
-    "version": (lambda: version_utils.jax_version_meet_requirement("x"), ValueError, "requirement='x' is not a"),
+    "version": (lambda: version_utils.jax_version_meet_requirement("x"), ValueError, "version='x' is not a"),
     "version of a number": (
-        lambda: version_utils.jax_version_meet_requirement(3), ValueError, "requirement=3 is not a version",
+        lambda: version_utils.jax_version_meet_requirement(3), ValueError, "version=3 is not a version",
     ),
     "layout of attention": (lambda: extension.nvte_get_qkv_format("x"), ValueError, "qkv_layout='x' is not a layout"),
     "matrix as a layout": (

@@ -267,14 +267,27 @@ def grouped() -> Iterator[Case]:
     for rowwise, columnwise in ((True, True), (True, False)):
         launch = mxfp8.matrices(SHAPE, 4, E4M3, rowwise, columnwise, square=True)
         yield f"mxfp8 matrices columnwise={columnwise}", launch, (HALF, ADDRESS)
-    launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, ("e4m3", "e4m3"))
-    yield "grouped mxfp8 product", launch, (CODES, CODES, INDEX, BYTES, BYTES, HALF)
-    for by_address in (False, True):
-        table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
-        kind = {"accumulates": by_address, "by_address": by_address}
-        launch = grouped_scaled.product_of_columns(*SHAPE, 512, 4, ("e4m3", "e4m3"), **kind)
-        inputs = (CODES, CODES, BYTES, BYTES, INDEX, table, *given)
-        yield f"grouped mxfp8 gradient by_address={by_address}", launch, inputs
+    scaled = (
+        ("mxfp8", grouped_scaled.BlockScales(("e4m3", "e4m3")), (CODES, CODES), (BYTES, BYTES, None, None)),
+        (
+            "nvfp4",
+            grouped_scaled.BlockScales(("e2m1", "e2m1"), 16, 0.1),
+            (BYTES, BYTES),
+            (CODES, CODES, FLOAT, FLOAT),
+        ),
+    )
+    for name, scales, codes, factors in scaled:
+        launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales)
+        yield f"grouped {name} product", launch, (*codes, INDEX, *factors, HALF)
+        for by_address in (False, True):
+            table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
+            kind = {"accumulates": by_address, "by_address": by_address}
+            launch = grouped_scaled.product_of_columns(*SHAPE, 512, 4, scales, **kind)
+            yield (
+                f"grouped {name} gradient by_address={by_address}",
+                launch,
+                (*codes, *factors, INDEX, table, *given),
+            )
     yield "layout", grouped_layout.layout_of(SHAPE[0], 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(SHAPE[1], 4), (HALF, INDEX)
     for by_address in (False, True):

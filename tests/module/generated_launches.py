@@ -1,6 +1,7 @@
 """Print {layer and recipe: differences} between the steps of a pass and compiled passes, on a simulated GPU.
 
-Every layer is run under every recipe; with and without cached weights if the argument is "all", otherwise in turn.
+Every layer is run under every recipe; with and without cached weights if the argument is "all", otherwise in turn. With
+a compute capability as the argument, such as "10.0", some layers are run under the recipes of its block scales.
 
 Memory holds symbols instead of numbers. Every output of a kernel or product is a symbol of its name, its scalars and
 the symbols that it reads. Two steps that produce the same symbols in results, gradients and scaling states have
@@ -27,11 +28,13 @@ import host_calls
 import pretended_gpu
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.kernels import launch as launches
 from transformer_engine.pytorch.distributed import faults, operands
-from transformer_engine.pytorch.primitives.gemm import cublaslt_library
+from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_swizzled
 from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
 
 LAYERS = {
     "linear": host_calls._linear,
@@ -60,11 +63,18 @@ LAYERS = {
     ),
     "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
 }
+# Layers and recipes on GPUs whose tensor cores read block scales.
+SCALED_LAYERS = ("linear_bias", "layernorm_linear", "layernorm_mlp", "gelu_mlp", "column_parallel")
+SCALED_RECIPES = {
+    "block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
 COMPILED = (
     4  # the second call of a kind compiles a forward pass, and the second backward after it a backward pass
 )
 
-memory: dict[int | None, Any] = {}
+memory: dict[Any, Any] = {}  # by address
 inputs: list[weakref.ref[torch.Tensor]] = []  # of all steps
 wait_for_shards, send_shard = operands._Received.wait, operands._sent
 
@@ -107,6 +117,28 @@ def named(operation: str, made: torch.Tensor, source: torch.Tensor) -> torch.Ten
 def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
     """Return scales of blocks in cuBLASLt's layout."""
     return named("layout", block_scale_memory(operand, shape), operand.scale)
+
+
+def scales_in_tiles(operand: Any) -> torch.Tensor:
+    """Return swizzled scales, which are a copy if they were row-major or float32."""
+    return named("swizzled", swizzled_scale(operand), operand.scale)
+
+
+def scalars_of_levels(a: Any, b: Any, accumulates: bool) -> torch.Tensor:
+    """Return alpha and beta in memory, a symbol of the second-level maxima."""
+    scalars = torch.zeros(2)
+    memory[scalars.data_ptr()] = hash(
+        ("alpha", read(a.amax.data_ptr()), read(b.amax.data_ptr()), accumulates)
+    )
+    return scalars
+
+
+def random_numbers(*shape: Any, **options: Any) -> torch.Tensor:
+    """Return a tensor whose symbol counts the draws of a step."""
+    drawn = torch.zeros(*shape, **options)
+    memory["draws"] = memory.get("draws", 0) + 1
+    memory[drawn.data_ptr()] = hash(("random", memory["draws"]))
+    return drawn
 
 
 def sent_shard(part: torch.Tensor, group: Any) -> Any:
@@ -163,14 +195,17 @@ class Library:
     def matmul(self, handle, operation, alpha, a, of_a, b, of_b, beta, c, of_c, d, of_d, *_) -> None:
         pointers = {name: at for (of, name), at in self.attributes.items() if of == operation}
         read_too = tuple([(name, read(at)) for name, at in sorted(pointers.items())])
-        memory[d] = hash(("product", read(a), read(b), read_too))
+        memory[d] = hash(("product", read(a), read(b), memory.get(alpha), read_too))
         aux = pointers.get(self.names["EPILOGUE_AUX_POINTER"])
         if aux is not None:
             memory[aux] = hash(("aux", memory[d], read(aux)))
 
 
-def pretend() -> None:
-    pretended_gpu.pretend()
+def pretend(capability: tuple[int, int]) -> None:
+    pretended_gpu.pretend(capability)
+    cublaslt_swizzled._scalars = scalars_of_levels
+    pretended_gpu.everywhere("swizzled_scale", scales_in_tiles)
+    torch.rand = random_numbers
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
     operands._Received.wait, operands._sent = joined_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)
@@ -191,10 +226,8 @@ def pretend() -> None:
         setattr(dist, name, communicate(name))
 
 
-def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
-    """Return the symbols of results, gradients and states after a step; the `first` microbatch caches weights."""
-    x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
-    inputs.append(weakref.ref(x))
+def name_inputs(module: Any, x: torch.Tensor) -> dict[str, Any]:
+    """Give input, parameters, cached weights and scaling states a symbol each; return the states."""
     states = {
         f"{key}.{name}": getattr(state, name)
         for key, state in module.numerics.meta.items()
@@ -207,20 +240,33 @@ def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
         for number, part in enumerate(cached.flatten()[0])
         if part is not None
     }
-    given = {**kept, "x": x, **states, **dict(module.named_parameters())}
     memory.clear()
-    for name, tensor in given.items():
+    for name, tensor in {**kept, "x": x, **states, **dict(module.named_parameters())}.items():
         memory[tensor.data_ptr()] = name
     for parameter in module.parameters():
         parameter.grad = None
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x, is_first_microbatch=first)
-    dy = torch.zeros_like(y)
-    memory[dy.data_ptr()] = "dy"
-    y.backward(dy)
+    return states
+
+
+def symbols(module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    """Run the backward pass of y; return the symbols of results, gradients and states."""
+    if y.requires_grad:
+        dy = torch.zeros_like(y)
+        memory[dy.data_ptr()] = "dy"
+        y.backward(dy)
     left = {"y": y, "dx": x.grad, **states}
     left |= {f"d{name}": parameter.grad for name, parameter in module.named_parameters()}
-    return {name: read(tensor.data_ptr()) for name, tensor in left.items()}
+    return {name: None if tensor is None else read(tensor.data_ptr()) for name, tensor in left.items()}
+
+
+def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
+    """Return the symbols of results, gradients and states after a step; the `first` microbatch caches weights."""
+    x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
+    inputs.append(weakref.ref(x))
+    states = name_inputs(module, x)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x, is_first_microbatch=first)
+    return symbols(module, x, y, states)
 
 
 def compiled_passes(module: Any) -> list[int]:
@@ -233,13 +279,20 @@ def compiled_passes(module: Any) -> list[int]:
     ]
 
 
+def reasons(module: Any) -> set[str]:
+    """Return the reasons why passes of a layer are not compiled."""
+    specs = [spec for spec in module._specs.values() if spec.compiled is not None]
+    kinds = [kind for spec in specs for run in spec.compiled.passes for kind in run.kinds.values()]
+    return {kind.reason for kind in kinds if kind.reason is not None}
+
+
 def differences(name: str, kind: str, cached: bool) -> str | None:
-    module, recipe = LAYERS[name](), host_calls.RECIPES[kind]()
+    module, recipe = LAYERS[name](), (host_calls.RECIPES | SCALED_RECIPES)[kind]()
     if cached:
         step(module, recipe, True)
     steps = [step(module, recipe, False if cached else None) for _ in range(COMPILED + 3)]
     if compiled_passes(module)[-2:] != [1, 1]:  # of the latest spec
-        return f"compiled: {compiled_passes(module)}"
+        return f"compiled: {compiled_passes(module)}, {reasons(module)}"
     expected = steps[1]  # the first step has no states yet
     if "?" in expected.values():
         return f"{expected}"
@@ -276,16 +329,35 @@ def kept_inputs(name: str, kind: str) -> str | None:
     return f"inputs of steps {kept}" if kept else None
 
 
-if __name__ == "__main__":
-    pretend()
+def results_of_hopper(every: bool) -> dict[str, str | None]:
+    pretend(pretended_gpu.HOPPER)
     cases = [
         (name, kind, cached)
         for row, name in enumerate(LAYERS)
         for column, kind in enumerate(host_calls.RECIPES)
         for cached in (False, True)
-        if (not cached if kind == "none" else sys.argv[1] == "all" or cached == bool((row + column) % 2))
+        if (not cached if kind == "none" else every or cached == bool((row + column) % 2))
     ]
     found = {"/".join(map(str, case)): differences(*case) for case in cases}
     found["a quantizer's setting"] = overlooked_setting()
-    found |= {f"kept inputs/{name}": kept_inputs(name, "block") for name in ("linear", "parallel_mlp")}
-    print(json.dumps(found))
+    return found | {f"kept inputs/{name}": kept_inputs(name, "block") for name in ("linear", "parallel_mlp")}
+
+
+def results_of_block_scales(architecture: str) -> dict[str, str | None]:
+    major, minor = map(int, architecture.split("."))
+    pretend((major, minor))
+    # Only casts on a GPU write scales in the order of products.
+    torch.Tensor.is_cuda = property(lambda tensor: True)  # pyright: ignore[reportAttributeAccessIssue]
+    return {
+        f"{name}/{kind}/{cached}": differences(name, kind, cached)
+        for row, name in enumerate(SCALED_LAYERS)
+        for column, kind in enumerate(SCALED_RECIPES)
+        for cached in (bool((row + column) % 2),)
+        if name != "column_parallel" or kind == "block"  # shards of one-byte scales are joined by torch
+    }
+
+
+if __name__ == "__main__":
+    argument = sys.argv[1]
+    hopper = argument in ("some", "all")
+    print(json.dumps(results_of_hopper(argument == "all") if hopper else results_of_block_scales(argument)))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from transformer_engine.common import warning
+from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
+from transformer_engine.pytorch.cpp_extensions import fused_attn
 from transformer_engine.pytorch.module.argument_orders import accepts_older_orders
 
 
@@ -154,3 +159,69 @@ def test_an_older_order_does_not_repeat_a_keyword():
     assert Module().call(1, True, d=2) == (1, 0.0, True, 2)
     assert Module().call(1, True, 2, d=2) == (1, True, 2, 2), "the order without b has d twice"
     assert list(inspect.signature(Module.call).parameters) == ["self", "a", "b", "c", "d"]
+
+
+def test_functions_and_moved_arguments():
+    @accepts_older_orders(v2=(("kind", 1), "order"))
+    def call(a: int, b: Sequence[int], order: Literal["x", "y"] = "x", c: str = "c", kind: int | None = None):
+        return a, b, order, c, kind
+
+    results = [
+        recorded(lambda args=args: call(*args))
+        for args in ((1, [2]), (1, [2], "y", "z"), (1, 7, [2]), (1, 7, [2], "z"), (1, [2], "z"))
+    ]
+    assert [result for result, _ in results] == [
+        (1, [2], "x", "c", None), (1, [2], "y", "z", None), (1, [2], "x", "c", 7), (1, [2], "x", "z", 7),
+        (1, [2], "z", "c", None),  # fits no order: passed on unchanged
+    ]  # fmt: skip
+    assert [len(issued) for _, issued in results] == [0, 0, 1, 0, 0], "one warning per order"
+
+
+def test_fused_attention_in_both_orders():
+    q, k, v, grad = (torch.randn(2, 6, 4, 8) for _ in range(4))
+    bounds, layout, kinds = (
+        torch.tensor([0, 6, 12]),
+        "bshd_bshd_bshd",
+        ("no_bias", "causal", "vanilla", (2, 0)),
+    )
+    backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
+    head = (True, 6, 6, bounds, bounds, q, k, v, torch.float32, backend, *[None] * 7, 0.5, 0.0, True, layout)
+    (want, aux), issued = recorded(lambda: fused_attn.fused_attn_fwd(*head, "bshd", None, *kinds))
+    assert not issued
+    (out, _), issued = recorded(lambda: fused_attn.fused_attn_fwd(*head, *kinds))
+    assert torch.equal(out, want) and len(issued) == 1 and "release 2.11" in issued[0]
+    (turned, _), _ = recorded(lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds))
+    assert torch.equal(turned.transpose(0, 1), want)
+
+    head = (6, 6, bounds, bounds, q, k, v, want, grad, torch.float32)
+    tail = (backend, *[None] * 5, 0.5, 0.0, True, layout)
+    orders = ("bshd", "bshd", layout)
+    exact, issued = recorded(lambda: fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds))
+    assert not issued
+    for dtype in (torch.float32, tex.DType.kFloat32):
+        found, issued = recorded(
+            lambda dtype=dtype: fused_attn.fused_attn_bwd(*head, dtype, aux, *tail, *kinds)
+        )
+        assert all(torch.equal(x, y) for x, y in zip(found[:3], exact[:3], strict=True))
+        assert len(issued) == (dtype is torch.float32)
+    halves = fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds, dqkv_dtype=torch.float16)
+    assert [x.dtype for x in halves[:3]] == [torch.float16] * 3
+    # Without the orders of axes, tensors have those of the queries.
+    assert torch.equal(
+        fused_attn.fused_attn_bwd(*head, aux, *tail)[0],
+        fused_attn.fused_attn_bwd(*head, aux, *tail, *orders)[0],
+    )
+
+
+def test_parameters_of_a_choice_in_both_orders():
+    present, issued = recorded(
+        lambda: AttentionParams(torch.Tensor, torch.float16, torch.float32, "bs3hd", 3)
+    )
+    assert (present.nominal_dtype, present.qkv_layout, present.batch_size, len(issued)) == (
+        torch.float32,
+        "bs3hd",
+        3,
+        0,
+    )
+    former, issued = recorded(lambda: AttentionParams(torch.Tensor, torch.float16, "bs3hd", 3))
+    assert (former.qkv_layout, former.batch_size, len(issued)) == ("bs3hd", 3, 1)

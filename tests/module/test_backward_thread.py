@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.support.fast_path import needs_fast_path
 from transformer_engine.pytorch import fast
+
+pytestmark = needs_fast_path
 
 
 class ThreadOfBackward(torch.autograd.Function):

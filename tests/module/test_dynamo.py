@@ -126,3 +126,88 @@ def test_a_spec_describes_a_plain_tensor():
         spec.update_usage(rowwise_usage=True)
     with pytest.raises(TypeError, match="not a tensor"):
         dynamo.to_tensor_spec(3)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("internal", [True, False])
+def test_a_quantizer_describes_and_allocates_its_results(name, usages, internal, emulated):
+    quantizer = QUANTIZERS[name]()
+    quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+    quantizer.internal = internal
+    empty = quantizer.make_empty((2, 64, 256), dtype=torch.bfloat16, device="cpu")
+    expected = {
+        attribute: (tuple(tensor.shape), tensor.dtype)
+        for attribute in empty.TENSORS
+        if (tensor := getattr(empty, attribute)) is not None
+    }
+    specs = quantizer.inner_tensor_specs((2, 64, 256))
+    assert specs == expected and list(specs) == list(expected)
+    allocated = quantizer.alloc_tensors((2, 64, 256), device="cpu")
+    assert {key: (tuple(t.shape), t.dtype) for key, t in allocated.items()} == expected
+    metadata = quantizer.create_metadata((2, 64, 256), dtype=torch.bfloat16, requires_grad=True)
+    assert (
+        metadata["cls"] is type(empty) and metadata["is_tensor"] is not internal and metadata["requires_grad"]
+    )
+    storage = quantizer.storage_metadata(torch.bfloat16)
+    values = quantizer(torch.randn(2, 64, 256, dtype=torch.bfloat16))
+    keywords = {keyword: getattr(values, attribute) for attribute, keyword in values.TENSORS.items()}
+    again = storage["cls"](**keywords, **storage["nontensor_kwargs"])
+    assert torch.equal(again.decode(torch.float32), values.dequantize(dtype=torch.float32))
+    spec = dynamo.TensorSpec((2, 64, 256), torch.bfloat16, quantizer, requires_grad=True, device="cpu")
+    assert spec.inner_names() == tuple(specs)
+    described = spec.create_metadata()
+    assert {**described, "nontensor_kwargs": None} == {**metadata, "nontensor_kwargs": None}
+
+
+def test_equal_settings_have_equal_keys():
+    for make in QUANTIZERS.values():
+        assert make()._value_key() == make()._value_key() and hash(make()._value_key()) == hash(
+            make()._value_key()
+        )
+    assert QUANTIZERS["mxfp8"]()._value_key() != te.MXFP8Quantizer(te.DType.kFloat8E5M2)._value_key()
+    grouped = te.Float8CurrentScalingQuantizer(E4M3, "cpu")
+    grouped.amax_reduction_group = object()
+    with pytest.raises(TypeError, match="amax_reduction_group is an object, which is no plain value"):
+        grouped._value_key()
+
+
+def test_a_spec_selects_directions_by_either_name():
+    spec = dynamo.TensorSpec((32, 32), torch.float32, te.MXFP8Quantizer(E4M3), device="cpu")
+    spec.update_usage(rowwise=False)
+    assert spec.inner_names() == ("_columnwise_data", "_columnwise_scale_inv")
+    spec.update_usage(rowwise_usage=True, columnwise_usage=False)
+    assert spec.inner_names() == ("_rowwise_data", "_rowwise_scale_inv")
+
+
+def test_an_outdated_transpose_is_dropped():
+    codes, scale = torch.zeros(4, 8, dtype=torch.uint8), torch.ones(1)
+    options = {"data_transpose": codes.t().contiguous(), "fake_dtype": torch.bfloat16}
+    kept, dropped = (
+        te.Float8TensorStorage(codes, scale, E4M3, **options, transpose_invalid=invalid)
+        for invalid in (None, True)
+    )
+    assert kept._transpose is not None and dropped._transpose is None and dropped._transpose_invalid
+
+
+@torch.library.custom_op("te_test::quantized", mutates_args=())
+def quantized(x: torch.Tensor, quantizer: Rounding) -> list[torch.Tensor]:
+    made = quantizer(x)
+    return [getattr(made, name) for name in dynamo.to_tensor_spec(made).inner_names()]
+
+
+@quantized.register_fake
+def _(x, quantizer):
+    return dynamo.TensorSpec(x.shape, x.dtype, quantizer, device=x.device).create_inner_tensors()
+
+
+def test_an_operator_of_a_user_returns_the_inner_tensors_in_one_graph(emulated):
+    torch._dynamo.reset()
+
+    def doubled(x, quantizer):
+        return [2 * part if part.is_floating_point() else part + 1 for part in quantized(x, quantizer)]
+
+    x, quantizer = torch.randn(64, 64), Rounding(E4M3)
+    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(x, quantizer), doubled(x, quantizer), strict=True):
+        assert torch.equal(got, wanted)

@@ -7,7 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.layers import LAYERS, RECIPES, sample
-from transformer_engine.pytorch.functions.run import watchers
+from transformer_engine.pytorch.functions.layer import runners
 from transformer_engine.pytorch.quantization import emulate
 
 
@@ -41,4 +41,14 @@ def test_a_step_names_its_backend_and_the_format_of_its_codes():
 def test_steps_are_reported_on_request_only():
     layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
     assert te.explain(layer, x).passes == ()
-    assert explained(layer, x).passes and not watchers
+    assert explained(layer, x).passes and not runners
+
+
+def test_both_passes_of_a_chain_are_reported():
+    chain = te.ops.Sequential(te.ops.LayerNorm(64), te.ops.Linear(64, 96), te.ops.GELU(), te.ops.Linear(96, 64)).cpu()
+    forward, backward = explained(chain, sample("cpu"), "current").passes
+    assert (forward.name, backward.name) == ("forward pass of Sequential", "backward pass of Sequential")
+    assert forward.saved and not backward.saved
+    text = str(forward) + str(backward)
+    assert "norm: " in text and "activation: " in text and "gemm: " in text
+    assert "dw " in text and "dx " in text

@@ -7,13 +7,36 @@ import json
 
 import pytest
 
+from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
 
+@needs_fast_path
 @pytest.mark.parametrize(("cases", "count"), [("some", 51), pytest.param("all", 87, marks=pytest.mark.slow)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int):
     done = output_without_gpu("tests/module/generated_launches.py", cases)
     found = json.loads(done.splitlines()[-1])
     assert len(found) == count
+    assert {case: what for case, what in found.items() if what is not None} == {}
+
+
+@needs_fast_path
+@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(count: int):
+    done = output_without_gpu("tests/module/generated_random_launches.py", str(count), patience=1800)
+    found = json.loads(done.splitlines()[-1])
+    assert found["different"] == {}
+    # A layer whose tensors need no gradients has one pass, others two.
+    assert found["generated"] > found["drawn"] > 0
+
+
+@needs_fast_path
+@pytest.mark.parametrize("architecture", ["10.0", "12.0"])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_compiled_passes_with_block_scales_start_the_kernels_of_their_steps(architecture: str):
+    done = output_without_gpu("tests/module/generated_launches.py", architecture)
+    found = json.loads(done.splitlines()[-1])
+    assert len(found) == 13
     assert {case: what for case, what in found.items() if what is not None} == {}

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.support.fast_path import needs_fast_path
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.fast import compiled
 from transformer_engine.pytorch.functions import layer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_fast_path]
 
 ROWS, WIDTH = 256, 512
 SCRATCH = 1 << 20  # shared by small buffers of a compiled pass, until it ends

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tests.support.layers import RECIPES
+from transformer_engine.common.recipe import NVFP4BlockScaling
 from transformer_engine.pytorch import explain
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -289,37 +291,46 @@ def test_splits_that_do_not_cover_the_rows_are_rejected(splits, device):
         layer(sample([128], device), splits)
 
 
-def test_nvfp4_runs_one_by_one(device):
-    splits = [128, 0, 256]
-    layer, x = layer_of(splits, device), sample(splits, device)
-    assert "grouped_gemm" not in operations(layer, x, splits, RECIPES["nvfp4"])
-
-
-MXFP8_SPLITS = {"few": [128, 256, 0, 128], "many": [32, 0, 64, 224, 128, 32, 96, 0, 160]}
+SCALED = {
+    "mxfp8": RECIPES["mxfp8"],
+    "nvfp4": RECIPES["nvfp4"],
+    "nvfp4 per row": NVFP4BlockScaling(
+        row_scaled_activation=True, disable_rht=True, disable_stochastic_rounding=True
+    ),
+    "nvfp4 stochastic": NVFP4BlockScaling(),
+}
+WHOLE_BLOCKS = {"few": [128, 256, 0, 128], "many": [32, 0, 64, 224, 128, 32, 96, 0, 160]}
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("splits", MXFP8_SPLITS.values(), ids=MXFP8_SPLITS)
+@pytest.mark.parametrize("splits", WHOLE_BLOCKS.values(), ids=WHOLE_BLOCKS)
 @pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=["", "stacked"])
-def test_mxfp8_groups_of_whole_blocks_equal_those_one_by_one(splits, bias, options, device, monkeypatch):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4 per row", "nvfp4 stochastic"])
+@pytest.mark.sampled(pairs=True)
+def test_groups_of_whole_blocks_equal_those_one_by_one(name, splits, bias, options, device, monkeypatch):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     together = layer_of(splits, device, bias=bias, **options)
     alone = copy.deepcopy(together)
-    x = sample(splits, device)
-    assert "grouped_gemm" in operations(together, x, splits, RECIPES["mxfp8"])
-    assert "grouped_gemm" in operations(together, x, torch.tensor(splits, device=device), RECIPES["mxfp8"])
+    x, recipe = sample(splits, device), SCALED[name]
+    assert "grouped_gemm" in operations(together, x, splits, recipe)
+    assert "grouped_gemm" in operations(together, x, torch.tensor(splits, device=device), recipe)
     for first_microbatch in (None, True, False):
         passed = {} if first_microbatch is None else {"is_first_microbatch": first_microbatch}
-        ours = outcome(together, x, splits, RECIPES["mxfp8"], **passed)
-        theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES["mxfp8"], **passed)
+        torch.manual_seed(3)
+        ours = outcome(together, x, splits, recipe, **passed)
+        torch.manual_seed(3)
+        theirs = one_by_one(monkeypatch, alone, x, splits, recipe, **passed)
         for mine, other in zip(ours, theirs, strict=True):
             assert_close(mine, other)
 
 
 @pytest.mark.parametrize("splits", [[128, 16, 112], [40, 0, 88]])
-def test_mxfp8_groups_that_divide_a_block_run_one_by_one(splits, device):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_groups_that_divide_a_block_run_one_by_one(name, splits, device):
     layer, x = layer_of(splits, device), sample(splits, device)
-    with autocast(recipe=RECIPES["mxfp8"]), pytest.warns(UserWarning, match="high precision"):
+    fits = name == "nvfp4" and splits[1] == 16  # whole blocks of 16, but not of 32
+    expected = nullcontext() if fits else pytest.warns(UserWarning, match="high precision")
+    with autocast(recipe=RECIPES[name]), expected:
         explained = explain(layer, x, splits)
     assert "grouped_gemm" not in {decision.operation for decision in explained.decisions}
     (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")

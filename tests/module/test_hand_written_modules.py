@@ -74,7 +74,7 @@ class _Attend(torch.autograd.Function):
         d_proj, *_ = general_gemm(flat8, dy8, layout="NT", **exact)
         d_out = d_out.view(BATCH, LENGTH, HEADS, SIZE)
         d_qkv = fused_attn_bwd(
-            LENGTH, LENGTH, bounds, bounds, q8, k8, v8, out8.view(BATCH, LENGTH, HEADS, SIZE), d_out, DTYPE, DTYPE,
+            LENGTH, LENGTH, bounds, bounds, q8, k8, v8, out8.view(BATCH, LENGTH, HEADS, SIZE), d_out, DTYPE,
             aux, **ctx.options,
         )[:3]  # fmt: skip
         d_qkv8 = ctx.quantizers[FP8BwdTensorIdx.GRAD_OUTPUT1](

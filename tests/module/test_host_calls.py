@@ -7,25 +7,27 @@ import json
 
 import pytest
 
+from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
 # Upper bounds of package functions entered in one call of `benchmarks/host_calls.py`. Lower a bound when a pass
 # enters fewer.
 MOST = {
-    "linear/none/fb": 45,
-    "linear/delayed/fb": 114,
-    "linear/current/fb": 69,
-    "linear/block/fb": 64,
-    "linear_bias/current/f": 51,
-    "layernorm_linear/delayed/fb": 116,
-    "layernorm_mlp/current/fb": 82,
-    "layernorm_mlp/block/fb": 74,
-    "linear/block/fb_later": 91,
+    "linear/none/fb": 43,
+    "linear/delayed/fb": 112,
+    "linear/current/fb": 67,
+    "linear/block/fb": 62,
+    "linear_bias/current/f": 49,
+    "layernorm_linear/delayed/fb": 114,
+    "layernorm_mlp/current/fb": 80,
+    "layernorm_mlp/block/fb": 72,
+    "linear/block/fb_later": 89,
     "grouped_linear_8/delayed/fb": 229,
     "autocast/delayed/empty": 36,
 }
 
 
+@needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_warm_pass_enters_few_functions(tmp_path):
     figures = tmp_path / "figures.json"

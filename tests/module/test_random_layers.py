@@ -1,7 +1,8 @@
-"""Random settings of the linear layers: compiled and graphed calls have the bits of eager calls.
+"""Random settings of the linear layers: compiled, graphed and generated calls have the bits of eager calls.
 
-The tests compare results, gradients, accumulated gradients and scaling states of three steps. On a CPU, a recorder
-that runs functions again replaces CUDA graphs.
+The tests compare results, gradients, accumulated gradients and scaling states of several steps. On a CPU, a recorder
+that runs functions again replaces CUDA graphs, and `generated_random_launches.py` compares the kernels of generated
+passes on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, same
 from tests.support.recorder import RerunRecorder
+from transformer_engine.pytorch.functions import layer as layer_functions
 from transformer_engine.pytorch.graphs import build
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 
 SIZES = (128, 256, 64)  # of the input, the output and the rows; every format supports them
 STEPS = 3
+GENERATED = 6  # steps, of which the last ones run generated passes
 EACH = settings(
     deadline=None,
     database=None,
@@ -114,11 +117,11 @@ class Settings:
     def keywords(self, step: int) -> dict[str, Any]:
         return {"is_first_microbatch": step != 1} if self.microbatches else {}
 
-    def trained(self, layer: Any, call: Any, device: torch.device) -> list[Any]:
-        """Return results, gradients and states of three steps."""
+    def trained(self, layer: Any, call: Any, device: torch.device, steps: int = STEPS) -> list[Any]:
+        """Return results, gradients and states of some steps."""
         seen: list[Any] = []
         recipe = self.made_recipe()
-        for step in range(STEPS):
+        for step in range(steps):
             x = self.sample(step, device)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 made = call(x, **self.keywords(step))
@@ -142,29 +145,29 @@ class Settings:
         return seen
 
 
-def random_settings() -> st.SearchStrategy[Settings]:
-    return st.builds(
-        Settings,
-        kind=st.sampled_from(["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]),
-        recipe=st.sampled_from(sorted(RECIPES)),
-        override=st.sampled_from([None, None, "high_precision", "dequantized"]),
-        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-        bias=st.booleans(),
-        return_bias=st.booleans(),
-        frozen=st.frozensets(st.integers(0, 3), max_size=3),
-        grad_input=st.booleans(),
-        quantized=st.booleans(),
-        fused=st.booleans(),
-        microbatches=st.booleans(),
-        activation=st.sampled_from(["gelu", "swiglu", "srelu"]),
-        normalization=st.sampled_from(["LayerNorm", "RMSNorm"]),
-    )
+def random_settings(**choices: list[Any]) -> st.SearchStrategy[Settings]:
+    """Random settings; `choices` restrict the values of some fields."""
+    switches = [False, True]
+    values: dict[str, list[Any]] = {
+        "kind": ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"],
+        "recipe": sorted(RECIPES),
+        "override": [None, None, "high_precision", "dequantized"],
+        "dtype": [torch.float32, torch.bfloat16],
+        "activation": ["gelu", "swiglu", "srelu"],
+        "normalization": ["LayerNorm", "RMSNorm"],
+        **dict.fromkeys(
+            ("bias", "return_bias", "grad_input", "quantized", "fused", "microbatches"), switches
+        ),
+        **choices,
+    }
+    fields = {name: st.sampled_from(allowed) for name, allowed in values.items()}
+    return st.builds(Settings, frozen=st.frozensets(st.integers(0, 3), max_size=3), **fields)  # pyright: ignore
 
 
-def eager(case: Settings, device: torch.device) -> list[Any]:
+def eager(case: Settings, device: torch.device, steps: int = STEPS) -> list[Any]:
     FP8GlobalStateManager.reset()
     layer = case.layer(device)
-    return case.trained(layer, case.bound(layer), device)
+    return case.trained(layer, case.bound(layer), device, steps)
 
 
 def compare(expected: list[Any], found: list[Any]) -> None:
@@ -203,6 +206,13 @@ def check_graphed(case: Settings, device: torch.device, monkeypatch: pytest.Monk
     compare(expected, case.trained(layer, graphed, device))
 
 
+def check_generated(case: Settings, device: torch.device) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_functions, "compiles_on", lambda device: False)
+        expected = eager(case, device, GENERATED)
+    compare(expected, eager(case, device, GENERATED))
+
+
 @settings(EACH, max_examples=2)
 @given(case=random_settings())
 def test_compiled_layers_have_the_bits_of_eager_layers(case, device):
@@ -217,6 +227,13 @@ def test_graphed_layers_have_the_bits_of_eager_layers(case, device):
         check_graphed(case, device, patch)
 
 
+@pytest.mark.gpu
+@settings(EACH, max_examples=40)
+@given(case=random_settings())
+def test_generated_passes_have_the_bits_of_plain_passes(case, device):
+    check_generated(case, device)
+
+
 @pytest.mark.slow
 @settings(EACH, max_examples=500)
 @given(case=random_settings())
@@ -224,3 +241,5 @@ def test_many_layers_have_the_bits_of_eager_layers(case, device):
     with pytest.MonkeyPatch.context() as patch, emulate():
         check_compiled(case, device)
         check_graphed(case, device, patch)
+        if device.type == "cuda":
+            check_generated(case, device)

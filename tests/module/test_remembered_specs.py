@@ -18,6 +18,7 @@ from transformer_engine.pytorch.distributed import checkpoint
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.specs import Call
 
 LAYERS = {
     "linear": lambda **o: Linear(32, 64, **o),
@@ -35,8 +36,8 @@ def layer(request, device):
 built = []
 
 
-def noted(build, key):
-    built.append(build(key))
+def noted(build, fields):
+    built.append(build(Call._make(fields)))
     return built[-1]
 
 

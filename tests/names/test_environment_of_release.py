@@ -16,10 +16,12 @@ from transformer_engine.pytorch.router import check_histogram, mark_qb_bin_bound
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def imported(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Import the package in a fresh process with these variables, and print the warnings as text."""
+LOADED = "import transformer_engine.pytorch, os; print(os.environ.get('LOADED'))"
+
+
+def imported(tmp_path: Path, code: str = LOADED, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh process with these variables; warnings are text in its stderr."""
     environment = os.environ | variables | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{_ROOT}"}
-    code = "import transformer_engine.pytorch, os; print(os.environ.get('LOADED'))"
     command = [sys.executable, "-W", "always", "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
@@ -29,6 +31,49 @@ def test_a_plugin_is_loaded_at_import(tmp_path):
         "import os\n\n\ndef load_plugins():\n    os.environ['LOADED'] = 'yes'\n"
     )
     assert imported(tmp_path, NVTE_PLUGIN="plugin_of_test").stdout.strip() == "yes"
+
+
+REPLACING = """
+import os, sys, types
+import transformer_engine_torch_nv
+
+def load_plugins():
+    own = types.ModuleType("transformer_engine_torch")
+    own.gelu = "the plugin's"
+    own.flash_attention = own.get_attention_backend = print
+    sys.modules["transformer_engine_torch"] = own
+"""
+READING = """
+import transformer_engine.pytorch, sys, torch
+import transformer_engine_torch as tex, transformer_engine_torch_nv as nv
+from transformer_engine_torch_nv import DType, gelu
+x = torch.ones(2)
+expected = torch.nn.functional.gelu(x, approximate='tanh')
+print(tex.gelu, nv.__name__, nv.gelu is gelu, torch.equal(gelu(x, None), expected))
+print(tex is sys.modules["transformer_engine_torch"], "quantize" in dir(nv), "quantize" in nv.__all__)
+"""
+
+
+def test_a_plugin_replaces_the_extension_and_reads_it_by_its_second_name(tmp_path):
+    (tmp_path / "replacing_plugin.py").write_text(REPLACING)
+    found = imported(tmp_path, READING, NVTE_PLUGIN="replacing_plugin")
+    assert found.stdout.splitlines() == [
+        "the plugin's transformer_engine_torch_nv True True", "True True True"
+    ]  # fmt: skip
+    assert (
+        "has flash_attention and get_attention_backend, which DotProductAttention does not call"
+        in found.stderr
+    )
+
+
+def test_the_second_name_is_the_extension_itself_without_a_replacement(tmp_path):
+    (tmp_path / "quiet_plugin.py").write_text("def load_plugins():\n    pass\n")
+    code = (
+        "import transformer_engine.pytorch, transformer_engine_torch_nv as nv; f = nv.gelu\n"
+        "import transformer_engine_torch as tex; print(tex.gelu is f)"
+    )
+    found = imported(tmp_path, code, NVTE_PLUGIN="quiet_plugin")
+    assert found.stdout.strip() == "True" and "RuntimeWarning" not in found.stderr
 
 
 def test_a_plugin_that_fails_and_a_removed_variable_warn(tmp_path):
@@ -44,6 +89,25 @@ def test_the_former_name_of_merging_probs_warns():
         te.moe_unpermute(
             permuted, row_id_map, probs=torch.ones(2, 1), restore_shape=rows.shape, map_type="mask"
         )
+
+
+@pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])
+def test_deferred_initialization_of_norms_warns(norm):
+    module = norm(8, device="cpu")
+    with torch.no_grad():
+        module.weight.zero_()
+    with pytest.warns(DeprecationWarning, match="defer_init of reset_parameters is deprecated"):
+        module.reset_parameters(defer_init=True)
+    assert not module.weight.any()
+    module.reset_parameters()
+    assert torch.equal(module.weight, torch.ones(8))
+
+
+def test_gradients_set_to_none_by_the_constructor_warn():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    for optimizer, options in ((te.optimizers.FusedAdam, {}), (te.optimizers.FusedSGD, {"lr": 0.1})):
+        with pytest.warns(DeprecationWarning, match="set_grad_none is deprecated"):
+            optimizer(parameters, set_grad_none=True, **options)
 
 
 def test_marked_bounds_are_not_read_again():

@@ -195,6 +195,15 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partit
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
+@pytest.mark.parametrize("settings", [(None, "duplicated"), (0, "duplicated"), (1, "duplicated")])
+def test_one_device_needs_no_context(shape, settings):
+    x = conditioned(*shape)
+    expected = orthogonal_factor(x)
+    newton_schulz_tp(x, None, 12, get_coefficients(12, "polar_express"), *settings)
+    torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_tensor_parallel_arguments_are_checked():
     ctx, x = CusolverMpCtx(), conditioned(4, 8)
     assert (ctx.nranks, ctx.rank) == (1, 0)

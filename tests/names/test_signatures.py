@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import inspect
 import json
@@ -36,6 +37,11 @@ def parsed(text: str) -> list[inspect.Parameter]:
     return found
 
 
+def plain(default: Any) -> Any:
+    """A default as the file writes it: the value of a member of an enumeration."""
+    return default.value if isinstance(default, enum.Enum) else default
+
+
 def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
     """Differences of a callable's signature from a row of the file.
 
@@ -54,10 +60,10 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
             wrong.append(f"{wanted.name} is {found.kind.description}, not {wanted.kind.description}")
         elif wanted.kind is _KINDS.POSITIONAL_OR_KEYWORD and positional.index(wanted.name) != place:
             wrong.append(f"{wanted.name} is at {positional.index(wanted.name)}, not at {place}")
-        if wanted.default is not _KINDS.empty and found.default != wanted.default:
+        if wanted.default is not _KINDS.empty and plain(found.default) != wanted.default:
             wrong.append(f"{wanted.name}={found.default!r}, not {wanted.default!r}")
     for wanted in parsed(f"*, {row['keywords']}" if "keywords" in row else ""):
-        if wanted.name not in own or own[wanted.name].default != wanted.default:
+        if wanted.name not in own or plain(own[wanted.name].default) != wanted.default:
             wrong.append(f"{wanted.name}={wanted.default!r} is missing")
     return wrong
 

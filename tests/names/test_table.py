@@ -98,6 +98,21 @@ def test_names_of_the_release_for_users_are_served(table, weight):
     assert rows and [row.name for row in rows if row.status != "served"] == []
 
 
+def test_names_of_the_release_for_authors_of_extensions_are_served(table):
+    rows = [row for row in table.listed() if row.weight == "C"]
+    served = [row for row in rows if row.status == "served"]
+    assert len(rows) > 70 and len(served) >= 0.95 * len(rows)
+
+
+def test_parameters_have_the_form_of_the_signatures(table):
+    text = table.parameters_text(
+        [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"], ["rest", "VAR_POSITIONAL", None],
+         ["c", "KEYWORD_ONLY", "None"], ["d", "KEYWORD_ONLY", "..."], ["others", "VAR_KEYWORD", None]]
+    )  # fmt: skip
+    assert text == "a, b=1, *rest, c=None, d, **others"
+    assert table.parameters_text([["a", "KEYWORD_ONLY", None]]) == "*, a"
+
+
 def test_an_installed_original_adds_its_names_and_differences(table, tmp_path):
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
@@ -113,9 +128,15 @@ def test_an_installed_original_adds_its_names_and_differences(table, tmp_path):
     rows = {row.name: row for row in table.with_installed(table.listed(), found)}
     assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
     assert "transformer_engine.pytorch._private" not in found and len(rows) > len(table.listed())
-    (line,) = table.signature_differences(found)
+    (line,) = table.signature_differences(found).values()
     assert line.startswith(
         "transformer_engine.pytorch.checkpoint[1]: ['other', 'POSITIONAL_OR_KEYWORD', 'None']"
     )
+    text = table.SIGNATURES.read_text()
+    rows = json.loads(table.signature_rows(text, found, table.signature_differences(found)))
+    assert rows.pop("transformer_engine.pytorch.checkpoint") == {
+        "section": 0, "parameters": "function, other=None"
+    }  # fmt: skip
+    assert rows == json.loads(text) and table.signature_rows(text, found, []) == text
     with pytest.raises(RuntimeError, match="no public name was found"):
         table.installed(tmp_path / "transformer_engine")

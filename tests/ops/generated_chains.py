@@ -82,7 +82,7 @@ def differences(name: str, kind: str) -> str | None:
     found = [step(chain, recipe) for _ in range(STEPS)]
     (prepared,) = [made for made in chain._module_groups[0]._prepared.values() if made is not None]  # pyright: ignore
     if prepared.compiled is None:
-        return f"not listed: {sorted({step.op for step in prepared.plan.steps.steps})}"
+        return f"not listed: {sorted({type(own).__name__ for own in prepared.passes if not own.listed})}"
     compiled = [
         [pass_kind.reason for pass_kind in made.kinds.values() if pass_kind.generated is None]
         + [None] * (not made.kinds)

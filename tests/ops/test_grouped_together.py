@@ -19,7 +19,7 @@ from tests.support.layers import RECIPES
 from tests.support.programs import output_without_gpu
 from transformer_engine.pytorch import autocast, checkpoint, explain, ops
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
-from transformer_engine.pytorch.ops.basic.grouped_contribution import GroupedKind
+from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
 from transformer_engine.pytorch.tensor import GroupedTensor
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.support.fast_path import needs_fast_path
 from tests.support.layers import same
 from tests.support.programs import output_without_gpu
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -51,23 +52,23 @@ def warm(chain: Any, recipe: Any = None) -> list[torch.Tensor]:
     return [step(chain, recipe) for _ in range(3)][-1]
 
 
-def contributions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that receives the name of each operation that describes itself."""
     made: list[str] = []
     for kind in (ops.BasicLinear, ops.Bias, ops.LayerNorm, ops.ClampedSwiGLU, ops.ConstantScale):
-        contribute = kind.contribute
+        passes = kind.passes
 
-        def counted(self: Any, *given: Any, contribute: Any = contribute) -> Any:
+        def counted(self: Any, *given: Any, passes: Any = passes) -> Any:
             made.append(type(self).__name__)
-            return contribute(self, *given)
+            return passes(self, *given)
 
-        monkeypatch.setattr(kind, "contribute", counted)
+        monkeypatch.setattr(kind, "passes", counted)
     return made
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
 def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
-    chain, made = mlp(), contributions(monkeypatch)
+    chain, made = mlp(), descriptions(monkeypatch)
     warm(chain, recipe)
     assert made
     made.clear()
@@ -304,6 +305,7 @@ def test_copies_prepare_their_own_chains():
 
 
 @pytest.mark.slow
+@needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_chains_start_the_kernels_of_their_steps():
     found = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])

@@ -27,8 +27,13 @@ def test_inputs_that_are_not_tensors_are_named(value):
             chain(value)
     with pytest.raises(TypeError, match=r"extra input 0 of AddExtraInput \(operation 2\) is an? "):
         ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput())(sample(), value)
-    with pytest.raises(ValueError, match="extra inputs: 0 given, 1 read"):
+    missing = r"extra inputs: 0 given, 1 read by AddExtraInput \(operation {}\); give one tensor"
+    with pytest.raises(ValueError, match=missing.format(0)):
         ops.AddExtraInput()(sample())
+    with pytest.raises(ValueError, match=missing.format(2)):
+        ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput())(sample())
+    with pytest.raises(ValueError, match=missing.format(0)):
+        ops.Sequential(torch.nn.ReLU(), ops.AddExtraInput())(sample())
 
 
 class Returning(ops.BasicOperation):

@@ -105,7 +105,7 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
             of_recipe = found[recipe] = {}
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, name == "grad_weight", hardware)
-                if recipe in ("none", "float8", "block", "mxfp8"):
+                if recipe != "block of powers":
                     along = "rows" if name == "grad_weight" else "columns"
                     of_recipe[f"grouped {name}"] = grouped(a, b, along)
         return found

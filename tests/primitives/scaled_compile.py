@@ -28,6 +28,9 @@ from transformer_engine.common.kernels.launch import Launch, compile_options
 from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
 
 COVER = ("8.0", "8.9", "10.0", "12.0")
+# Of each row of the cover: (shape, whether the product is added) and the rows of a block of the right operand. These
+# kernels take 40 s of one core; all kernels of all rows take ten minutes.
+SAMPLE = {("large", False): 128, ("tail", True): 1, ("few rows", False): 128}
 # By kind of product and whether the row has tensor memory. Triton 3.9 writes the newer names of the same block sizes.
 INSTRUCTIONS = {
     ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.(?:scale_vec::1X|block32)",
@@ -39,6 +42,7 @@ INSTRUCTIONS = {
     ("block", False): r"mma\.sync\.aligned\.m16n8k32\S*e4m3\.e4m3",
 }
 HOPPER_BLOCK = r"wgmma\.mma_async\S*e4m3\.e4m3"
+DECODED_BLOCK = r"mma\.sync\S*\.f16\.f16"  # of codes, which float16 represents exactly
 ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
 SHAPES = {
     "large": (4096, 4096, 4096),
@@ -53,11 +57,7 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
     scaled = optional.release("triton") >= row.scaled_dot
     for name, (m, n, k) in SHAPES.items():
         for accumulates in (False, True):
-            if not every and (name, accumulates) not in (
-                ("large", False),
-                ("tail", True),
-                ("few rows", False),
-            ):
+            if not every and (name, accumulates) not in SAMPLE:
                 continue
             title = f"{name}{' added' * accumulates}"
             end = [None, None, "fp32", None] if accumulates else ["bf16", None, "bf16", "bf16"]
@@ -66,21 +66,24 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 sides = Side(m, k, "e4m3"), Side(n, k, "e4m3")
                 record = kernels.product(*sides, k, n, length=32, epilogue=after)
                 yield "mxfp8", title, record, ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
-            if row.has("nvfp4 products") and scaled:
+            if row.has("nvfp4 products") and scaled and (every or name != "few rows"):
                 sides = Side(m, k // 2, "e2m1", 1), Side(n, k // 2, "e2m1", 1)
                 record = kernels.product(*sides, k, n, length=16, packing=2, factor=0.1, epilogue=after)
                 yield "nvfp4", title, record, ["u8", "u8", "u8", "u8", "fp32", "fp32", *end]
-            for unit in (128, 1) if row.has("fp8 products") else ():
+            units = (128, 1) if every else (SAMPLE[name, accumulates],)
+            for unit in units if row.has("fp8 products") else ():
                 strides = (k // 128, 1) if unit == 128 else (1, n)
                 sides = Side(m, k, "e4m3", 0, 1, (1, m)), Side(n, k, "e4m3", 0, unit, strides)
                 record = promoted_product.block_product(*sides, k, n, epilogue=after)
                 yield "block", f"{title} {unit}", record, ["fp8e4nv", "fp8e4nv", "fp32", "fp32", *end]
-                if row.has("mxfp8 products") and scaled:
+                if row.has("mxfp8 products") and scaled and (every or name == "tail"):
                     record = kernels.exponent_product(*sides, k, n, epilogue=after)
                     pointers = ["fp8e4nv", "fp8e4nv", "fp32", "fp32", None, None, *end]
                     yield "mxfp8", f"exponents {title} {unit}", record, pointers
     if not row.has("fp8 products"):
         for name, (m, n, k) in SHAPES.items():
+            if not every and name not in ("tail", "few rows"):
+                continue
             sides = (
                 Side(m, k, "e4m3", 0, 1, (1, m)),
                 Side(n, k, "e5m2", 0, 128, (k // 128, 1)),
@@ -88,13 +91,26 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
             record = promoted_product.block_product(*sides, k, n, decodes=True)
             yield "decoded", name, record, ["u8", "u8", "fp32", "fp32", "bf16", None, "bf16", None]
         return
-    if row.has("mxfp8 products") and scaled:
-        record = grouped_scaled.product_of_rows(4096, 2048, 2080, 8, ("e5m2", "e4m3"))
-        codes = ["fp8e5", "fp8e4nv"]
-        yield "mxfp8", "grouped rows", record, [*codes, "i32", "u8", "u8", "bf16", "bf16"]
+    nvfp4 = grouped_scaled.BlockScales(("e2m1", "e2m1"), 16, 0.1)
+    for kind, scales, codes, factors in (
+        (
+            "mxfp8",
+            grouped_scaled.BlockScales(("e5m2", "e4m3")),
+            ["fp8e5", "fp8e4nv"],
+            ["u8", "u8", None, None],
+        ),
+        ("nvfp4", nvfp4, ["u8", "u8"], ["fp8e4nv", "fp8e4nv", "fp32", "fp32"]),
+    ):
+        if not (row.has(f"{kind} products") and scaled):  # pyright: ignore[reportArgumentType]
+            continue
+        # A K without and with a partial last step.
+        for name, depth in (("grouped rows", 2080), ("grouped even rows", 2048)):
+            if every or name == "grouped rows":
+                record = grouped_scaled.product_of_rows(4096, 2048, depth, 8, scales)
+                yield kind, name, record, [*codes, "i32", *factors, "bf16", "bf16"]
         options = {"accumulates": True, "by_address": True}
-        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, ("e5m2", "e4m3"), **options)
-        yield "mxfp8", "grouped columns", record, [*codes, "u8", "u8", "i32", "i64", "fp32"]
+        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, scales, **options)
+        yield kind, "grouped columns", record, [*codes, *factors, "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")
@@ -148,6 +164,8 @@ def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) ->
     wanted = INSTRUCTIONS[kind, row.has("tensor memory")]
     if kind == "block" and row.has("hopper instructions"):
         wanted = HOPPER_BLOCK
+    elif kind == "block" and optional.release("triton") < row.scaled_dot:
+        wanted = DECODED_BLOCK
     instructions = sorted(set(ANY.findall(kernel.asm["ptx"])))
     registers, stack = resources(kernel.asm["cubin"])
     return {

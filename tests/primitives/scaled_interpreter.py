@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -29,10 +30,16 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedRows,
     Matrices,
     groups_of,
-    reference,
 )
+from transformer_engine.pytorch.primitives.grouped_gemm.pieces import operands_of
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedProduct
-from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matrices, quantize_rows
+from transformer_engine.pytorch.primitives.grouped_quantize import (
+    GroupedQuantized,
+    quantize_matrices,
+    quantize_matrices_separately,
+    quantize_rows,
+    quantize_rows_separately,
+)
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 from transformer_engine.pytorch.primitives.scale_order import swizzled
@@ -144,63 +151,100 @@ def orders() -> dict[str, float]:
     return found
 
 
-def grouped() -> dict[str, float]:
-    """Errors of grouped products of MXFP8 codes, as multiples of the sum of the products' magnitudes."""
-    splits, n, k = (32, 160, 0, 96, 288), 160, 224
-    groups = groups_of(splits, sum(splits), torch.device("cpu"))
-    x, dy = torch.randn(sum(splits), k).bfloat16(), torch.randn(sum(splits), n).bfloat16()
+def grouped(
+    name: str, of_rows: QuantizeSpec, of_gradients: QuantizeSpec, splits: tuple[int, ...]
+) -> dict[str, float]:
+    """Errors of the products of each group."""
+    n, k, count, total = 160, 224, len(splits), sum(splits)
+    groups = groups_of(splits, total, torch.device("cpu"))
+    x, dy = torch.randn(total, k).bfloat16(), torch.randn(total, n).bfloat16()
     weights = Matrices.of([torch.randn(n, k).bfloat16() for _ in splits])
-    sides = [
-        quantize_rows(values, groups, dataclasses.replace(spec, columnwise=True))
-        for values, spec in ((x, MXFP8), (dy, GRADIENT))
-    ]
-    matrices = quantize_matrices(weights, dataclasses.replace(MXFP8, columnwise=True))
-    rows = [GroupedRows(side.codes, side.scale, formats.MXFP8) for side in sides]  # pyright: ignore
-    columns = [GroupedColumns(side.codes_t, side.scale_t, formats.MXFP8) for side in sides]  # pyright: ignore
-    of_rows = GroupedMatrices(None, False, matrices.codes, matrices.scale, formats.MXFP8)
-    of_columns = GroupedMatrices(None, False, matrices.codes_t, matrices.scale_t, formats.MXFP8)
-    bias = torch.randn(len(splits), n)
-    y, dx = torch.full((sum(splits), n), 7.0), torch.full((sum(splits), k), 7.0)
-    dw, members = torch.full((len(splits), n, k), 7.0), [torch.ones(n, k) for _ in splits]
-    count, shape = len(splits), (sum(splits), n, k, len(splits))
-    inputs = [(part.codes, part.scale) for part in (*rows, *columns, of_rows, of_columns)]
-    a, grads, a_t, grads_t, b, b_t = inputs
+    levels = of_rows.format.levels is not None
+
+    def quantized(values: Any, spec: QuantizeSpec) -> GroupedQuantized:
+        spec = dataclasses.replace(spec, columnwise=True)
+        if isinstance(values, Matrices):
+            return (
+                quantize_matrices_separately(values, spec, quantize)
+                if levels
+                else quantize_matrices(values, spec)
+            )
+        return (
+            quantize_rows_separately(values, groups, spec, quantize)
+            if levels
+            else quantize_rows(values, groups, spec)
+        )
+
+    sides = [(quantized(values, spec), spec) for values, spec in ((x, of_rows), (dy, of_gradients))]
+    form = of_rows.format.columnwise
+    matrices = quantized(weights, of_gradients if levels else of_rows)
+    rows = [GroupedRows(q.codes, q.scale, spec.format, q.amax) for q, spec in sides]  # pyright: ignore
+    columns = [GroupedColumns(q.codes_t, q.scale_t, form, q.amax_t) for q, _ in sides]  # pyright: ignore
+    b = GroupedMatrices(None, False, matrices.codes, matrices.scale, form, matrices.amax)
+    b_t = GroupedMatrices(None, False, matrices.codes_t, matrices.scale_t, form, matrices.amax_t)
+    bias = torch.randn(count, n)
+    y, dx = torch.full((total, n), 7.0), torch.full((total, k), 7.0)
+    dw, members = torch.full((count, n, k), 7.0), [torch.ones(n, k) for _ in splits]
     address = torch.tensor([member.data_ptr() for member in members])
-    start = launch.start
-    start(
-        grouped_scaled.product_of_rows(*shape, ("e4m3", "e4m3")),
-        (a[0], b[0], groups.layout, a[1], b[1], bias, y),
-        -1,
-    )
-    start(
-        grouped_scaled.product_of_rows(shape[0], k, n, count, ("e5m2", "e4m3")),
-        (grads[0], b_t[0], groups.layout, grads[1], b_t[1], None, dx),
-        -1,
-    )
-    kinds = ("e5m2", "e4m3")
-    ends = (grads_t[0], a_t[0], grads_t[1], a_t[1], groups.layout)
-    start(grouped_scaled.product_of_columns(*shape, kinds), (*ends, None, dw), -1)
-    added = grouped_scaled.product_of_columns(*shape, kinds, accumulates=True, by_address=True)
-    start(added, (*ends, address, members[0]), -1)
+    unit = form.unit_amax
+    factor = None if unit is None else 1.0 / (unit * unit)
+
+    def scales(left: GroupedRows | GroupedColumns, right: GroupedMatrices | GroupedColumns):
+        elements = [ELEMENTS[operand.codes.dtype] for operand in (left, right)]  # pyright: ignore
+        assert left.format is not None
+        return grouped_scaled.BlockScales(
+            (elements[0], elements[1]), form.length, factor, left.format.row_scaled
+        )
+
+    for out, left, right, added in ((y, rows[0], b, bias), (dx, rows[1], b_t, None)):
+        record = grouped_scaled.product_of_rows(
+            total, out.shape[1], k + n - out.shape[1], count, scales(left, right)
+        )
+        factors = (left.scale, right.scale, left.amax, right.amax)
+        launch.start(record, (left.codes, right.codes, groups.layout, *factors, added, out), -1)
+    left, right = columns[1], columns[0]
+    inputs = (left.codes, right.codes, left.scale, right.scale, left.amax, right.amax, groups.layout)
+    shape = (total, n, k, count, scales(left, right))
+    launch.start(grouped_scaled.product_of_columns(*shape), (*inputs, None, dw), -1)
+    added = grouped_scaled.product_of_columns(*shape, accumulates=True, by_address=True)
+    launch.start(added, (*inputs, address, members[0]), -1)
     products = {
-        "y": (y, rows[0], of_rows, (n, k), bias),
-        "dx": (dx, rows[1], of_columns, (k, n), None),
-        "dw": (dw, columns[1], columns[0], (n, k), None),
-        "dw added": (torch.stack(members) - 1, columns[1], columns[0], (n, k), None),
+        "y": (y, rows[0], b, (n, k), bias),
+        "dx": (dx, rows[1], b_t, (k, n), None),
+        "dw": (dw, left, right, (n, k), None),
+        "dw added": (torch.stack(members) - 1, left, right, (n, k), None),
     }
     found = {}
-    for name, (out, left, right, extents, added_bias) in products.items():
-        expected = torch.empty_like(out)
-        reference.run(GroupedProduct(left, right, groups, extents, expected, added_bias))
-        found[f"grouped {name}"] = float(((out - expected).abs() / (1.0 + expected.abs())).max())
+    for product, (out, a, other, extents, of_groups) in products.items():
+        offsets = [0.0] * count if of_groups is None else list(of_groups.double())
+        each = operands_of(GroupedProduct(a, other, groups, extents, out))
+        errors = [
+            error(part, left, right, offset)
+            for (rows_of_group, left, right, part), offset in zip(each, offsets, strict=True)
+            if rows_of_group
+        ]
+        found[f"grouped {name} {product}"] = max(errors)
+    # The gradient of a group without rows.
+    empty = splits.index(0)
+    found[f"grouped {name} empty"] = float(dw[empty].abs().max() + (members[empty] - 1).abs().max())
     return found
+
+
+ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+GROUPED = {
+    "mxfp8": (MXFP8, GRADIENT, (32, 160, 0, 96, 288)),
+    "nvfp4": (NVFP4, NVFP4, (32, 160, 0, 96, 288)),
+    "nvfp4 rows": (NVFP4_ROWS, NVFP4, (64, 0, 160)),
+}
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     interpreter.repair()
     dot_scaled.install()
-    results = orders() | grouped()
+    results = orders()
+    for name, case in GROUPED.items():
+        results |= grouped(name, *case)
     for name, case in CASES.items():
         results |= products(name, *case)
     print(json.dumps(results))

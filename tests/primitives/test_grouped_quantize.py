@@ -11,7 +11,9 @@ from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     ScaleSlots,
     quantize_matrices,
+    quantize_matrices_separately,
     quantize_rows,
+    quantize_rows_separately,
     row_sums,
 )
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
@@ -105,11 +107,37 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
     for group, matrix in enumerate(matrices):
         with use_backend(quantize="reference"):
             alone = quantize(matrix, spec, multiplier=None if slots is None else slots.of_group(group)[0])
-        for ours, theirs in zip(made, alone[:4], strict=True):
+        for ours, theirs in zip(made[:4], alone[:4], strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 mine = bits(ours[group]).reshape(-1)
                 assert torch.equal(mine[: theirs.numel()], bits(theirs).reshape(-1))
+
+
+def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
+    splits, spec = (64, 0, 32), QuantizeSpec(NVFP4, E2M1, True, True, hadamard=True)
+    x, groups = values(96, device), groups_of((64, 0, 32), 96, device)
+    made = quantize_rows_separately(x, groups, spec, quantize)
+    matrices = Matrices.of([values(32, device) for _ in range(3)])
+    stack = quantize_matrices_separately(matrices, spec, quantize)
+    for group, part in enumerate(x.split(splits)):
+        first = sum(splits[:group])
+        if len(part):
+            alone = quantize(part, spec)
+            rows = [made.codes[first : first + len(part)], made.scale[first : first + len(part)]]
+            columns = [
+                made.codes_t[:, first // 2 : (first + len(part)) // 2],
+                made.scale_t[:, first // 16 : (first + len(part)) // 16],
+            ]
+            maxima = [made.amax[group, None], made.amax_t[group, None]]
+            for ours, theirs in zip([*rows, *columns, *maxima], alone, strict=True):
+                assert torch.equal(bits(ours), bits(theirs))
+        else:
+            assert made.amax[group] == made.amax_t[group] == 0
+        for ours, theirs in zip(stack, quantize(matrices.tensors[group], spec), strict=True):
+            assert torch.equal(bits(ours[group]).reshape(-1), bits(theirs).reshape(-1))
+    with pytest.raises(ValueError, match="unknown on the host"):
+        quantize_rows_separately(x, groups._replace(rows=None), spec, quantize)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])

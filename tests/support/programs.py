@@ -47,11 +47,11 @@ def interpreting(**more: str) -> dict[str, str]:
     }
 
 
-def output_without_gpu(*arguments: str) -> str:
+def output_without_gpu(*arguments: str, patience: float = 300) -> str:
     """Return the output of a program of this repository that runs without a GPU.
 
     Our environment variables are unset, because each call of a function reads them.
     """
     unset = {name: text for name, text in os.environ.items() if not name.startswith(OURS)}
     environment = unset | {"PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""}
-    return forked.output(["-W", "ignore", *arguments], ROOT, environment, patience=300)
+    return forked.output(["-W", "ignore", *arguments], ROOT, environment, patience=patience)

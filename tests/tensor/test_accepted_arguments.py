@@ -141,3 +141,14 @@ def test_an_extra_state_of_signed_bytes_is_read():
 def test_a_device_may_be_numbered_by_a_numpy_integer():
     with pytest.raises(ValueError, match=r"cuda:0.*no CUDA device"):
         canonical_device(np.int64(0))
+
+
+@pytest.mark.parametrize("quantizer", [current, mxfp8])
+def test_the_shape_of_a_view_is_one_argument_a_keyword_or_several(quantizer):
+    made = quantizer()
+    made.internal = True
+    storage = made(torch.randn(4, 32, 64))
+    forms = (storage.view(2, 64, 64), storage.view((2, 64, -1)), storage.view(shape=[2, 64, 64]))
+    for view in forms:
+        assert tuple(view.shape) == (2, 64, 64)
+        assert torch.equal(view.dequantize(), storage.dequantize().view(2, 64, 64))

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..common.documentation import page
 from .demo.config import RECIPES, make_recipe
 from .failure import FAILED, reporting
 from .options import add_choice, add_device, add_flag, at_least, torch_device
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         missing = [name for name in REQUIRED if not callable(functions.get(name))]
         if missing:
             raise ValueError(
-                f"{args.file} does not define {' and '.join(missing)}; docs/verify.md shows such a file"
+                f"{args.file} does not define {' and '.join(missing)}; {page('verify')} shows such a file"
             )
         import torch.distributed as dist
 

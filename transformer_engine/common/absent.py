@@ -12,12 +12,17 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from opcode import opmap
+from types import ModuleType
 from typing import Any, NoReturn
 
 from .._version import __version__
+from .documentation import page
 
+FRAMEWORKS = ("transformer_engine.pytorch", "transformer_engine.jax")
 PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
 
 # Reason and replacement for absent names of the original. A key covers the names that start with it; a key with a
@@ -33,10 +38,11 @@ ABSENT = {
     ),
     "transformer_engine.jax.cpp_extensions.[!B]*Primitive": "a JAX primitive of the original's custom calls; call the "
     "functions of transformer_engine.jax.cpp_extensions, and disable kernels with NVTE_JAX_CUSTOM_CALLS",
-    "transformer_engine.jax.quantize.dequantizer": "the original's dequantizers; call dequantize() of the tensor",
+    "transformer_engine.jax.quantize.dequantizer": "a class of the original's dequantizers; call dequantize(tensor)",
     "transformer_engine.jax.quantize.?*QuantizeConfig": "one settings class per recipe; "
     "get_quantize_config_with_recipe returns a QuantizeConfig for every recipe",
-    "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call out",
+    "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call "
+    "out, or call the functions of quantize.helper",
     "transformer_engine_jax.get_*_workspace_size*": "sizes the scratch buffers of the original's custom calls; XLA "
     "allocates those of the functions in transformer_engine.jax.cpp_extensions",
     "transformer_engine_jax.*pack_*": "packs the binary descriptor of one of the original's custom calls; pass the "
@@ -47,27 +53,12 @@ ABSENT = {
         ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
-    **dict.fromkeys(
-        (
-            "transformer_engine.jax.cpp_extensions.flex_attention",
-            "transformer_engine.jax.cpp_extensions.router",
-        ),
-        "the original's custom calls; call attention.fused_attn with a score_mod, and the functions of "
-        "transformer_engine.jax.router",
-    ),
     "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
     "of transformer_engine.jax.ep, which JAX differentiates",
-    "transformer_engine.jax.debug.experimental.inspect": "its functions are in transformer_engine.jax.debug."
-    "experimental",
     "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
     "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
-    **dict.fromkeys(
-        (
-            "transformer_engine.jax.cpp_extensions.gemm.transpose_dims",
-            "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported",
-        ),
-        "a query of the original's custom calls; XLA chooses layouts, and te.explain reports the grouped kernel",
-    ),
+    "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported": "a query of the original's custom "
+    "calls; te.explain reports the kernel of a grouped product",
     "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
     "ep_bootstrap; leave it out",
     "transformer_engine.jax.update_fp8_metas": "of the original's first versions; the gradient of the collection of "
@@ -104,13 +95,6 @@ ABSENT = {
     "te_general_grouped_gemm_for_discrete_in or te_general_grouped_gemm_for_discrete_out",
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
-    **dict.fromkeys(
-        ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2dq]*"),
-        "one step of the original's quantization of weights from shards; call "
-        "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
-    ),
-    "transformer_engine_torch.thd_copy_valid_tokens_from_per_split_to_rank_local": "a step of the original's context "
-    "parallelism; call set_context_parallel_group of te.DotProductAttention",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.AttnFuncWithCP*",
@@ -158,8 +142,8 @@ def sentence(name: str) -> str:
     near = close[0] if close else None
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists the supported "
-        f"features, and dir({place}) the names"
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}{page('support')} lists the "
+        f"supported features, and dir({place}) the names"
     )
 
 
@@ -201,9 +185,30 @@ def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> 
     late = late or {}
 
     def __getattr__(name: str) -> Any:
-        return late[name]() if name in late else _raise_missing(module, name, _imports(sys._getframe(1)))
+        if name in late:
+            return late[name]()
+        found = _submodule(module, name)
+        return _raise_missing(module, name, _imports(sys._getframe(1))) if found is None else found
 
     return __getattr__
+
+
+def _submodule(package: str, name: str) -> ModuleType | None:
+    """Import a public module of a framework's package when it is first used as an attribute, without an import.
+
+    The original imports more of its modules with the package, and programs rely on it: MaxText reads
+    `transformer_engine.jax.flax.module` after `import transformer_engine.jax`.
+    """
+    here = sys.modules.get(package)
+    if name.startswith("_") or not package.startswith(FRAMEWORKS) or not hasattr(here, "__path__"):
+        return None
+    path = f"{package}.{name}"
+    if find_spec(path) is None:
+        return None
+    try:
+        return import_module(path)
+    except ImportError as error:  # an optional library is missing: `hasattr` returns False
+        raise AttributeError(f"{path} cannot be imported: {error}", name=name, obj=here) from error
 
 
 def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:

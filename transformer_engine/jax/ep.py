@@ -135,15 +135,40 @@ def ep_bootstrap(
     return config
 
 
+def set_ep_config(config: EpConfig) -> None:
+    """Set the placement of experts without size limits, in place of `ep_bootstrap`.
+
+    Args:
+        config: Placement of experts on devices.
+    """
+    check_instance("config", config, EpConfig)
+    global _bootstrap
+    _bootstrap = _Bootstrap(config, {})
+
+
+def get_ep_config() -> EpConfig:
+    """Placement of experts of the last `ep_bootstrap` or `set_ep_config`.
+
+    Raises:
+        RuntimeError: None was set.
+    """
+    if _bootstrap is None:
+        raise RuntimeError("no placement of experts is set; call ep_bootstrap or set_ep_config first")
+    return _bootstrap.config
+
+
 def bootstrapped_capacity() -> int | None:
     """Rows of a receive buffer for which `ep_bootstrap` was called; None without a call."""
-    return None if _bootstrap is None else _bootstrap.limits["capacity"]
+    return None if _bootstrap is None else _bootstrap.limits.get("capacity")
 
 
 def ep_finalize() -> None:
     """Discard the settings of ep_bootstrap; without an earlier ep_bootstrap do nothing."""
     global _bootstrap
     _bootstrap = None
+
+
+reset_ep_config = ep_finalize
 
 
 def ep_dispatch(
@@ -222,6 +247,10 @@ def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
     check_instance("cfg", cfg, EpLayerConfig)
     placement = _placement(cfg)
     assert _bootstrap is not None
+    if "tokens" not in _bootstrap.limits:
+        raise RuntimeError(
+            "the largest number of tokens is unknown; call ep_bootstrap instead of set_ep_config"
+        )
     tokens = _bootstrap.limits["tokens"]
     slots = placement.devices * tokens * min(cfg.top_k, placement.local_experts)
     return jnp.dtype(jnp.int32).itemsize * (tokens * cfg.top_k + slots + 2 * placement.devices)

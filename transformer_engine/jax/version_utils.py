@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib import metadata
 
 from packaging.version import InvalidVersion, Version
 
@@ -14,18 +14,18 @@ __all__ = ["is_xla_ffi_collectives_supported", "jax_version_meet_requirement"]
 absent.install_getter(__name__)
 
 
-@accepts_former_keywords(least="requirement")
-def jax_version_meet_requirement(requirement: str) -> bool:
+@accepts_former_keywords(requirement="version", least="version")
+def jax_version_meet_requirement(version: str) -> bool:
     """Return whether the installed jax has at least a version such as "0.5.3".
 
     Raises:
-        ValueError: requirement is not a version number.
+        ValueError: version is not a version number.
     """
     try:
-        return Version(version("jax")) >= Version(requirement)
+        return Version(metadata.version("jax")) >= Version(version)
     except (InvalidVersion, TypeError) as error:
         raise ValueError(
-            f"requirement={described(requirement)} is not a version; pass a string such as '0.5.3'"
+            f"version={described(version)} is not a version; pass a string such as '0.5.3'"
         ) from error
 
 

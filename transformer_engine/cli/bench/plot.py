@@ -1,4 +1,7 @@
-"""One picture a family: the time of every case as a bar, a colour a provider, and the part of the roof reached."""
+"""One picture per family: panels with one bar per case for times and the part of the roof, one color per provider.
+
+The panels are below each other and eight inches wide, so that a page of text shows the labels in the size of its text.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ COLOURS = {
     "xla": "#0e7490",
 }
 OTHER = "#000000"
+WIDTH, DOTS_PER_INCH, LABELS = 8.0, 130, 9  # inches, dots, points
 LOGARITHMIC_FROM = 20  # times the smallest bar, above which it would vanish on a linear axis
 
 
@@ -41,9 +45,10 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
     panels = ["time", "wall"] if rows[0].gpu_ms is not None else ["time"]
     if any(row.roof is not None for row in rows):
         panels.append("roof")
-    figure = Figure(figsize=(4.2 + 3.4 * len(panels), 1.6 + 0.3 * len(rows)), dpi=130, layout="constrained")
+    height = 0.8 + len(panels) * (0.6 + 0.26 * len(rows))
+    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for panel, axis in zip(panels, axes, strict=True):
         clock = "GPU" if rows[0].gpu_ms is not None else "wall"
         label, values, text = {
@@ -53,7 +58,7 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
         }[panel]
         bars = [value or 0.0 for value in values]
         shown = axis.barh(range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows])
-        axis.bar_label(shown, labels=[text.format(value) for value in bars], padding=2, fontsize=7)
+        axis.bar_label(shown, labels=[text.format(value) for value in bars], padding=2, fontsize=LABELS)
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.25)
         axis.set_axisbelow(True)
@@ -62,8 +67,8 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
         if panel != "roof" and positive and max(positive) > LOGARITHMIC_FROM * min(positive):
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
-    axes[0].set_yticks(range(len(rows)), [row.case for row in rows], fontsize=8)
-    axes[0].invert_yaxis()
+        axis.set_yticks(range(len(rows)), [row.case for row in rows], fontsize=LABELS)
+        axis.invert_yaxis()
     seen = dict.fromkeys(row.provider for row in rows)
     handles = [axes[0].barh([0], [0], color=COLOURS.get(name, OTHER)) for name in seen]
     figure.legend(handles, list(seen), loc="outside lower center", ncols=len(seen), frameon=False)

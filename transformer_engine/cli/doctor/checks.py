@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ...common import frameworks, optional
+from ...common.documentation import page
 from . import clients
 from .clients import PACKAGE
 from .environment import FLASH4, Installation, gather
@@ -255,7 +256,7 @@ def _variables(e: Installation) -> Results:
     if e.variables is None:
         yield "good", "all environment variables have valid values", ""
     else:
-        yield "problem", e.variables, "docs/environment.md has the table"
+        yield "problem", e.variables, f"{page('environment')} has the table"
 
 
 def _cache(e: Installation) -> Results:

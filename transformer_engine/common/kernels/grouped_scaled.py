@@ -1,12 +1,14 @@
-"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e of MXFP8 codes, for groups of rows.
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e of MXFP8 or NVFP4 codes, per group of rows.
 
-Matrix instructions read the exponents (`scaled_product.py`), which are row-major here: a group may begin at any row of
-a tile of swizzled scales. The positions of the groups are in a tensor on the device (`grouped_layout`).
+Matrix instructions read the block scales (`scaled_product.py`), which are row-major here: a group may begin at any row
+of a tile of swizzled scales. The positions of the groups are in a tensor on the device (`grouped_layout`). NVFP4 has a
+second-level scale per group and operand, or per row.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -17,8 +19,31 @@ from .grouped_gemm import base_of
 from .grouped_layout import ROWS, group_of_tile, rows_of_group, tiles_at_most
 from .launch import WRITTEN, AddressTable, Launch, Output
 
-_LENGTH = 32
-LENGTH = tl.constexpr(_LENGTH)  # elements of an exponent
+# Divisor of the groups' rows in a product of columns: loads of 16 bytes of packed codes stay aligned.
+ROW_MULTIPLE = 32
+ALIGN = tl.constexpr(ROW_MULTIPLE)
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """The block scales of both operands.
+
+    Attributes:
+        elements: Elements of both operands: "e4m3" or "e5m2" with exponents, or "e2m1" twice, packed in pairs.
+        length: Elements per block scale.
+        factor: Factor of the product of both second-level maxima; None without a second level.
+        row_scaled: The left operand has one maximum per row instead of one per group.
+    """
+
+    elements: tuple[str, str]
+    length: int = 32
+    factor: float | None = None
+    row_scaled: bool = False
+
+    @property
+    def packing(self) -> int:
+        """Codes per byte."""
+        return 2 if self.elements[0] == "e2m1" else 1
 
 
 @triton.jit
@@ -28,16 +53,22 @@ def rows_kernel(
     layout,
     scale_a,
     scale_b,
+    level_a,
+    level_b,
     bias,
     out,
     N,
     K,
     TILES_M,
+    RANGE,
     EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
     FORMAT_A: tl.constexpr,
     FORMAT_B: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PACKING: tl.constexpr,
+    ROWS_A: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
@@ -45,12 +76,14 @@ def rows_kernel(
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
     Args:
-        scale_a: Exponents [total, K / 32].
-        scale_b: Exponents [GROUPS, N, K / 32].
+        scale_a: Block scales [total, K / LENGTH].
+        scale_b: Block scales [GROUPS, N, K / LENGTH].
+        level_a: Maxima [GROUPS], or [total] if ROWS_A, whose multiples by RANGE scale the sums; or None.
+        level_b: Maxima [GROUPS]; or None.
         EVEN: K is a multiple of BLOCK_K.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K // PACKING)
     s = tl.arange(0, BLOCK_K // LENGTH)
     m = tl.arange(0, ROWS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -61,13 +94,16 @@ def rows_kernel(
     first_m = (tile_m - first_tile) * ROWS
     corner = (start + first_m).to(tl.int64)
     # Rows past the end are clamped rather than masked: their results are not stored.
-    row_a = corner + tl.minimum(m, rows - first_m - 1)
-    row_b = group.to(tl.int64) * N + tl.minimum(n, N - 1)
+    # Offsets inside a tile have 32 bits, because K is below LARGEST_EXTENT.
+    read_m = tl.minimum(m, rows - first_m - 1)
+    read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
+    pitch = K // PACKING
     columns = K // LENGTH
-    a_tile = a + (row_a[:, None] * K + k[None, :])
-    b_tile = b + (row_b[:, None] * K + k[None, :])
-    a_scale = scale_a + (row_a[:, None] * columns + s[None, :])
-    b_scale = scale_b + (row_b[:, None] * columns + s[None, :])
+    corner_b = group.to(tl.int64) * N + tile_n * BLOCK_N
+    a_tile = a + corner * pitch + (read_m[:, None] * pitch + k[None, :])
+    b_tile = b + corner_b * pitch + (read_n[:, None] * pitch + k[None, :])
+    a_scale = scale_a + corner * columns + (read_m[:, None] * columns + s[None, :])
+    b_scale = scale_b + corner_b * columns + (read_n[:, None] * columns + s[None, :])
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for block in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         if EVEN:
@@ -76,17 +112,25 @@ def rows_kernel(
             a_scales = tl.load(a_scale)
             b_scales = tl.load(b_scale)
         else:
-            inside = (k < K - block * BLOCK_K)[None, :]
+            inside = (k < (K - block * BLOCK_K) // PACKING)[None, :]
             exists = (s < columns - block * (BLOCK_K // LENGTH))[None, :]
             a_codes = tl.load(a_tile, mask=inside, other=0.0)
             b_codes = tl.load(b_tile, mask=inside, other=0.0)
-            a_scales = tl.load(a_scale, mask=exists, other=0)
-            b_scales = tl.load(b_scale, mask=exists, other=0)
+            a_scales = tl.load(a_scale, mask=exists, other=0.0)
+            b_scales = tl.load(b_scale, mask=exists, other=0.0)
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
-        a_tile += BLOCK_K
-        b_tile += BLOCK_K
+        a_tile += BLOCK_K // PACKING
+        b_tile += BLOCK_K // PACKING
         a_scale += BLOCK_K // LENGTH
         b_scale += BLOCK_K // LENGTH
+    if level_a is not None:
+        # The product of the maxima is as large as the result, so that it neither overflows nor underflows before it.
+        level = tl.load(level_b + group)
+        total *= RANGE
+        if ROWS_A:
+            total *= (tl.load(level_a + corner + read_m) * level)[:, None]
+        else:
+            total *= tl.load(level_a + group) * level
     if bias is not None:
         added = tl.load(bias + group.to(tl.int64) * N + n, mask=n < N, other=0.0)
         total += added.to(tl.float32)[None, :]
@@ -100,15 +144,20 @@ def columns_kernel(
     b,
     scale_a,
     scale_b,
+    level_a,
+    level_b,
     layout,
     table,
     out,
     TOTAL,
     N,
     K,
+    RANGE,
     GROUPS: tl.constexpr,
     FORMAT_A: tl.constexpr,
     FORMAT_B: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PACKING: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -116,11 +165,12 @@ def columns_kernel(
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute out_e [N, K] = sum over the rows of group e of a [N, TOTAL] and b [K, TOTAL]; groups have 32 i rows.
+    """Compute out_e [N, K] = sum over the rows of group e of a [N, TOTAL] and b [K, TOTAL]; groups have ALIGN i rows.
 
     Args:
-        scale_a: Exponents [N, TOTAL / 32].
-        scale_b: Exponents [K, TOTAL / 32].
+        scale_a: Block scales [N, TOTAL / LENGTH].
+        scale_b: Block scales [K, TOTAL / LENGTH].
+        level_a, level_b: Maxima [GROUPS], whose multiples by RANGE scale the sums; or None.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -128,37 +178,41 @@ def columns_kernel(
     tile_n, tile_k = tile.position(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, BAND)
     start, rows, _, _ = rows_of_group(layout, group, GROUPS)
     # Multiples that the compiler sees, for loads of 16 bytes and their masks.
+    start = start // ALIGN * ALIGN
     first_s = start // LENGTH
-    start = first_s * LENGTH
-    rows = rows // LENGTH * LENGTH
+    rows = rows // ALIGN * ALIGN
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M // PACKING)
     s = tl.arange(0, BLOCK_M // LENGTH)
     # Columns past the end are clamped rather than masked: their results are not stored.
     # Offsets inside a tile have 32 bits, because TOTAL is below LARGEST_EXTENT.
     read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
     read_k = tl.minimum(tl.arange(0, BLOCK_K), K - tile_k * BLOCK_K - 1)
     width = TOTAL // LENGTH
+    pitch = TOTAL // PACKING
     corner_n = (tile_n * BLOCK_N).to(tl.int64)
     corner_k = (tile_k * BLOCK_K).to(tl.int64)
-    a_tile = a + (corner_n * TOTAL + start) + (read_n[:, None] * TOTAL + m[None, :])
-    b_tile = b + (corner_k * TOTAL + start) + (read_k[:, None] * TOTAL + m[None, :])
+    a_tile = a + (corner_n * pitch + start // PACKING) + (read_n[:, None] * pitch + m[None, :])
+    b_tile = b + (corner_k * pitch + start // PACKING) + (read_k[:, None] * pitch + m[None, :])
     a_scale = scale_a + (corner_n * width + first_s) + (read_n[:, None] * width + s[None, :])
     b_scale = scale_b + (corner_k * width + first_s) + (read_k[:, None] * width + s[None, :])
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for block in tl.range(0, tl.cdiv(rows, BLOCK_M), num_stages=STAGES):
-        inside = (m < rows - block * BLOCK_M)[None, :]
+        inside = (m < (rows - block * BLOCK_M) // PACKING)[None, :]
         exists = (s < (rows - block * BLOCK_M) // LENGTH)[None, :]
         a_codes = tl.load(a_tile, mask=inside, other=0.0)
         b_codes = tl.load(b_tile, mask=inside, other=0.0)
-        a_scales = tl.load(a_scale, mask=exists, other=0)
-        b_scales = tl.load(b_scale, mask=exists, other=0)
+        a_scales = tl.load(a_scale, mask=exists, other=0.0)
+        b_scales = tl.load(b_scale, mask=exists, other=0.0)
         a_scale += BLOCK_M // LENGTH
         b_scale += BLOCK_M // LENGTH
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
-        a_tile += BLOCK_M
-        b_tile += BLOCK_M
+        a_tile += BLOCK_M // PACKING
+        b_tile += BLOCK_M // PACKING
+    if level_a is not None:
+        total *= RANGE
+        total *= tl.load(level_a + group) * tl.load(level_b + group)
     places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:
@@ -167,45 +221,53 @@ def columns_kernel(
 
 
 # Tiles of 128 x 128 with 8 warps, of 128 elements per step: tcgen05.mma on 10.x and 11.0 with at least 128 rows, and
-# mma.sync without stack on 12.x; three stages fit its 99 KiB. Compiled with Triton 3.7.
-_SIDE, _STEP, _STAGES, _WARPS = 128, 128, 3, 8
+# mma.sync without stack on 12.x, where 256 elements of NVFP4 per step spill 40 bytes. The stages, by codes per byte,
+# fit its 99 KiB. Compiled with Triton 3.6 to 3.9.
+_SIDE, _STEP, _STAGES, _WARPS = 128, 128, {1: 3, 2: 5}, 8
 
 
 @functools.lru_cache(maxsize=4096)
-def product_of_rows(total: int, width: int, depth: int, groups: int, elements: tuple[str, str]) -> Launch:
-    """Return the launch (a [total, depth], b, layout, scale_a, scale_b, bias | None) -> out [total, width].
+def product_of_rows(total: int, width: int, depth: int, groups: int, scales: BlockScales) -> Launch:
+    """Return the launch (a [total, depth], b, layout, scales, maxima | None, bias | None) -> out [total, width].
 
-    Args:
-        elements: Elements of both operands, "e4m3" or "e5m2".
+    Scales and maxima are those of a and b. Codes of 4 bits are packed: a is [total, depth / 2].
     """
     tiles_m = tiles_at_most(total, groups)
+    constants = (
+        depth % _STEP == 0, groups, _STAGES[scales.packing], *scales.elements, scales.length, scales.packing,
+        scales.row_scaled, _SIDE, _STEP, 8,
+    )  # fmt: skip
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, _SIDE), 1, 1),
         (Output((total, width), None),),
-        (width, depth, tiles_m),
-        (depth % _STEP == 0, groups, _STAGES, *elements, _SIDE, _STEP, 8),
+        (width, depth, tiles_m, scales.factor or 1.0),
+        constants,
         _WARPS,
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def product_of_columns(
-    total: int, width: int, depth: int, groups: int, elements: tuple[str, str],
+    total: int, width: int, depth: int, groups: int, scales: BlockScales,
     *, accumulates: bool = False, by_address: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
+    """Return the launch (a, b, scales, maxima | None, layout, table of results | None) -> out [groups, width, depth].
+
+    Scales and maxima are those of a and b.
 
     Args:
-        elements: Elements of both operands, "e4m3" or "e5m2".
         accumulates: Add to the values of out.
         by_address: The table's matrices are written; out is one of them, for its dtype.
     """
     grid = (groups * ceil_div(width, _SIDE) * ceil_div(depth, _SIDE), 1, 1)
     outputs = () if by_address or accumulates else (Output((groups, width, depth), None),)
-    constants = (groups, *elements, accumulates, _SIDE, _SIDE, _STEP, 8, _STAGES)
+    constants = (
+        groups, *scales.elements, scales.length, scales.packing, accumulates, _SIDE, _SIDE, _STEP, 8,
+        _STAGES[scales.packing],
+    )  # fmt: skip
     return Launch(
-        *(columns_kernel, grid, outputs, (total, width, depth), constants, _WARPS),
-        in_place=(6,) if accumulates and not by_address else (),
-        tables=(AddressTable(5, (WRITTEN,)),) if by_address else (),
+        *(columns_kernel, grid, outputs, (total, width, depth, scales.factor or 1.0), constants, _WARPS),
+        in_place=(8,) if accumulates and not by_address else (),
+        tables=(AddressTable(7, (WRITTEN,)),) if by_address else (),
     )

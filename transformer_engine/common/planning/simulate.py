@@ -1,7 +1,7 @@
 """Time and memory of a layer's passes: the shapes of their buffers, a cost for every step, and two timelines.
 
-The steps are those of `common/passes`, with the rewrites that the kernels of a GPU allow and the schedule that overlaps
-communication. A GPU's kernels run on one timeline and collectives on another; a `.wait` step waits for its collective.
+The steps are in `layer_steps.py`, in the order in which a GPU runs them. A GPU's kernels run on one timeline and
+collectives on another; a `.wait` step waits for its collective.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..memory import Memory
-from ..passes import rules
-from ..passes.groups import over_groups
-from ..passes.linear import LinearFacts, linear_passes
-from ..passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
-from ..passes.schedule import BEGIN, WAIT, freed_after, overlap
-from ..passes.step import Pass, Step
-from ..passes.vocabulary import Activation, CastSettings, Product
 from .hardware import DEFAULT_LINKS, FormatCost, GpuRates, LinkRates
+from .layer_steps import (
+    BEGIN,
+    WAIT,
+    LinearFacts,
+    Pass,
+    Step,
+    grouped_passes,
+    linear_passes,
+    norm_linear_passes,
+    norm_mlp_passes,
+)
 
 VALUE = 2.0  # bytes of an element in bfloat16
 _KINDS = {
@@ -148,17 +152,13 @@ class RankMachine:
 
     def facts(self, layer: str, mode: str | None = None, bias: bool = False) -> LinearFacts:
         """Return the facts of a linear layer in training: "column" or "row" for a tensor-parallel one."""
-        plain = self.format.name == "bf16"
-        codes = "row_codes" if self.format.row_codes else "codes"
         return LinearFacts(
             layer,
             bias=bias,
-            grad_bias=bias,
             mode=mode if self.tp > 1 else None,
-            plain=plain,
+            plain=self.format.name == "bf16",
             sequence=self.sequence_parallel,
-            gather_input="values" if plain else codes,
-            gather_gradient="values" if plain else codes,
+            row_codes=self.format.row_codes,
         )
 
 
@@ -182,27 +182,16 @@ def passes_of(
 
 
 def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, Pass]:
-    """Return fused and scheduled passes by their kind, facts, activation, and whether its gradient makes no codes."""
+    """Passes of a layer by their kind, facts, activation, and whether the activation's gradient makes no codes."""
     kind, facts, activation, apart = key
-    norm = NormFacts(beta=facts[0].bias, centered=facts[0].bias, returned=False)
-    if kind in ("linear", "grouped"):
-        made = linear_passes(facts[0])
-    elif kind == "norm_linear":
-        made = norm_linear_passes(norm, facts[0])
-    else:
-        made = norm_mlp_passes(norm, facts[0], facts[1], activation)
-
-    def allowed(rule: str, producer: Step, reader: Step) -> bool:
-        if rule in (rules.ACTIVATION_IN_PRODUCT.name, rules.ACTIVATION_GRADIENT_IN_PRODUCT.name):
-            return facts[0].plain
-        if rule in (rules.CODES_FROM_PRODUCER.name, rules.CODES_AND_SUMS_FROM_PRODUCER.name):
-            return not (apart and producer.op == "activation_backward")
-        return rule in (rules.BIAS_IN_PRODUCT.name, rules.CODES_WITH_SUMS.name)
-
-    forward, backward = (overlap(rules.fuse(pass_, allowed)) for pass_ in made)
+    centered = facts[0].bias
+    if kind == "linear":
+        return linear_passes(facts[0])
     if kind == "grouped":
-        return over_groups(forward, ("linear",)), over_groups(backward, ("linear",))
-    return forward, backward
+        return grouped_passes(facts[0])
+    if kind == "norm_linear":
+        return norm_linear_passes(facts[0], centered)
+    return norm_mlp_passes(facts[0], facts[1], activation, centered, gradient_casts=not apart)
 
 
 _PASSES: Memory[tuple[str, tuple[LinearFacts, ...], str, bool], tuple[Pass, Pass]] = Memory(_built, 256)
@@ -224,7 +213,7 @@ class PassRun:
         now = idle_link = held = 0.0
         finished: dict[str, float] = {}
         given = set(pass_.inputs)  # and other names of their memory
-        for step, freed in zip(pass_.steps, freed_after(pass_), strict=True):
+        for step, freed in zip(pass_.steps, pass_.freed_after(), strict=True):
             if step.op in SAME_MEMORY and step.inputs[0] in given:
                 given.update(step.makes())
             if step.op.endswith(BEGIN):
@@ -242,8 +231,7 @@ class PassRun:
             else:
                 now += self._kernel(step, cost)
             # The gradient of an activation takes the place of the product that it reads.
-            gradient = getattr(step.settings, "activation", None) == "gelu_gradient"
-            replaced = gradient or step.op == "activation_backward"
+            replaced = step.multiplies_gradient or step.op == "activation_backward"
             if replaced:
                 held -= sum([self.extents[name].size for name in freed if name in self.kept])
             # Gradients of weights are counted with the parameters.
@@ -257,7 +245,7 @@ class PassRun:
                     if name not in given or (name in self.kept and not replaced)
                 ]
             )
-        kept = [name for name in pass_.saved if name is not None and name not in given]
+        kept = [name for name in pass_.saved if name not in given]
         cost.saved += sum([self.extents[name].size for name in kept])
         self.kept.update(kept)
         return cost
@@ -291,30 +279,25 @@ class PassRun:
         else:
             self._set_extents(step, read)
             made = [self.extents[name] for name in step.makes()]
-            casts = getattr(step.settings, "cast", None) is not None or isinstance(
-                step.settings, CastSettings
-            )
-            reads = machine.format.reads if casts else 1
+            reads = machine.format.reads if step.casts else 1
             codes = [extent for extent in made if extent.element < VALUE]
-            efficiency = machine.format.efficiency[len(codes) > 1] if casts else 0.95
+            efficiency = machine.format.efficiency[len(codes) > 1] if step.casts else 0.95
             moved = reads * sum([extent.size for extent in read]) + sum([extent.size for extent in made])
             took = gpu.copy_ms(moved, efficiency) + (reads - 1) * gpu.launch
         cost.spend(_KINDS.get(op, "other"), took)
         return took
 
     def _product(self, step: Step, read: list[Extent], cost: Cost) -> float:
-        settings = step.settings
-        assert isinstance(settings, Product)
-        size = self.sizes[settings.layer]
+        size = self.sizes[step.layer]
         shapes = {
             "forward": Extent(size.rows, size.outputs),
             "grad_input": Extent(size.rows, size.inputs),
             "grad_weight": Extent(size.outputs * size.groups, size.inputs),
         }
-        made = shapes[settings.kind]
+        made = shapes[step.product]
         self.extents.update(dict.fromkeys(step.makes(), made))
         flops = 2.0 * size.rows * size.inputs * size.outputs
-        kind = self.machine.format.products[list(shapes).index(settings.kind)]
+        kind = self.machine.format.products[list(shapes).index(step.product)]
         moved = sum([extent.size for extent in read]) + made.size * len(step.makes())
         tiled = made.rows * made.columns if size.groups > 1 else 0.0
         cost.flops += flops
@@ -324,17 +307,14 @@ class PassRun:
         """Set the extents of the results of a step that is neither a product nor a collective."""
         rows, columns, element = read[0]
         op = step.op.removeprefix("grouped_")
-        if isinstance(step.settings, Activation):
+        if op in ("activation", "activation_backward"):
             inner = self.sizes["fc2"].inputs
             columns = inner if op == "activation" else self.sizes["fc1"].outputs
-        cast = (
-            step.settings if isinstance(step.settings, CastSettings) else getattr(step.settings, "cast", None)
-        )
-        code = element if cast is None else self.machine.format.code
+        code = self.machine.format.code if step.casts else element
         named = list(step.results)
-        if cast is not None:
-            turned = Extent(columns, rows, code)
-            for name, extent in zip(named[:2], (Extent(rows, columns, code), turned), strict=True):
+        if step.casts:
+            transposed = Extent(columns, rows, code)
+            for name, extent in zip(named[:2], (Extent(rows, columns, code), transposed), strict=True):
                 if name is not None:
                     self.extents[name] = extent
             named = named[2:]

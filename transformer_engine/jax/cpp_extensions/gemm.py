@@ -38,6 +38,7 @@ __all__ = [
     "grouped_gemm_copy_group_sizes",
     "noop_collective_op_set",
     "sanitize_dims",
+    "transpose_dims",
 ]
 
 _OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))  # contracting_dims that contract the rows
@@ -81,6 +82,23 @@ def get_non_contracting_dims(ndim: int, contracting_dims: int | Sequence[int]) -
     """
     contracted = sanitize_dims(ndim, contracting_dims)
     return tuple(axis for axis in range(ndim) if axis not in contracted)
+
+
+def transpose_dims(
+    ndim: int, dims_to_transpose: int | Sequence[int], flatten_axis: int = -1
+) -> tuple[int, ...]:
+    """Return the positions of axes in data of layout "T", whose axes from flatten_axis on come first.
+
+    Args:
+        ndim: Number of axes of the array.
+        dims_to_transpose: One axis or several; negative axes count from the last one.
+        flatten_axis: Axis at which the array is flattened to a matrix.
+
+    Raises:
+        ValueError: An axis is outside the array.
+    """
+    (axis,) = sanitize_dims(ndim, flatten_axis)
+    return tuple((dim - axis) % ndim for dim in sanitize_dims(ndim, dims_to_transpose))
 
 
 def gemm(

@@ -20,6 +20,7 @@ from .config import (
 )
 from .hadamard import apply_rht
 from .recipes import format_dtypes as _format2dtypes
+from .scale_padding import apply_padding_to_scale_inv, remove_padding_from_scale_inv
 from .scaling_modes import AmaxComputeAlgo, TensorSource
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "QuantizeConfig",
     "TensorSource",
     "_format2dtypes",
+    "apply_padding_to_scale_inv",
     "apply_rht",
     "autocast",
     "fp8_autocast",
@@ -42,5 +44,6 @@ __all__ = [
     "is_fp8_available",
     "is_quantize_recipe_supported",
     "is_scaling_mode_supported",
+    "remove_padding_from_scale_inv",
     "update_collections",
 ]

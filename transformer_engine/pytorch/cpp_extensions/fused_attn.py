@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import transformer_engine_torch as tex
 from transformer_engine_torch import (
+    DType,
     FP8BwdTensors,
     FP8FwdTensors,
     NVTE_Bias_Type,
@@ -23,6 +24,7 @@ from transformer_engine_torch.checks import member, with_axes
 
 from ...common.checks import drop_rate, number_or_none, one_of, switch
 from ..constants import TE_DType
+from ..module.argument_orders import accepts_older_orders
 from ..runtime.checks import floating
 
 
@@ -68,19 +70,31 @@ META_DO = FP8BwdTensors.GRAD_INPUT2
 META_DP = FP8BwdTensors.GRAD_INPUT3
 
 
+class _Own(str):
+    """Default of an order of axes or a layout: that of q, k and v, which is the text for the default layout."""
+
+    __slots__ = ()
+
+
+_ORDER: Any = _Own("sbhd")
+_LAYOUT: Any = _Own("sbh3d")
+
+
+@accepts_older_orders(v2_11=("o_format", "qkv_scale_inv_format"))
 def fused_attn_fwd(
     is_training: bool, max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor, q: Any, k: Any, v: Any, fake_dtype: torch.dtype,
-    fused_attention_backend: NVTE_Fused_Attn_Backend, attn_bias: Tensor | None = None,
+    fused_attention_backend: NVTE_Fused_Attn_Backend | int, attn_bias: Tensor | None = None,
     cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
     page_table_k: Tensor | None = None, page_table_v: Tensor | None = None, s_quantizer: Any = None,
     o_quantizer: Any = None, attn_scale: float | None = None, dropout: float = 0.0,
-    fast_zero_fill: bool = True, qkv_layout: str = "sbh3d", attn_bias_type: str = "no_bias",
-    attn_mask_type: str = "padding", softmax_type: str = "vanilla",
+    fast_zero_fill: bool = True, qkv_layout: str = "sbh3d",
+    o_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
+    qkv_scale_inv_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = None,
+    attn_bias_type: str = "no_bias", attn_mask_type: str = "padding", softmax_type: str = "vanilla",
     window_size: tuple[int, int] = (-1, -1), rng_gen: torch.Generator | None = None,
     softmax_offset: Tensor | None = None, return_max_logit: bool = False, cuda_graph: bool = False,
-    bottom_right_diagonal: bool | None = None, o_format: str | None = None,
-    qkv_scale_inv_format: str | None = None,
+    bottom_right_diagonal: bool | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Compute attention without autograd; see `transformer_engine_torch.fused_attn_fwd`.
 
@@ -126,7 +140,7 @@ def fused_attn_fwd(
         return_max_logit,
         cuda_graph,
         bottom_right_diagonal=bottom_right_diagonal,
-        o_format=o_format,
+        o_format=None if o_format is _ORDER else o_format,
         qkv_scale_inv_format=qkv_scale_inv_format,
     )
     if not return_max_logit:
@@ -135,27 +149,30 @@ def fused_attn_fwd(
     return output, rest, max_logit
 
 
+@accepts_older_orders(v2_11=(("dqkv_dtype", 10), "o_format", "do_format", "dqkv_layout"))
 def fused_attn_bwd(
     max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Any, k: Any,
-    v: Any, o: Any, d_o: Any, fake_dtype: torch.dtype, dqkv_dtype: Any,
-    aux_ctx_tensors: Sequence[Tensor], fused_attention_backend: NVTE_Fused_Attn_Backend,
+    v: Any, o: Any, d_o: Any, fake_dtype: torch.dtype, aux_ctx_tensors: Sequence[Tensor],
+    fused_attention_backend: NVTE_Fused_Attn_Backend | int,
     cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
     s_quantizer: Any = None, dp_quantizer: Any = None, dqkv_quantizer: Any = None,
     attn_scale: float | None = None, dropout: float = 0.0, fast_zero_fill: bool = True,
-    qkv_layout: str = "sbh3d", attn_bias_type: str = "no_bias", attn_mask_type: str = "padding",
+    qkv_layout: str = "sbh3d", o_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
+    do_format: Literal["sbhd", "bshd", "bhsd", "thd"] | None = _ORDER,
+    dqkv_layout: str | None = _LAYOUT, attn_bias_type: str = "no_bias", attn_mask_type: str = "padding",
     softmax_type: str = "vanilla", window_size: tuple[int, int] = (-1, -1), deterministic: bool = False,
-    cuda_graph: bool = False, bottom_right_diagonal: bool | None = None, o_format: str | None = None,
-    do_format: str | None = None, dqkv_layout: str | None = None,
+    cuda_graph: bool = False, bottom_right_diagonal: bool | None = None,
     qkv_scale_inv_format: str | None = None, do_scale_inv_format: str | None = None,
+    dqkv_dtype: torch.dtype | DType | int | None = None,
 ) -> list[Any]:  # fmt: skip
     """Compute the gradients of `fused_attn_fwd`; see `transformer_engine_torch.fused_attn_bwd`.
 
     Args:
-        dqkv_dtype: dtype of the gradients, a torch dtype or a DType.
         o_format: Order of the axes of `o`; by default that of the queries.
         do_format: Order of the axes of `d_o`; by default that of the queries.
         dqkv_layout: Layout of the gradients; by default qkv_layout.
         qkv_scale_inv_format, do_scale_inv_format: Have no effect; scales are read with their tensors.
+        dqkv_dtype: dtype of the gradients, a torch dtype or a DType; by default fake_dtype.
 
     Returns:
         [dq, dk, dv, dbias or None, dsoftmax_offset or None].
@@ -190,15 +207,17 @@ def fused_attn_bwd(
         dqkv_quantizer,
         cuda_graph,
         bottom_right_diagonal=bottom_right_diagonal,
-        o_format=o_format,
-        do_format=do_format,
-        dqkv_layout=None if dqkv_layout is None else _one(QKVLayout, "dqkv_layout", dqkv_layout.lower()),
+        o_format=None if o_format is _ORDER else o_format,
+        do_format=None if do_format is _ORDER else do_format,
+        dqkv_layout=None
+        if dqkv_layout is None or dqkv_layout is _LAYOUT
+        else _one(QKVLayout, "dqkv_layout", dqkv_layout.lower()),
         qkv_scale_inv_format=qkv_scale_inv_format,
         do_scale_inv_format=do_scale_inv_format,
     )
 
 
-def _check(backend: NVTE_Fused_Attn_Backend) -> None:
+def _check(backend: NVTE_Fused_Attn_Backend | int) -> None:
     known = member("fused_attention_backend", NVTE_Fused_Attn_Backend, backend)
     if known == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
         raise ValueError(

@@ -34,7 +34,7 @@ def general_gemm(
     accumulate: bool = False, layout: str = "TN", out: Tensor | None = None, bias: Tensor | None = None,
     use_split_accumulator: bool = False, grad: bool = False, ub: Any = None, ub_type: Any = None,
     extra_output: Tensor | None = None, bulk_overlap: bool = False, workspace: Tensor | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None, None]:  # fmt: skip
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute a product of plain or quantized matrices.
 
     Args:
@@ -42,17 +42,16 @@ def general_gemm(
             "NT": out [N, K] = B[M, N].T A [M, K].
         quantization_params: Quantizer of the result.
         use_split_accumulator: Has no effect on operands in blocks of 128, whose partial sums are always promoted.
-        ub, ub_type: Must be None: communication does not overlap with products.
+        ub: `comm_overlap` of `generic_gemm`.
+        ub_type: `comm_type` of `generic_gemm`; requires `ub`.
 
     The other arguments are those of `transformer_engine_torch.generic_gemm`.
 
     Returns:
-        `(out, bias gradient, GELU's input, None)`.
+        `(out, bias gradient, GELU's input, extra_output)`.
     """
     if ub is None and ub_type is not None:
-        raise NotImplementedError(
-            f"ub_type={described(ub_type)} without ub: products do not overlap communication; leave both out"
-        )
+        raise ValueError(f"ub_type={described(ub_type)} without ub; give the buffer, or leave both out")
     trans_a, trans_b = _transposes(layout)
     done = tex.generic_gemm(
         A,

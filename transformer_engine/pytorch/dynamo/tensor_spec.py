@@ -59,8 +59,21 @@ class TensorSpec:
         """Whether the tensor is quantized."""
         return self.quantizer is not None
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self,
+        rowwise_usage: bool | None = None,
+        columnwise_usage: bool | None = None,
+        *,
+        rowwise: bool | None = None,
+        columnwise: bool | None = None,
+    ) -> None:
         """Select the directions of the quantized tensor; None leaves a direction unchanged.
+
+        Args:
+            rowwise_usage: Row-wise codes.
+            columnwise_usage: Column-wise codes.
+            rowwise: Another name of rowwise_usage, as of `Quantizer.set_usage`.
+            columnwise: Another name of columnwise_usage.
 
         Raises:
             ValueError: The tensor is plain.
@@ -69,7 +82,10 @@ class TensorSpec:
             raise ValueError(
                 "this TensorSpec describes a plain tensor, which has no directions; give it a quantizer"
             )
-        self.quantizer.set_usage(rowwise=rowwise_usage, columnwise=columnwise_usage)
+        self.quantizer.set_usage(
+            rowwise=rowwise_usage if rowwise is None else rowwise,
+            columnwise=columnwise_usage if columnwise is None else columnwise,
+        )
 
     def inner_names(self) -> tuple[str, ...]:
         """Names of the inner tensors, in order."""
@@ -79,8 +95,10 @@ class TensorSpec:
         return tuple([name for name in storage.TENSORS if getattr(storage, name) is not None])
 
     def create_metadata(self) -> dict[str, Any]:
-        """Return everything but the inner tensors: the keywords of the storage; empty for a plain tensor."""
-        return {} if self.quantizer is None else self._storage("meta").constants()
+        """Everything but the inner tensors, as `Quantizer.create_metadata` returns it; empty for a plain tensor."""
+        if self.quantizer is None:
+            return {}
+        return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
 
     def create_inner_tensors(self) -> list[Tensor]:
         """Return new uninitialized inner tensors, in the order of `inner_names`."""

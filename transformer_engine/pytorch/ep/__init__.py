@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 absent.install_getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
-@in_eager_mode
+@in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
 def ep_dispatch(
     buffer: EpBuffer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
     recv_tokens: Tensor | None = None, recv_topk_weights: Tensor | None = None,
@@ -148,7 +148,7 @@ def _check_receive_buffers(
         )
 
 
-@in_eager_mode
+@in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
 def ep_combine(
     buffer: EpBuffer, expert_out: Tensor, *, num_local_tokens: int | None = None, grad_out: Tensor | None = None
 ) -> Tensor:  # fmt: skip

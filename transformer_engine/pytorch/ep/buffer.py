@@ -138,7 +138,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     )
 
 
-@in_eager_mode
+@in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Exchange the routing of all ranks and store it in the buffer; `ep_dispatch` does the same first.
 

@@ -1,13 +1,17 @@
 """Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`fast/symbols.py`), which
+A compiled pass is generated from the functions of a pass. They are evaluated on symbols (`fast/symbols.py`), which
 lists the launches and products, and the calls that collectives are; the list becomes one function
-(`fast/generated_pass.py`). The steps remain the only place that decides anything. A call that something else may
-influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the steps.
+(`fast/generated_pass.py`). The functions remain the only place that decides anything. A call that something else may
+influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the functions.
 
 The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
 these are the key of a kind of call. A backward pass also compares the saved tensors that belong to the caller, whose
 memory may have changed, and all saved tensors where hooks returned them.
+
+Gain in host time of a warm forward and backward pass (`benchmarks/fast_pieces.py`): 44 % of a small Linear with current
+scaling (199 us instead of 358), 49 % of LayerNormLinear, 57 % of LayerNormMLP, 45 % of a chain of RMSNorm and Linear in
+`te.ops`, 48 % of a TransformerLayer (1048 us instead of 2015).
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ...common.memory import Memory
-from ..fast.generated_pass import Generated, generate
-from ..fast.symbols import Instructions, NotAligned, NotListed
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.device import is_current_device
 from ..tensor.quantizer import Quantizer
 from . import ENABLED
+from .generated_pass import Generated, generate
+from .symbols import Instructions, NotAligned, NotListed
 
 # (inputs, *facts) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]

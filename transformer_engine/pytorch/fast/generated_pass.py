@@ -256,8 +256,14 @@ class _Writer:
         lies = self.forms.get(buffer, there)
         if form == lies:
             return f"b{buffer}"
-        if lies == form._replace(dtype=lies.dtype) and lies.dtype.itemsize == form.dtype.itemsize:
-            return f"b{buffer}.view({self._name(form.dtype)})"  # codes, as bytes or as FP8
+        same_size = lies.dtype.itemsize == form.dtype.itemsize
+        as_dtype = "" if form.dtype is lies.dtype else f".view({self._name(form.dtype)})"
+        if same_size and lies == form._replace(dtype=lies.dtype):
+            return f"b{buffer}{as_dtype}"  # codes, as bytes or as FP8
+        if same_size and form == Form(lies.shape[::-1], lies.strides[::-1], form.dtype):
+            return (
+                f"b{buffer}.t(){as_dtype}"  # column-wise codes of a cached weight, which are stored by rows
+            )
         tensor = torch.empty_strided(lies.shape, lies.strides, dtype=lies.dtype, device="meta")
         try:
             is_view = Form.of(tensor.view(form.shape)) == form

@@ -3,6 +3,10 @@
 A collective is a function of Python. Tracing appends an instruction that calls it, and predicts the forms of its
 results. Between the two halves of a collective the generated pass holds the pending object. Functions of instructions
 hold no symbols, which would keep the tensors of this call alive.
+
+Gain in host time: 34 % of a column-parallel and a row-parallel Linear with current scaling and sequence parallelism,
+995 us instead of 1514 for a forward and a backward pass with collectives that do nothing
+(`benchmarks/fast_pieces.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from torch import Tensor
 
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
-from ..fast.symbols import Form, Instructions, NotListed, Object, Symbol
 from ..primitives.gemm import Epilogue
 from ..primitives.operand import Operand
 from ..tensor.quantizer import Matrix
+from .symbols import Form, Instructions, NotListed, Object, Symbol
 
 
 class Buffers(NamedTuple):

@@ -1,14 +1,20 @@
-"""Products of a pass that is being listed: operands are symbols, and cuBLASLt's plans are appended to instructions."""
+"""Products of a pass that is being listed: operands are symbols, and products are appended to instructions.
+
+A plan of cuBLASLt becomes a direct library call. Every other backend, such as cuBLASLt with swizzled scales, which
+prepares them in each call, is called as in eager mode.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.formats import BLOCK_FORMATS, FLOAT8
-from ..primitives.gemm import TABLE, Epilogue
+from ..primitives.gemm import TABLE, Epilogue, composed
 from ..primitives.gemm import fused as fused_products
 from ..primitives.gemm.block_scales import block_scale_memory
 from ..primitives.gemm.composed import GELU, GELU_GRADIENT
@@ -31,7 +37,7 @@ class SymbolicOperand(OwnedOperand):
         call = TABLE.bound_in_eager_mode(_native(key_of(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
-            raise NotListed("cuBLASLt does not compute a product")
+            return _apply(call, self, b, epilogue, 1)[0]
         result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         scales = _scales(b, self)
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
@@ -40,9 +46,13 @@ class SymbolicOperand(OwnedOperand):
     def multiplied_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
         """Append a product with GELU; return the symbols of gelu(x) and x."""
         instructions, b = _same(self, other)
-        plan = _fused_plan(fused_key(GELU, self, b, epilogue, keeps_input))
-        if plan is None:
+        call = _fused_call(fused_key(GELU, self, b, epilogue, keeps_input))
+        if call is None:
             return None
+        plan = plan_behind(call)
+        if plan is None or plan.problem.swizzled:
+            out, *kept = _apply(call, self, b, epilogue, 2 if keeps_input else 1)
+            return out, kept[0] if kept else None
         form = Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
         result = instructions.made(form)
         x = instructions.made(form) if keeps_input else None
@@ -53,25 +63,61 @@ class SymbolicOperand(OwnedOperand):
     def multiplied_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
         """Append a product with the gradient of GELU at x; return the symbol of the result."""
         instructions, b = _same(self, other)
-        plan = _fused_plan(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
-        if plan is None:
+        call = _fused_call(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
+        if call is None:
             return None
+        plan = plan_behind(call)
+        if plan is None or plan.problem.swizzled:
+            return _apply(call, self, b, epilogue, 1, x)[0]
         result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         instructions.multiply(plan, b.codes, self.codes, result, (*_scales(b, self), None, x))
         return result
 
 
-def _fused_plan(key: tuple[Any, ...]) -> CublasPlan | None:
-    """The plan of a product with a fused epilogue; None if no library call fuses it."""
-    return plan_behind(fused_products.TABLE.bound((*key[:5], *_native(key[5:]))))
+def _fused_call(key: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The bound product with a fused epilogue; None if it is a product followed by the activation."""
+    call = fused_products.TABLE.bound((*key[:5], *_native(key[5:])))
+    return None if _is_composed(call) else call
 
 
 def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
     """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
-    codes, scale = instructions.symbol(b.codes), instructions.symbol(b.scale)
-    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale))  # pyright: ignore
+    codes, scale, amax = (instructions.symbol(part) for part in (b.codes, b.scale, b.amax))
+    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale, amax=amax))  # pyright: ignore
+
+
+def _is_composed(call: Callable[..., Any]) -> bool:
+    """Whether a bound product with GELU is a product followed by the activation."""
+    return isinstance(call, functools.partial) and call.func in (composed.gelu, composed.gelu_gradient)
+
+
+def _apply(
+    call: Callable[..., Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, count: int, *others: Any
+) -> Sequence[Any]:
+    """Append the call of a bound backend; return the symbols of its first `count` results, each [M, N].
+
+    Args:
+        others: Further arguments of the call.
+    """
+    codes: Any = a.codes
+    instructions: Instructions = codes.instructions
+    formats, dtypes = (a.format, b.format), (a.dtype, b.dtype)
+    settings = epilogue._replace(bias=None)
+
+    def multiply(*tensors: Any) -> tuple[Tensor, ...]:
+        left, right = (
+            Operand(tensors[i], tensors[i + 1], formats[i // 3], tensors[i + 2], dtypes[i // 3])
+            for i in (0, 3)
+        )
+        found = call(left, right, settings._replace(bias=tensors[6]), *tensors[7:])
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple([result.contiguous() for result in found[:count]])
+
+    form = Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
+    tensors = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, epilogue.bias, *others)
+    return instructions.apply(multiply, tensors, [form] * count)
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, ONCE, QUANTIZED, ROW_CODES, VALUES
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..primitives.operand import Operand
@@ -25,7 +24,7 @@ from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
 from .linear_operands import cast_gradient, cast_input, dense_values, dequantized
-from .linear_spec import LinearSpec
+from .linear_spec import DEQUANTIZED, HIGH_PRECISION, ONCE, QUANTIZED, ROW_CODES, VALUES, LinearSpec
 from .saving import wait_for_saved
 
 

@@ -56,8 +56,7 @@ class GroupedSpec:
         groups: Spec of each group's product.
         unquantized: The same in high precision, for groups whose numbers of rows the format does not support; empty
             if nothing is quantized.
-        layer: Settings that all groups have in common; a gradient is needed if some group needs it. None for an
-            operation of a chain, whose passes are those of the chain.
+        layer: Settings that all groups have in common; a gradient is needed if some group needs it.
         extents: Extents (N, K) of a weight.
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
@@ -71,7 +70,7 @@ class GroupedSpec:
 
     groups: tuple[LinearSpec, ...]
     unquantized: tuple[LinearSpec, ...]
-    layer: LinearSpec | None
+    layer: LinearSpec
     extents: tuple[int, int]
     stacked_weight: bool
     stacked_bias: bool

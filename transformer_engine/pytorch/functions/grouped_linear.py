@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function
@@ -29,7 +28,7 @@ from .grouped_products import (
 )
 from .layer import LayerFunctions, infer_with, record, run_backward
 from .linear_operands import dense_values
-from .linear_spec import Dtypes
+from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED, Dtypes
 from .saving import backward_of, wait_for_saved
 
 
@@ -54,7 +53,6 @@ def grouped_linear_forward(
     """
     x, weights, biases = tensors
     layer = call.spec.layer
-    assert layer is not None
     # x_g and w_g, contracted along K: both by rows.
     columns = layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
     x_rows, x_columns = (x, x) if layer.plain else cast_groups(x, call, "input", True, columns)
@@ -107,7 +105,6 @@ def grouped_linear_backward(
     dy, x, w = operands
     operands.clear()
     layer = call.spec.layer
-    assert layer is not None
     (weight_dtype, bias_dtype), *_ = dtypes
     # Unquantized matrices are read without conversion by rows, and as their transpose by columns.
     values = layer.plain or layer.backward != QUANTIZED

@@ -80,17 +80,17 @@ def _cast_together(
     """`cast_groups` in one launch."""
     quantizer: Any = getattr(call.spec.quantizers, tensor)
     if tensor == "weight":
-        codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(
+        codes, scale, codes_t, scale_t, amax, amax_t = call.cached or quantizer.matrices(
             Matrices.of(members_of(x)), rowwise, columnwise
         )
         return (
-            GroupedMatrices(codes=codes, scale=scale, format=quantizer.format) if rowwise else None,
-            GroupedMatrices(codes=codes_t, scale=scale_t, format=quantizer.format) if columnwise else None,
+            GroupedMatrices(None, False, codes, scale, quantizer.format, amax) if rowwise else None,
+            GroupedMatrices(None, False, codes_t, scale_t, quantizer.format, amax_t) if columnwise else None,
         )
-    codes, scale, codes_t, scale_t = quantizer.rows(x.contiguous(), layout, rowwise, columnwise)
+    codes, scale, codes_t, scale_t, amax, amax_t = quantizer.rows(x.contiguous(), layout, rowwise, columnwise)
     return (
-        GroupedRows(codes, scale, quantizer.format) if rowwise else None,
-        GroupedColumns(codes_t, scale_t, quantizer.format) if columnwise else None,
+        GroupedRows(codes, scale, quantizer.format, amax) if rowwise else None,
+        GroupedColumns(codes_t, scale_t, quantizer.format.columnwise, amax_t) if columnwise else None,
     )
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ...common import optional
-from ...common.formats import BLOCK_1D, BLOCK_2D, EXPONENT_PRODUCTS, FLOAT8
+from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
+from ...common.hardware import NO_GPU
 from ..primitives.grouped_gemm import Groups, Matrices
-from ..primitives.grouped_quantize import GroupedQuantized, ScaleSlots, quantize_matrices, quantize_rows
-from ..primitives.quantize import QuantizeSpec
+from ..primitives.grouped_quantize import (
+    GroupedQuantized,
+    ScaleSlots,
+    quantize_matrices,
+    quantize_matrices_separately,
+    quantize_rows,
+    quantize_rows_separately,
+)
+from ..primitives.quantize import Quantized, QuantizeSpec
 from ..runtime.device import current_hardware
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.elements import element_of
@@ -21,34 +29,54 @@ from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.quantizer import Quantizer
 
+ROW_MULTIPLE = (
+    32  # of the rows of groups with block scales of one byte; equal to common/kernels/grouped_scaled
+)
+
 
 class GroupedQuantizer:
     """Quantizer of all groups, with the codes and recorded maxima of each group's own quantizer.
 
     Args:
-        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D or one with exponents.
+        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D, or one of MXFP8 and NVFP4.
         state: State of delayed scaling, or None. Its tensors may be replaced between two calls.
         offset: Index of the first group's slot in the tensors of `state`.
         stride: Distance between the slots of consecutive groups.
+        quantize_one: Function that quantizes the matrix of one group, for formats with two levels of scales. None: one
+            launch quantizes all groups.
     """
 
-    def __init__(self, spec: QuantizeSpec, state: Any = None, offset: int = 0, stride: int = 0):
+    def __init__(
+        self,
+        spec: QuantizeSpec,
+        state: Any = None,
+        offset: int = 0,
+        stride: int = 0,
+        quantize_one: Callable[[Tensor, QuantizeSpec], Quantized] | None = None,
+    ):
         self._both = spec
         self.format = spec.format
         self._state, self._offset, self._stride = state, offset, stride
+        self._quantize_one = quantize_one
 
     @property
     def multiple(self) -> int:
         """Divisor of the groups' numbers of rows, and of the extents of weights."""
-        return self.format.length if self.format.by_exponents else 1
+        return ROW_MULTIPLE if self.format.swizzled else 1
 
     def rows(self, x: Tensor, groups: Groups, rowwise: bool, columnwise: bool) -> GroupedQuantized:
         """Quantize groups of rows of x [total, K] in the requested directions."""
-        return quantize_rows(x, groups, _towards(self._both, rowwise, columnwise), self._slots())
+        spec = _towards(self._both, rowwise, columnwise)
+        if self._quantize_one is not None:
+            return quantize_rows_separately(x, groups, spec, self._quantize_one)
+        return quantize_rows(x, groups, spec, self._slots())
 
     def matrices(self, matrices: Matrices, rowwise: bool, columnwise: bool) -> GroupedQuantized:
         """Quantize one matrix per group in the requested directions."""
-        return quantize_matrices(matrices, _towards(self._both, rowwise, columnwise), self._slots())
+        spec = _towards(self._both, rowwise, columnwise)
+        if self._quantize_one is not None:
+            return quantize_matrices_separately(matrices, spec, self._quantize_one)
+        return quantize_matrices(matrices, spec, self._slots())
 
     def _slots(self) -> ScaleSlots | None:
         state = self._state
@@ -95,9 +123,27 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
         if spec.format == (BLOCK_2D if of_matrices else BLOCK_1D):
             return GroupedQuantizer(spec)
     if isinstance(first, BlockScalingQuantizer) and first.makes_tiles:
-        spec, hardware = first.spec(True, True), current_hardware()
-        # Where Triton is too old for the GPU's instruction, a loop of products by libraries is native.
-        outdated = hardware.has(EXPONENT_PRODUCTS) and optional.release("triton") < hardware.scaled_dot
-        if spec.format.by_exponents and (of_matrices or not spec.two_dimensional) and not outdated:
+        spec = first.spec(True, True)
+        if (
+            spec.format.by_exponents
+            and (of_matrices or not spec.two_dimensional)
+            and not _is_outdated(spec.format)
+        ):
             return GroupedQuantizer(spec)
+        # Casts are one per group either way: only a product in one launch saves time.
+        products = spec.format.levels is not None and not (of_matrices and spec.format.row_scaled)
+        if products and (current_hardware() is NO_GPU or _is_native(spec.format)):
+            return GroupedQuantizer(spec, quantize_one=first._quantized)
     return None
+
+
+def _is_native(tensor_format: TensorFormat) -> bool:
+    """Whether the GPU's tensor cores read the block scales, and the installed Triton emits their instruction."""
+    needs, hardware = tensor_format.block_products, current_hardware()
+    return needs is not None and hardware.has(needs) and optional.release("triton") >= hardware.scaled_dot
+
+
+def _is_outdated(tensor_format: TensorFormat) -> bool:
+    """Whether Triton is too old for the GPU's instruction: a loop of products by libraries is native then."""
+    needs = tensor_format.block_products
+    return needs is not None and current_hardware().has(needs) and not _is_native(tensor_format)

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.passes.linear import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..primitives.column_sums import column_sums
@@ -62,6 +61,9 @@ from .linear_operands import (
     weight_operands,
 )
 from .linear_spec import (
+    DEQUANTIZED,
+    HIGH_PRECISION,
+    QUANTIZED,
     Dtypes,
     LinearSpec,
     gathers_gradient_codes,
@@ -88,6 +90,7 @@ def linear_forward(
     spec: LinearSpec,
     leading: tuple[int, ...],
     multiplies: bool = True,
+    total: Tensor | None = None,
 ) -> tuple[Any, Any, Any]:
     """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N].
 
@@ -98,16 +101,17 @@ def linear_forward(
         spec: Settings.
         leading: Dimensions of x before K, which a quantized y gets.
         multiplies: Compute y. Recomputation needs the other results only.
+        total: Matrix [M, N] into which y is accumulated in place; None to allocate y.
 
     Returns:
-        y or None; and the saved values, x for dw and the weight for dx, None without that gradient.
+        y, the total or None; and the saved values, x for dw and the weight for dx, None without that gradient.
     """
     parallel = spec.parallel
     x_rows, saved_input = forward_input(x, spec)
     w_rows, saved_weight = forward_weight(weight, spec)
     if not multiplies:
         return None, saved_input, saved_weight
-    epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
+    epilogue = _epilogue(spec, bias, total, spec.accumulation.forward)
     cast = _result_cast(spec, spec.output, "output", "row")
     if _scatters(spec, "output", "row") and bias is None:
         y = scattered_product(x_rows, w_rows, epilogue, parallel).wait()
@@ -171,6 +175,7 @@ def linear_backward(
     spec: LinearSpec,
     dtypes: tuple[torch.dtype, torch.dtype],
     leading: tuple[int, ...] = (),
+    total: Tensor | None = None,
 ) -> LinearGradients:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N] = sum of dy's rows.
 
@@ -181,6 +186,7 @@ def linear_backward(
         spec: Settings.
         dtypes: Dtypes of dw and db.
         leading: Dimensions of x before K, which a quantized dx gets.
+        total: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
     """
     parallel, accumulation = spec.parallel, spec.accumulation
     dy, x, w = operands[:3]
@@ -199,7 +205,7 @@ def linear_backward(
             w = Matrix(dequantized(w, spec.dtype))
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy by rows, the weight by columns. Partial sums are in transit while dw
         # is computed.
-        epilogue = Epilogue(spec.dtype, exact=accumulation.grad_input)
+        epilogue = _epilogue(spec, None, total, accumulation.grad_input)
         cast = _result_cast(spec, spec.grad_input, "grad_input", "column")
         if gelu_input:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
@@ -207,7 +213,7 @@ def linear_backward(
             gelu_input.clear()
         elif _scatters(spec, "grad_input", "column"):
             dx = scattered_product(dy_rows, w, epilogue, parallel)
-        elif isinstance(dy_rows, Pending) and cast is None:
+        elif isinstance(dy_rows, Pending) and cast is None and total is None:
             dx, dy_rows = gathered_product(dy_rows, w, epilogue)
         else:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
@@ -238,6 +244,13 @@ def linear_backward(
         if spec.grad_input is not None:
             dx = _quantized(dx, spec, spec.grad_input, None, leading)
     return LinearGradients(dx, dw, db)
+
+
+def _epilogue(spec: LinearSpec, bias: Tensor | None, total: Tensor | None, exact: bool) -> Epilogue:
+    """Epilogue of a product that returns y + bias, or accumulates y into a total."""
+    if total is None:
+        return Epilogue(spec.dtype, bias=bias, exact=exact)
+    return Epilogue(total.dtype, bias, total, True, exact)
 
 
 def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple[Any, Any, Tensor | None]:
@@ -279,7 +292,7 @@ def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple
 def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any:
     """Compute a [M, K] @ b [N, K].T and its epilogue; rows of a may be in transit. With a cast return y's codes."""
     if isinstance(a, Pending):
-        if cast is None:
+        if cast is None and epilogue.out is None:
             return gathered_product(a, b, epilogue)[0]
         a = a.wait()
     return gemm(operand_of(a), operand_of(b), epilogue, cast)  # pyright: ignore[reportArgumentType, reportCallIssue]

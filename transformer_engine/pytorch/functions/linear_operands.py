@@ -100,7 +100,7 @@ def dense_values(x: Any) -> Tensor:
     return result_in(matrix, x.shape)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, Symbol)
 
 
 def input_operands(

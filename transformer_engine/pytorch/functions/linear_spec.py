@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...common.passes.linear import CODES, ONCE, ROW_CODES, VALUES, Gather
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.activation import ActivationParams
 from ..primitives.quantize import Cast
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .normalization import Norm
 from .scale_update import ScaleUpdate
 from .weight_gradient import Inspector, WeightGradient
 
+# Operands of the backward products: `LinearSpec.backward`.
+QUANTIZED: Literal["quantized"] = "quantized"
+HIGH_PRECISION: Literal["high_precision"] = "high_precision"
+DEQUANTIZED: Literal["dequantized"] = "dequantized"
+# How a matrix whose rows are sharded over ranks is gathered: `LinearSpec.gather_input`.
+VALUES: Literal["values"] = "values"
+CODES: Literal["codes"] = "codes"
+ROW_CODES: Literal["row_codes"] = "row_codes"
+ONCE: Literal["once"] = "once"
+Gather = Literal["values", "codes", "row_codes", "once"]
 IDENTITY = IdentityQuantizer()
 Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
 
@@ -105,8 +112,13 @@ class LinearSpec(LayerSpec):
         traced: A compiler is tracing.
         communicates: `parallel` sends something.
         plain: Input, weight and gradients are multiplied unquantized.
-        gather_input: How the input is gathered where its rows are sharded; see `LinearFacts`.
-        gather_gradient: How the gradient of the output is gathered where its rows are sharded.
+        gather_input: How the input is gathered where its rows are sharded. "values": in high precision; every rank
+            quantizes all rows. "codes": each rank quantizes its rows, and the codes of each direction are gathered.
+            "row_codes": the same, and the column direction is the transpose of the row direction. The backward pass
+            gathers the saved shard again. "once": in high precision, and the gathered matrix is saved, because it
+            cannot be quantized twice.
+        gather_gradient: How the gradient of the output is gathered where its rows are sharded: "values", "codes" or
+            "row_codes".
         inspector: Reads or replaces results of the products; None by default.
         may_run_again: No gradients are recorded, but a second run of the call may record them: kernels are those of a
             call with gradients where others round differently.
@@ -190,25 +202,6 @@ def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, 
         if reason is not None:
             return reason
     return None
-
-
-class Environment(NamedTuple):
-    """The objects to which the settings of steps refer.
-
-    Attributes:
-        linears: Spec of each linear layer.
-        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
-        leading: Dimensions of the layer's input in place of M; quantized results get them, scaled as sequence
-            parallelism scales the rows.
-        norms: Normalizations.
-        activations: Names and parameters of activations.
-    """
-
-    linears: dict[str, LinearSpec]
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
-    leading: tuple[int, ...]
-    norms: dict[str, Norm] = {}
-    activations: dict[str, tuple[str, ActivationParams]] = {}
 
 
 Spec = TypeVar("Spec")

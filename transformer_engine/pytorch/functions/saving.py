@@ -1,6 +1,6 @@
 """Saved buffers of autograd nodes: operands go through `save_for_backward` as tensors and non-tensor forms.
 
-Which buffers a pass saves is decided in `common/passes/linear.py`.
+The forward functions return the values to save (`linear.py`, `norm_linear.py`, `grouped_linear.py`).
 
 A backward pass that takes the saved tensors from its node holds their last references, and frees them one by one.
 """

@@ -13,10 +13,8 @@ from ...common.checks import function as checked_function
 from ...common.checks import switch
 from ...common.dispatch import observing, tables
 from ...common.explanation import Decision, Explanation, PassReport, PassStepReport, chosen_of, explained
-from ...common.passes.step import Pass
 from ..functions.layer import runners
-from ..functions.run import watchers
-from .pass_trace import PassTrace, form
+from .pass_trace import PassTrace
 
 __all__ = ["Decision", "Explanation", "PassReport", "PassStepReport", "explain"]
 
@@ -32,8 +30,8 @@ def explain(
         function: A module or another callable.
         args: Positional arguments of the call.
         backward: Also run the backward pass of the first tensor that the call returns. No `.grad` is modified.
-        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear:
-            results, backends and saved tensors.
+        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP, GroupedLinear and chains
+            of `te.ops`: results, backends and saved tensors.
         kwargs: Keyword arguments of the call.
 
     Raises:
@@ -56,60 +54,32 @@ def explain(
     if not steps:
         return explained(call)
     watcher = _PassWatcher()
-    watchers.append(watcher.see)
     runners.append(watcher.run)
     try:
         with observing(watcher.ask):
             explanation = explained(call)
     finally:
-        watchers.remove(watcher.see)
         runners.remove(watcher.run)
-    return replace(explanation, passes=watcher.reports())
+    return replace(explanation, passes=tuple(watcher.trace.reports))
 
 
 @dataclass(eq=False)
 class _PassWatcher:
     """Collects the steps of passes while they run."""
 
-    _trace: PassTrace = field(default_factory=PassTrace)
+    trace: PassTrace = field(default_factory=PassTrace)
     _asked: list[str] = field(default_factory=list)
-    _passes: list[tuple[Pass, list[PassStepReport]] | PassReport] = field(default_factory=list)
 
     def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Run a pass that is a plain function."""
-        self._trace.asked = self._asked
-        results = self._trace.run(name, function, arguments)
-        self._passes.append(self._trace.reports[-1])
-        return results
+        self.trace.asked = self._asked
+        return self.trace.run(name, function, arguments)
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""
         name = f"{operation}: {chosen_of(tables[operation].explain(request))}"
         if name not in self._asked:
             self._asked.append(name)
-
-    def see(self, pass_: Pass, number: int, results: tuple[Any, ...]) -> None:
-        """Note a step that has run."""
-        if number == 0 or not self._passes:
-            self._passes.append((pass_, []))
-        step = pass_.steps[number]
-        made = [f"{name} {form(value)}" for name, value in zip(step.results, results, strict=False) if name]
-        running: Any = self._passes[-1]
-        running[1].append(PassStepReport(str(step), tuple(made), tuple(self._asked)))
-        self._asked.clear()
-
-    def reports(self) -> tuple[PassReport, ...]:
-        """Return the passes in the order in which they ran."""
-        reports: list[PassReport] = []
-        for found in self._passes:
-            if isinstance(found, PassReport):
-                reports.append(found)
-                continue
-            pass_, steps = found
-            name = "backward pass" if "grad_output" in pass_.inputs else "forward pass"
-            saved = tuple([name for name in pass_.saved if name is not None])
-            reports.append(PassReport(name, tuple(steps), saved))
-        return tuple(reports)
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

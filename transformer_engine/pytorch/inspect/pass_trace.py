@@ -18,12 +18,16 @@ from torch import Tensor
 
 from ...common.explanation import PassReport, PassStepReport
 from ..functions import gathered_operands, grouped_linear, linear, norm_linear
+from ..ops.passes import activation, bias, collectives, elementwise, extra_tensors, grouped, normalization
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 
 # The modules whose functions are passes and parts of passes.
-PASSES = (linear, gathered_operands, norm_linear, grouped_linear)
+PASSES = (
+    linear, gathered_operands, norm_linear, grouped_linear,
+    activation, bias, collectives, elementwise, extra_tensors, grouped, normalization,
+)  # fmt: skip
 _FILES = frozenset([module.__file__ for module in PASSES])
 
 

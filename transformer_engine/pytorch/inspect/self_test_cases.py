@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...common import recipe as recipes
 from ...common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from ...common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from ..attention import DotProductAttention, GatedDeltaNet2Attention, GatedDeltaNetAttention
 from ..module import GroupedLinear
 from ..primitives.activation import DEFAULT_PARAMS, activation_backward, activation_forward
@@ -294,11 +294,16 @@ def _grouped(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     size = sizes.large // 4
     splits = [size // 2, 0, size, size // 2]
     x = draw(sum(splits), size)
-    recipes = {"bf16": None, "fp8": Float8CurrentScaling(), "fp8 block": Float8BlockScaling()}
-    for name, recipe in recipes.items():
-        layer = GroupedLinear(
-            len(splits), size, size, bias=False, params_dtype=torch.bfloat16, device=x.device
-        )
+    by_name = {
+        "bf16": None,
+        "fp8": recipes.Float8CurrentScaling(),
+        "fp8 block": recipes.Float8BlockScaling(),
+        "mxfp8": recipes.MXFP8BlockScaling(),
+        "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    }
+    options = {"bias": False, "params_dtype": torch.bfloat16, "device": x.device}
+    for name, recipe in by_name.items():
+        layer = GroupedLinear(len(splits), size, size, **options)
         with torch.no_grad():
             for index, parameter in enumerate(layer.parameters()):
                 parameter.copy_(draw(size, size, seed=index))
@@ -336,8 +341,8 @@ def _attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
             forward = partial(_attend, q, k, v, None, False)
             yield SelfTestCase("attention", f"{name}, forward", "attention", forward, ATTENTION_BOUND)
             for scaling, recipe in (
-                ("current", Float8CurrentScaling(fp8_dpa=True)),
-                ("delayed", DelayedScaling(fp8_dpa=True)),
+                ("current", recipes.Float8CurrentScaling(fp8_dpa=True)),
+                ("delayed", recipes.DelayedScaling(fp8_dpa=True)),
             ):
                 yield SelfTestCase(
                     "fp8 attention",

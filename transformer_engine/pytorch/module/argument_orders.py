@@ -1,17 +1,19 @@
 """Signatures of `forward`: positional calls in the argument order of an earlier release, and the type of `__call__`.
 
-Releases have inserted arguments in the middle of a signature. A call by position in an older order is recognized by
-the types of its arguments: a softcap cannot be `True`, and a diagonal's alignment cannot be a string. A call that fits
-the present order is never reordered.
+Releases have inserted arguments in the middle of a signature, or moved them. A call by position in an older order is
+recognized by the types of its arguments: a softcap cannot be `True`, and a diagonal's alignment cannot be a string. A
+call that fits the present order is never reordered.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..runtime.warn_once import warn_once
@@ -45,6 +47,8 @@ _TESTS: dict[str, Test] = {
     "tuple": lambda value: isinstance(value, (tuple, list)),
     "list": lambda value: isinstance(value, (tuple, list)),
     "Callable": callable,
+    "Sequence": lambda value: isinstance(value, (tuple, list)),
+    "torch.dtype": lambda value: isinstance(value, torch.dtype),
     "Any": _is_object,
     "torch.device": lambda value: _is_object(value) and not isinstance(value, Tensor),
 }
@@ -73,33 +77,58 @@ def _tests_of(annotation: str) -> tuple[Test, ...]:
             parts.append("")
         else:
             parts[-1] += character
-    return tuple(_TESTS.get(part.partition("[")[0].strip(), _is_object) for part in parts)
+    return tuple(_test_of(part.strip()) for part in parts)
 
 
-def accepts_older_orders(**inserted: tuple[str, ...]) -> Callable[[Function], Function]:
-    """Decorate a method: accept its positional calls in older argument orders, with one warning per method and order.
+def _test_of(alternative: str) -> Test:
+    """Return the test of one alternative of an annotation, such as "int" or 'Literal["a", "b"]'."""
+    name, _, rest = alternative.partition("[")
+    if name == "Literal":
+        allowed = ast.literal_eval(f"({rest.removesuffix(']')},)")
+        return lambda value: isinstance(value, str) and value in allowed
+    return _TESTS.get(name, _is_object)
 
-    An older order applies if the arguments do not fit the present order by type and fit the older one.
+
+def accepts_older_orders(
+    **inserted: tuple[str | tuple[str, int], ...],
+) -> Callable[[Function], Function]:
+    """Decorate a method or function: accept positional calls in older argument orders.
+
+    An older order applies if the arguments do not fit the present order by type and fit the older one. The first such
+    call of each order warns.
 
     Args:
-        inserted: By release, newest first, the arguments that the order of the release lacks ("2.19" is `v2_19`).
+        inserted: By release, newest first, the differences of the release's order from the present one ("2.19" is
+            `v2_19`): a name that the order lacks, or (a name, its position there).
     """
 
     def decorate(function: Function) -> Function:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        parameters = list(inspect.signature(function).parameters.values())
+        is_method = parameters[0].name == "self"
+        parameters = [p for p in parameters[is_method:] if p.kind is p.POSITIONAL_OR_KEYWORD]
         names = tuple(parameter.name for parameter in parameters)
         tests = {parameter.name: _tests_of(str(parameter.annotation)) for parameter in parameters}
 
-        def order(release: str, absent: tuple[str, ...]) -> _Order:
-            remaining = tuple(name for name in names if name not in absent)
-            return _Order(release, remaining, tuple(tests[name] for name in remaining))
+        def order(release: str, changes: tuple[str | tuple[str, int], ...]) -> _Order:
+            moved = dict(change for change in changes if isinstance(change, tuple))
+            remaining = [name for name in names if name not in changes and name not in moved]
+            for name, position in moved.items():
+                remaining.insert(position, name)
+            return _Order(release, tuple(remaining), tuple(tests[name] for name in remaining))
 
         present = order("", ())
         older = [
-            order(release.removeprefix("v").replace("_", "."), absent) for release, absent in inserted.items()
+            order(release.removeprefix("v").replace("_", "."), changes)
+            for release, changes in inserted.items()
         ]
         # Shorter calls are the same in every order.
-        shared = min(names.index(name) for absent in inserted.values() for name in absent)
+        shared = min(
+            next(i for i, name in enumerate(names) if candidate.names[i : i + 1] != (name,))
+            for candidate in older
+        )
+        call: Callable[..., Any] = function
+        if not is_method:
+            call = lambda _, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
 
         @functools.wraps(function)
         def reordered(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +140,17 @@ def accepts_older_orders(**inserted: tuple[str, ...]) -> Callable[[Function], Fu
                             f"{function.__qualname__} is called by position in the argument order of release "
                             f"{candidate.release}; pass the arguments from {names[shared]!r} on by keyword",
                         )
-                        return function(self, **dict(zip(candidate.names, args, strict=False)), **kwargs)
-            return function(self, *args, **kwargs)
+                        return call(self, **dict(zip(candidate.names, args, strict=False)), **kwargs)
+            return call(self, *args, **kwargs)
 
-        return reordered  # pyright: ignore[reportReturnType]
+        if is_method:
+            return reordered  # pyright: ignore[reportReturnType]
+
+        @functools.wraps(function)
+        def of_function(*args: Any, **kwargs: Any) -> Any:
+            return reordered(None, *args, **kwargs)
+
+        return of_function  # pyright: ignore[reportReturnType]
 
     return decorate
 

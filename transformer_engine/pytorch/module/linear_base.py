@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...common import env
 from ...common.dispatch import undisturbed
+from ...common.documentation import page
 from ...common.memory import Memory
 from ..distributed.tensor_parallel import (
     NO_FLAGS,
@@ -38,7 +39,7 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import Call, check_call, facts_of, quantizable, repeated_facts, tensor_facts
+from .specs import Call, built, check_call, facts_of, quantizable, repeated_facts, tensor_facts
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -177,7 +178,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         if self.build is not None:
-            self._specs: Memory[Call, Any] = Memory(type(self).build, _KEPT)
+            self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _KEPT, type(self).build)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """Return the roles of the slots; roles at the module's boundaries are settable, see `output_quantizer_role`."""
@@ -250,9 +251,8 @@ class ProductsModule(TransformerEngineBaseModule):
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
         if export_mode.onnx:
-            name = type(self).__name__
             raise NotImplementedError(
-                f"{name} cannot be exported to ONNX; docs/export.md lists the layers that can"
+                f"{type(self).__name__} cannot be exported to ONNX; {page('export')} lists the layers that can"
             )
         if _is_compiling():
             return self._traced_spec(inp, tensors, options)
@@ -278,21 +278,17 @@ class ProductsModule(TransformerEngineBaseModule):
                 facts, counts = repeated_facts(tensors)
             else:
                 facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
-            call = Call(
-                config,
-                active,
-                options,
-                grad,
-                autocast_dtype(device.type),
-                env.generation(),
-                store,
-                self._targets() if store is not None or config.fuse_wgrad_accumulation else None,
-                (type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad),
-                facts,
-                counts,
+            x = type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad
+            targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
+            autocast, environment = autocast_dtype(device.type), env.generation()
+            traced, begin = False, None
+            # fmt: off
+            fields = (
+                config, active, options, grad, autocast, environment, store, targets, x, facts, counts, begin, traced
             )
+            # fmt: on
             # Computed again if an observer records the choices.
-            return self._specs[call] if undisturbed() else type(self).build(call)
+            return self._specs[fields] if undisturbed() else built(type(self).build, fields)
         except (AttributeError, TypeError) as error:
             stumbled = error
         self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault

@@ -153,11 +153,19 @@ class Normalization(NormalizationOperation):
             for parameter in self.parameters():
                 parameter.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
         """gamma = 1, beta = 0; parameters on the meta device are allocated first, keeping their attributes.
 
-        defer_init=True does nothing: the parameters keep their (meta) storage until a later call.
+        Args:
+            defer_init: Deprecated; create the module with device="meta". True does nothing: the parameters keep their
+                (meta) storage until a later call.
         """
+        if defer_init is not None:
+            warnings.warn(
+                'defer_init of reset_parameters is deprecated; create the module with device="meta"',
+                DeprecationWarning,
+                stacklevel=2,
+            )
         if defer_init:
             return
         for name, parameter in list(self.named_parameters(recurse=False)):

@@ -146,6 +146,11 @@ class Call(NamedTuple):
         return self.records and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
 
 
+def built(build: Callable[[Call], Any], fields: tuple[Any, ...]) -> Any:
+    """The spec of a call by its fields, which equal the `Call` as a key and take less time to make."""
+    return build(Call._make(fields))
+
+
 def check_call(call: Call, features: int) -> None:
     """Check the arguments of a forward pass; raise TypeError, ValueError or RuntimeError."""
     x = call.input

@@ -16,10 +16,10 @@ from ..quantization.autocast import AutocastState
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from .chain import ChainEnvironment, run_backward, run_forward
+from .chain import run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
-from .step_operation import StepOperation, contributes_backward, contributes_forward
+from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
 from .tracing import update_of
 from .user_results import backward_results, forward_results
 
@@ -111,7 +111,7 @@ class ChainRun:
         self._opaque_backward = {
             i
             for op, indices in self.backward_ops
-            if op.is_fused_op and not contributes_backward(op)
+            if op.is_fused_op and not has_backward_pass(op)
             for i in indices
         }
         self.override = getattr(state.recipe, "backward_override", None) if state.enabled else None
@@ -120,22 +120,22 @@ class ChainRun:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
         self.contexts = contexts_of(count, self.first, x)
-        environment = ChainEnvironment(records=torch.is_grad_enabled() or self.first < count)
+        records = torch.is_grad_enabled() or self.first < count
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
-        ops_of_steps = _unfused(self.forward_ops, contributes_forward)
-        stepwise = {i for op, indices in ops_of_steps if contributes_forward(op) for i in indices}
+        ops_of_passes = _unfused(self.forward_ops, has_forward_pass)
+        with_passes = {i for op, indices in ops_of_passes if has_forward_pass(op) for i in indices}
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
-            return stepwise.issuperset((before[-1], behind[0])) and not self.links.connects(before, behind)
+            return with_passes.issuperset((before[-1], behind[0])) and not self.links.connects(before, behind)
 
-        for segment in _segments(ops_of_steps, joins):
+        for segment in _segments(ops_of_passes, joins):
             indices = [i for _, members in segment for i in members]
             received = self.links.received(given, outputs, indices)
             ops = [self.basic_ops[i] for i in indices]
             ctxs, options = [self.contexts[i] for i in indices], [self.options[i] for i in indices]
-            if indices[0] in stepwise:
-                x, made = run_forward(ops, ctxs, x, received, options, environment, indices[0])
+            if indices[0] in with_passes:
+                x, made = run_forward(ops, ctxs, x, received, options, records)
             else:
                 op, given_x = segment[0][0], x
                 x, made = self._run_opaque(op, indices, x, received, options)
@@ -180,28 +180,28 @@ class ChainRun:
     def _save_missing_state(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
     ) -> None:
-        """Run the basic operations of a user's forward pass whose backward pass lacks the state of their steps.
+        """Run the basic operations of a user's forward pass whose backward pass lacks their state.
 
-        A forward pass of a user may save what it likes, and the steps of a backward pass read what the forward steps
-        save. The output of this run is discarded.
+        A forward pass of a user may save what it likes, and our backward passes read what our forward passes save. The
+        output of this run is discarded.
 
         Raises:
-            RuntimeError: The steps would not repeat the user's forward pass.
+            RuntimeError: Our passes would not repeat the user's forward pass.
         """
         lacking = [
             i
             for i in indices
             if self.contexts[i].requires_grad
             and i not in self._opaque_backward
-            and contributes_backward(self.basic_ops[i])
-            and not hasattr(self.contexts[i], "step_state")
+            and has_backward_pass(self.basic_ops[i])
+            and not hasattr(self.contexts[i], "pass_state")
         ]
         if not lacking:
             return
         members = [self.basic_ops[i] for i in indices]
         for member in members:
             drops = member.training and getattr(member, "dropout_probability", 0.0) > 0.0
-            if drops or not isinstance(member, StepOperation):
+            if drops or not isinstance(member, PassOperation):
                 raise RuntimeError(
                     f"{type(op).__name__} saved no state for the backward pass of "
                     f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
@@ -212,12 +212,11 @@ class ChainRun:
             OperationContext(None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad)
             for i in indices
         ]
-        environment = ChainEnvironment(records=True)
-        run_forward(members, scratch, x, received, options, environment, indices[0])
+        run_forward(members, scratch, x, received, options, True)
         for i, ctx in zip(indices, scratch, strict=True):
             if i in lacking:
                 self.contexts[i].to_save = ctx.to_save
-                self.contexts[i].step_state = ctx.step_state  # pyright: ignore[reportAttributeAccessIssue]
+                self.contexts[i].pass_state = ctx.pass_state  # pyright: ignore[reportAttributeAccessIssue]
 
     def backward(
         self, saved: Sequence[Any], grad_output: Any, grad_extra: Sequence[Any]
@@ -230,20 +229,18 @@ class ChainRun:
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
         given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
-        apart = _unfused(self.backward_ops, self._backward_of_steps)
+        apart = _unfused(self.backward_ops, self._backward_of_passes)
         reached = [entry for entry in apart if entry[1][-1] >= self.first]
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
-            if not (self._stepwise(before) and self._stepwise(behind)) or self.links.connects(before, behind):
-                return False
-            states: list[Any] = [self.contexts[indices[-1]].step_state for indices in (before, behind)]  # pyright: ignore
-            return states[0].environment is states[1].environment
+            own = self._runs_passes(before) and self._runs_passes(behind)
+            return own and not self.links.connects(before, behind)
 
         for segment in reversed(_segments(reached, joins)):
             indices = [i for _, members in segment for i in members]
             ctxs = [contexts[i] for i in indices]
             grads = [self.links.gradients_of_outputs(i, given, extra_inputs) for i in indices]
-            if self._stepwise(indices):
+            if self._runs_passes(indices):
                 dy, made, extra = run_backward(ctxs, dy, grads)
             else:
                 op = segment[0][0]
@@ -265,27 +262,27 @@ class ChainRun:
         of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
         return _returned(dy), flat, of_inputs
 
-    def _backward_of_steps(self, op: FusibleOperation) -> bool:
-        """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
+    def _backward_of_passes(self, op: FusibleOperation) -> bool:
+        """Whether an operation's backward pass is ours, after forward passes that were too."""
         members = [
             i for i, basic in enumerate(self.basic_ops) if basic in op.basic_operations() and i >= self.first
         ]
-        return contributes_backward(op) and self._have_steps(members)
+        return has_backward_pass(op) and self._have_states(members)
 
-    def _have_steps(self, indices: Sequence[int]) -> bool:
-        return all(hasattr(self.contexts[i], "step_state") for i in indices)
+    def _have_states(self, indices: Sequence[int]) -> bool:
+        return all(hasattr(self.contexts[i], "pass_state") for i in indices)
 
-    def _stepwise(self, indices: Sequence[int]) -> bool:
-        """Return whether single operations run by their steps in the backward pass."""
-        own = all(contributes_backward(self.basic_ops[i]) for i in indices)
-        return own and self._have_steps(indices) and not self._opaque_backward.intersection(indices)
+    def _runs_passes(self, indices: Sequence[int]) -> bool:
+        """Whether single operations run by their passes in the backward pass."""
+        own = all(has_backward_pass(self.basic_ops[i]) for i in indices)
+        return own and self._have_states(indices) and not self._opaque_backward.intersection(indices)
 
 
-def _unfused(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
-    """Replace fused operations that contribute steps by their basic operations, whose steps the rules merge."""
+def _unfused(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
+    """Replace fused operations with passes by their basic operations, which kernels compute together."""
     made: Fused = []
     for op, indices in ops:
-        if op.is_fused_op and of_steps(op):
+        if op.is_fused_op and of_passes(op):
             made += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
         else:
             made.append((op, indices))
@@ -312,8 +309,8 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
         made = ctx
         if torch.compiler.is_compiling():  # a graph may write no object of its forward pass
             made = OperationContext(None, None, ctx.requires_grad, ctx.input_requires_grad)
-            if hasattr(ctx, "step_state"):
-                made.step_state = ctx.step_state  # pyright: ignore[reportAttributeAccessIssue]
+            if hasattr(ctx, "pass_state"):
+                made.pass_state = ctx.pass_state  # pyright: ignore[reportAttributeAccessIssue]
         made.saved_tensors = tuple(saved[begin:end])
         restored.append(made)
     return restored
@@ -340,7 +337,7 @@ _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
 class FusedChain(Function):
-    KEEPS_AUTOCAST = True  # operations of users; `run` turns it off for the package's own steps
+    KEEPS_AUTOCAST = True  # operations of users; `chain.py` turns it off for the package's own passes
 
     @staticmethod
     def forward(ctx, x, call, *tensors):

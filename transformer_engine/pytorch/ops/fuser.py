@@ -1,8 +1,8 @@
-"""OperationFuser: a chain of fusible operations as one autograd function, fused by registered functions and by rules.
+"""OperationFuser: a chain of fusible operations as one autograd function, fused by registered functions and in kernels.
 
 Two kinds of fusion meet here. Registered fusion functions replace operations by `FusedOperation`s; their result is
-`_forward_ops` and `_backward_ops`. Neighbouring operations that contribute steps, fused or not, then run as one pass,
-whose steps are merged by rules (`chain.py`). All other operations run by their own methods between such passes.
+`_forward_ops` and `_backward_ops`. Neighboring operations of this package, fused or not, then run as one pass, in which
+kernels compute several operations (`chain.py`). All other operations run by their own methods between such passes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
-from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import ChainEnvironment, describe, rules_apply
-from .chain_plans import forward_plan
+from .chain import describe, fusion_enabled
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
 from .lent_parameters import are_parametrized
-from .links import Links, check_tensor
+from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
-from .prepared_chain import Fusions, PreparedChain
-from .step_operation import check_parameters, contributes_backward, contributes_forward
+from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
+from .prepared_chain import Fusions, PreparedChain, TensorCounts
 from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
 from .user_results import fused_operations
 
@@ -75,9 +73,9 @@ class OperationFuser:
         self.recipe_type: type[Recipe] | None = None
         self._fused_for: Any = None
         self._is_first_forward = True
-        # Chains that may be prepared: every operation contributes steps, and no channel connects two of them.
-        self._contributes = not self._links.sources and all(
-            contributes_forward(op) and contributes_backward(op) for op in self._basic_ops
+        # Chains that may be prepared: every operation has passes, and no channel connects two of them.
+        self._has_passes = not self._links.sources and all(
+            has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
@@ -126,10 +124,7 @@ class OperationFuser:
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
-                "operations; give one tensor for each extra input, in the order of the operations"
-            )
+            raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         check_tensor("the main input", input)
         if extra_inputs:
             extra_inputs = self._links.accepted(input, extra_inputs)
@@ -142,7 +137,7 @@ class OperationFuser:
             for op in self._ops:
                 op.pre_first_fuser_forward()
             self._ops, self._is_first_forward = self._basic_ops, False
-        if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
+        if self._has_passes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = eager_thread_state()
             state = thread.state
             before = self._state_without_gradients
@@ -227,12 +222,12 @@ class OperationFuser:
             autocast_dtype(device.type),
             env.generation(),
             state.enabled,
-            rules_apply(),
+            fusion_enabled(),
             (type(x), x.shape, x.dtype, device, x.requires_grad),
         ]
         given: list[Any] = [x]
         at = 0
-        basic_ops: list[Any] = self._basic_ops  # each contributes steps
+        basic_ops: list[Any] = self._basic_ops  # each has passes
         for op, has_facts in zip(basic_ops, self._with_facts, strict=True):
             key += (op._revision, op.training)
             for tensor in [getattr(op, name) for name in op.parameter_names]:
@@ -256,34 +251,34 @@ class OperationFuser:
     ) -> PreparedChain | None:
         """Return the prepared chain of a key, built in its first call; None if it does not run as one pass.
 
-        All operations contribute steps; fused operations of users may not.
+        All operations have passes; fused operations of users may not.
         """
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
         chain = None
-        if all(contributes_forward(op) for op, _ in self._forward_ops) and all(
-            contributes_backward(op) for op, _ in self._backward_ops
+        if all(has_forward_pass(op) for op, _ in self._forward_ops) and all(
+            has_backward_pass(op) for op, _ in self._backward_ops
         ):
             for op, indices in self._forward_ops:
                 op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-            environment = ChainEnvironment(records=torch.is_grad_enabled())
             extra = self._links.given(extra_inputs)
             contexts = contexts_of(self._num_basic_ops, first, x)
             options: list[dict[str, Any]] = [{}] * self._num_basic_ops
-            members, read = describe(self._basic_ops, contexts, x, extra, options, environment)  # pyright: ignore
+            records = torch.is_grad_enabled()
+            passes, read = describe(self._basic_ops, contexts, x, extra, options, records)  # pyright: ignore
             # Gradients are returned in the order of the parameters.
             if all(
                 list(map(id, own)) == list(map(id, held)) for own, held in zip(read, parameters, strict=True)
             ):
-                plan = forward_plan(members, isinstance(x, QuantizedTensorStorage), rules_apply())
-                counts = tuple(map(len, parameters))
+                counts = [
+                    TensorCounts(len(own), op.num_extra_inputs, op.num_extra_outputs)
+                    for op, own in zip(self._basic_ops, parameters, strict=True)
+                ]
                 fusions = Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for)
                 stateful = state.enabled and self._followed.stateful
-                chain = PreparedChain(
-                    members, counts, plan, environment, first, stateful, x.device, rules_apply()
-                )
+                chain = PreparedChain(passes, tuple(counts), first, stateful, x.device, fusion_enabled())
                 chain.fusions, chain.shards = fusions, places_of_shards(self._basic_ops)
                 # The checks before a forward pass that depend on more than the key of a prepared chain.
                 chain.checks = tuple(

@@ -11,13 +11,13 @@ from ...common.numbers import to_bool
 from .basic import AllReduce, BasicLinear, Bias, ReduceScatter
 from .basic.basic_linear import tensor_parallel_boundary
 from .operation import BasicOperation
-from .step_operation import StepFusedOperation
+from .pass_operation import PassFusedOperation
 
 # Keys of the parameters in state dicts.
 _KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
 
 
-class Linear(StepFusedOperation):
+class Linear(PassFusedOperation):
     """y = x @ weight.T + bias over the last dimension of x.
 
     A state dict holds "basic_ops.0.weight" and "basic_ops.1.bias". A row-parallel layer adds its bias to the reduced

@@ -36,6 +36,18 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {with_article(type(value))}; give a torch.Tensor")
 
 
+def extra_inputs_error(given: int, ops: Sequence[BasicOperation]) -> ValueError:
+    """Error of a call whose number of extra inputs does not fit, with the operations that read extra inputs."""
+    readers: list[str] = []
+    for place, op in enumerate(ops):
+        readers += [f"{type(op).__name__} (operation {place})"] * op._extra_input_channels.count(None)
+    named = ", ".join(readers) or "no operation"
+    return ValueError(
+        f"number of extra inputs: {given} given, {len(readers)} read by {named}; give one tensor for each extra input, "
+        "in the order of the operations"
+    )
+
+
 class Slot(NamedTuple):
     """An extra input or output: index of its operation, and its index there."""
 

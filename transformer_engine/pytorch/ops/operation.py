@@ -4,7 +4,7 @@ A basic operation has one main input and one main output, and optionally extra i
 stands for several consecutive basic operations. `Sequential` and `OperationFuser` run chains of them.
 
 To write an operation, derive from `BasicOperation` and implement `op_forward` and `op_backward`. The operations of this
-package describe themselves as steps of a pass instead (`step_operation.py`).
+package have private passes instead (`pass_operation.py`).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         return list(self.parameters())
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
-        """Return the dependencies of a call's steps other than attributes and metadata of inputs and parameters."""
+        """Return the dependencies of a call's passes other than attributes and metadata of inputs and parameters."""
         return None
 
     def distributed_weight_unsupported_reason(self) -> str | None:

@@ -12,6 +12,7 @@ from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from .bare_calls import are_bare
 from .fuser import OperationFuser
+from .links import extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 
 _TAKES_EXTRA_INPUTS = (OperationFuser, BasicOperation)
@@ -144,10 +145,11 @@ class Sequential(CheckedLoading):
         options = self._options(op_kwargs)
         wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, _TAKES_EXTRA_INPUTS)])
         if len(extra_inputs) != wanted:
-            raise ValueError(
-                f"number of extra inputs: {len(extra_inputs)} given, {wanted} read by the operations; give one "
-                "tensor for each extra input, in the order of the operations"
-            )
+            operations: list[BasicOperation] = []
+            for group in groups:
+                if isinstance(group, _TAKES_EXTRA_INPUTS):
+                    operations += group._basic_ops if isinstance(group, OperationFuser) else [group]
+            raise extra_inputs_error(len(extra_inputs), operations)
         x: Any = input
         outputs: list[Tensor] = []
         at = 0

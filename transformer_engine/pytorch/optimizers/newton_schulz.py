@@ -192,7 +192,7 @@ def newton_schulz(
 
 def newton_schulz_tp(
     x: Tensor,
-    ctx: CusolverMpCtx,
+    ctx: CusolverMpCtx | None,
     num_iterations: int = 5,
     coefficients: Sequence[Any] | None = None,
     partition_dim: int | None = None,
@@ -202,7 +202,7 @@ def newton_schulz_tp(
 
     Args:
         x: The whole matrix, equal on every rank, or this rank's shard along `partition_dim`; see `newton_schulz`.
-        ctx: Group of the ranks.
+        ctx: Group of the ranks; None for one device.
         num_iterations: Number of iterations.
         coefficients: See `newton_schulz`.
         partition_dim: Dimension that is sharded over the ranks, 0 or 1; None: x is the whole matrix.
@@ -216,6 +216,7 @@ def newton_schulz_tp(
     """
     _check_matrix(x, num_iterations)
     _checked(coefficients, num_iterations)
+    ctx = CusolverMpCtx() if ctx is None else ctx
     group = ctx.group
     settings = (num_iterations, coefficients)
     with torch.no_grad():

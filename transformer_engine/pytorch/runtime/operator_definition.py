@@ -10,7 +10,12 @@ from torch._library.custom_ops import get_library_allowing_overwrite
 
 
 def define_operator(
-    namespace: str, schema: str, devices: str, eager: Callable[..., Any], results: Callable[..., Any]
+    namespace: str,
+    schema: str,
+    devices: str,
+    eager: Callable[..., Any],
+    results: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
     """Define namespace::schema, or replace the definition of an earlier import, as `torch.library.custom_op` does.
 
@@ -23,6 +28,7 @@ def define_operator(
         devices: Device type or dispatch key of the implementation; "default" for every device.
         eager: The implementation.
         results: Allocates tensors of the shapes and dtypes that `eager` returns, without computing them.
+        tags: Tags besides `pt2_compliant_tag`.
 
     Returns:
         The operator, with all its overloads.
@@ -30,7 +36,9 @@ def define_operator(
     name = schema[: schema.index("(")]
     qualified = f"{namespace}::{name}"
     library = get_library_allowing_overwrite(namespace, name)
-    torch.library.define(qualified, schema[len(name) :], lib=library, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.define(
+        qualified, schema[len(name) :], lib=library, tags=(torch.Tag.pt2_compliant_tag, *tags)
+    )
     torch.library.impl(qualified, devices, eager, lib=library)
     torch.library.register_fake(qualified, results, lib=library)
     return getattr(getattr(torch.ops, namespace), name)

@@ -33,16 +33,24 @@ def constant_while_tracing(function: F) -> F:
     return function
 
 
-def in_eager_mode(function: F) -> F:
-    """Decorate a function that ends a compiled graph and runs in eager mode, without importing the compiler."""
+def in_eager_mode(reason: str) -> Callable[[F], F]:
+    """Decorate a function that ends a compiled graph and runs in eager mode, without importing the compiler.
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
+    Args:
+        reason: Why a graph cannot contain the function, for the compiler's messages.
+    """
 
-    return run  # pyright: ignore[reportReturnType]
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg=reason)
+                return torch.compiler.disable(function)(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return run  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .grouped_tensor import GroupedTensor, StackQuantizer
 from .padded_groups import PaddedGroups
-from .storage.grouped_layout import GroupLayout
+from .storage.grouped_layout import COLUMNWISE, ROWWISE, GroupLayout, Offsets, placed_members
 from .storage.grouped_tensor_storage import GroupedTensorStorage
 
 
@@ -56,6 +57,31 @@ def quantize_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
     buffers = _flat(quantizer.encode_groups(x.reshape(-1, depth), groups))
     buffers |= {"dtype": x.dtype, "num_tensors": count, "shapes": [(rows, depth)] * count}
     storage = GroupedTensorStorage(quantizer=quantizer, **buffers)
+    return GroupedTensor.from_storage(storage)
+
+
+def quantize_blocks_of_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
+    """Quantize matrices x [n, M, K] in blocks; every part of a matrix is contiguous in its buffer.
+
+    Args:
+        x: Values.
+        quantizer: Quantizer of every matrix, without a `groups_unsupported_reason`.
+    """
+    count, rows, depth = x.shape
+    each = torch.full((count,), rows, dtype=torch.int64, device=x.device)
+    groups = PaddedGroups.of(each, count * rows)
+    buffers = _flat(quantizer.encode_groups(x.reshape(-1, depth), groups))
+    by_name: dict[str, Tensor | None] = {
+        f"_{name}" if "amax" in name else name: t for name, t in buffers.items()
+    }
+    known = {name: by_name.get(name) for name in (*ROWWISE, *COLUMNWISE)}
+    members = placed_members([(rows, depth)] * count, quantizer, known, x.dtype, Offsets(), row_major=True)
+    storage = GroupedTensorStorage(
+        layout=replace(GroupLayout.of(members), row_major=True),
+        quantizer=StackQuantizer([quantizer.copy() for _ in range(count)]),
+        dtype=x.dtype,
+        **buffers,
+    )
     return GroupedTensor.from_storage(storage)
 
 

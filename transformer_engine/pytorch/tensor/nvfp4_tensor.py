@@ -20,6 +20,7 @@ from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.formats.nvfp4 import encode as encode_rows
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
+from ..runtime.launching import uniform
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
 from .current_scaling import ReducesMaximum
 from .elements import element_number
@@ -255,10 +256,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             rows, depth = matrix.shape
             of_rows = (rows, depth) if spec.rowwise or spec.transposes else (0, 0)
             of_columns = (depth, rows) if spec.columnwise and not spec.transposes else (0, 0)
-            random = (
-                torch.rand(of_rows, dtype=torch.float32, device=matrix.device),
-                torch.rand(of_columns, dtype=torch.float32, device=matrix.device),
-            )
+            random = uniform(of_rows, matrix), uniform(of_columns, matrix)
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
 
     def groups_unsupported_reason(self) -> str | None:
@@ -303,6 +301,11 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         codes, scale, *_ = quantize(x, rows, amax=amax)
         assert codes is not None and scale is not None
         return codes, scale
+
+    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        if type(self) is not NVFP4Quantizer:
+            return None
+        return (self._configuration(), self.optimize_for_gemm, self.spec(True, True)), ()
 
     def _configuration(self) -> Hashable:
         return (

@@ -21,6 +21,7 @@ from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
 from .construction import StraightThroughQuantize
 from .custom_operand import contracted
+from .inner_tensors import DescribesTensors
 from .padded_groups import EncodesGroups
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -42,7 +43,7 @@ class Operands(NamedTuple):
     columnwise: Operand | Matrix | None
 
 
-class Quantizer(EncodesGroups):
+class Quantizer(EncodesGroups, DescribesTensors):
     """Base class of quantizers. `encode` is the functional core; everything else is defined by it.
 
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results

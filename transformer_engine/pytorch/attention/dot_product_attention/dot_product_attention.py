@@ -233,7 +233,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
         inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
-        fp8_output: bool | None = False, bf16_backward: bool | None = None, num_splits: int | None = 1,
+        fp8_output: bool | None = False, bf16_backward: bool | None = False, num_splits: int | None = 1,
         score_mod: Callable | None = None, score_mod_bprop: Callable | None = None,
         score_mod_tensors: Mapping[str, Tensor] | None = None,
         score_mod_bprop_tensors: Mapping[str, Tensor] | None = None, qkv_layer: Tensor | None = None,
@@ -269,7 +269,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             qkv_interleave_dim: Axis of the 3 or 2 in qkv_layer or kv_layer.
             fp8_output: Return a Float8Tensor. Like bf16_backward, for FP8 attention, which the recipe of autocast
                 requests by fp8_dpa or fp8_mha.
-            bf16_backward: Compute the gradients of FP8 attention in high precision.
+            bf16_backward: Compute the gradients of FP8 attention in high precision; by default NVTE_FP8_DPA_BWD
+                decides.
             score_mod_tensors: Named tensors of score_mod, passed as keywords or as the third argument of a graph.
             score_mod_bprop: Gradient of score_mod, in either form; by default that of autograd.
             score_mod_bprop_tensors: Named tensors, passed to score_mod_bprop.
@@ -283,10 +284,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
                 only checked with TE_CHECK=1 (see `device_checks`); wrong ones read outside of the tensors.
         """
-        if not (checkpoint_core_attention is fp8_output is False and bf16_backward is None):
+        if not (checkpoint_core_attention is fp8_output is bf16_backward is False):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
             fp8_output = to_bool("fp8_output", fp8_output)
-            bf16_backward = None if bf16_backward is None else to_bool("bf16_backward", bf16_backward)
+            bf16_backward = bf16_backward is not None and to_bool("bf16_backward", bf16_backward)
         if torch._C._is_any_autocast_enabled():
             given = (query_layer, key_layer, value_layer, qkv_layer, kv_layer)
             query_layer, key_layer, value_layer, qkv_layer, kv_layer = in_autocast_dtype(given)
@@ -350,7 +351,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         """
         known = (self._config, self.training, self._parameters["softmax_offset"])
         prepared = prepare(self._plans, *known, qkv, checked, projection is not None)
-        return self._attend(prepared, False, checkpoint_core_attention, fp8_output, None, projection)
+        return self._attend(prepared, False, checkpoint_core_attention, fp8_output, False, projection)
 
     def _attend(
         self,

@@ -352,7 +352,7 @@ def _find(
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
 
 
-@in_eager_mode
+@in_eager_mode("attention of context-parallel ranks communicates")
 def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> AttentionPlan:
     """Plan an attention of context-parallel ranks in eager mode: it communicates, which ends a compiled graph."""
     call, sequences = describe_call(config, *described)

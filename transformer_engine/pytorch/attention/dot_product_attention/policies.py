@@ -7,6 +7,7 @@ in the whole buffer, where the others are padding, and the outputs are added; or
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,6 +22,7 @@ from ...primitives.attention.choose import NoBackend
 from ...primitives.attention.mask import canonical_name, check_set_window_size
 from ...primitives.attention.packed import cumulative, lengths_of
 from ...quantization.autocast import AutocastState
+from ...runtime.operator_definition import define_operator
 from ...runtime.tracing import in_eager_mode
 from ...runtime.warn_once import warn_once
 from .fp8_recipe import attention_recipe
@@ -134,8 +136,8 @@ def _checked(index: int, policy: Any, a: AttentionArguments, device: torch.devic
 _COVERED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def check_coverage(policies: list[Policy], batch: int) -> None:
-    """Check that the policies contain each of `batch` sequences once, in ascending order.
+def check_coverage(ids: list[Tensor], batch: int) -> None:
+    """Check that the ids of all policies contain each of `batch` sequences once, in ascending order.
 
     The first check of the same unchanged tensors reads them on the host.
 
@@ -143,7 +145,6 @@ def check_coverage(policies: list[Policy], batch: int) -> None:
         RuntimeError: A CUDA graph is captured, and the tensors were not checked before.
         ValueError: A sequence is missing, repeated or out of order.
     """
-    ids = [policy.ids for policy in policies]
     versions = None if any(x.is_inference() for x in ids) else tuple(x._version for x in ids)
     cached = _COVERED.get(ids[0])
     if cached is not None and versions is not None:
@@ -179,6 +180,22 @@ def check_coverage(policies: list[Policy], batch: int) -> None:
         _COVERED[ids[0]] = ([weakref.ref(x) for x in ids], versions, batch)
 
 
+def _checked_ids(ids: list[Tensor], sequences: int) -> list[Tensor]:
+    """Compute copies of the ids after their check, in a compiled graph, which cannot read them itself."""
+    check_coverage(ids, sequences)
+    return [x.clone() for x in ids]
+
+
+define_operator(
+    "transformer_engine",
+    "sequence_ids_of_policies(Tensor[] ids, int sequences) -> Tensor[]",
+    "CompositeExplicitAutograd",
+    _checked_ids,
+    lambda ids, sequences: [torch.empty_like(x) for x in ids],
+    (torch.Tag.cudagraph_unsafe,),
+)
+
+
 class _Packed(NamedTuple):
     """Tensors of queries, or of keys and values, with lengths [b] and starts [b + 1] of their sequences."""
 
@@ -187,7 +204,6 @@ class _Packed(NamedTuple):
     starts: Tensor
 
 
-@in_eager_mode
 def attend_by_policies(
     attend: Attend, policies: list[Policy], qkv: tuple[Tensor, Tensor, Tensor], a: AttentionArguments
 ) -> Tensor:
@@ -209,35 +225,56 @@ def attend_by_policies(
         )
     cu_q = a.cu_seqlens_q
     assert cu_q is not None
-    check_coverage(policies, cu_q.numel() - 1)
+    ids, sequences = [policy.ids for policy in policies], cu_q.shape[0] - 1
+    if torch.compiler.is_compiling():
+        ids = torch.ops.transformer_engine.sequence_ids_of_policies(ids, sequences)
+    else:
+        check_coverage(ids, sequences)
+    used = [policy._replace(ids=x) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]]
     q, k, v = qkv
+    if not q.shape[0]:
+        return _zeros(q, k, v)
     cu_kv, padded_kv = a.cu_seqlens_kv, a.cu_seqlens_kv_padded
+    if len(used) == 1 and a.thd_attention_policy_dispatch != "grouped":
+        return _attend(attend, used[0], qkv, (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv), a)
     queries = _Packed(
         (q,), lengths_of(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
     )
     keys = _Packed((k, v), queries.lengths, queries.starts)
     if cu_kv is not None and not (cu_kv is cu_q and padded_kv is a.cu_seqlens_q_padded):
         keys = _Packed((k, v), lengths_of(cu_kv), cu_kv if padded_kv is None else padded_kv)
-    used = [policy for policy in policies if policy.ids.numel()]
-    output: Tensor | None = None
-    if q.shape[0] and len(used) == 1 and a.thd_attention_policy_dispatch != "grouped":
-        bounds = (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv)
-        return _attend(attend, used[0], (q, k, v), bounds, a)
-    for policy in used if q.shape[0] else ():
-        found = None
-        if a.thd_attention_policy_dispatch == "auto":
-            try:
-                found = _in_place(attend, policy, queries, keys, a)
-            except NoBackend:
-                found = None  # no backend supports other tokens between sequences
-        if found is None:
-            found = _gathered(attend, policy, queries, keys, a)
-        output = found if output is None else output if found is None else output + found
-    if output is None:
-        # No token: zeros that depend on the inputs.
-        nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()
-        output = q.new_zeros(q.shape[0], q.shape[1] * v.shape[2]) + nothing
-    return output
+    if a.thd_attention_policy_dispatch == "grouped":
+        return _sum_of_gathered(attend, used, queries, keys, a)
+    outputs = [_in_place_or_gathered(attend, policy, queries, keys, a) for policy in used]
+    return functools.reduce(torch.add, outputs)
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Zeros [t, h * d_v] that depend on the inputs, for autograd."""
+    nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()
+    return q.new_zeros(q.shape[0], q.shape[1] * v.shape[2]) + nothing
+
+
+def _in_place_or_gathered(
+    attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
+) -> Tensor:
+    """Attention of a policy's sequences, in the whole buffer if a backend supports other tokens between sequences."""
+    if torch.compiler.is_compiling():
+        return _in_place(attend, policy, queries, keys, a)
+    try:
+        return _in_place(attend, policy, queries, keys, a)
+    except NoBackend:
+        return _gathered(attend, policy, queries, keys, a)
+
+
+@in_eager_mode(
+    "thd_attention_policy_dispatch='grouped' gathers tokens, whose number depends on values; use 'auto'"
+)
+def _sum_of_gathered(
+    attend: Attend, policies: list[Policy], queries: _Packed, keys: _Packed, a: AttentionArguments
+) -> Tensor:
+    outputs = [_gathered(attend, policy, queries, keys, a) for policy in policies]
+    return functools.reduce(torch.add, outputs)
 
 
 def _attend(
@@ -277,8 +314,8 @@ def _in_place(
 
 def _gathered(
     attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
-) -> Tensor | None:
-    """Attention of the gathered tokens of a policy, scattered into zeros; None without any query."""
+) -> Tensor:
+    """Attention of the gathered tokens of a policy, scattered into zeros."""
 
     def gathered(side: _Packed) -> tuple[Tensor, Tensor]:
         ids, tokens = policy.ids.long(), side.tensors[0].shape[0]
@@ -292,9 +329,9 @@ def _gathered(
     places, bounds_q = gathered(queries)
     same = keys.starts is queries.starts and keys.lengths is queries.lengths
     places_kv, bounds_kv = (places, bounds_q) if same else gathered(keys)
-    if not places.numel():
-        return None
     (q,), (k, v) = queries.tensors, keys.tensors
+    if not places.numel():
+        return _zeros(q, k, v)
     rows = (q[places], k[places_kv], v[places_kv])
     found = _attend(attend, policy, rows, (bounds_q, bounds_kv, None, None), a)
     return found.new_zeros(q.shape[0], found.shape[1]).index_copy(0, places, found)

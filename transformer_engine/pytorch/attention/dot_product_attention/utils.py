@@ -19,6 +19,7 @@ from ....common import env
 from ....common.hardware import NO_GPU
 from ...functions.attention import fp8
 from ...functions.attention.combined import combine_and_quantize as combine_and_quantize
+from ...module.argument_orders import accepts_older_orders
 from ...primitives.attention.backends import flash2, flash3, flash4
 from ...primitives.attention.call import AttentionCall, Switches
 from ...primitives.attention.choose import TABLE, logger
@@ -64,10 +65,15 @@ _SAME = {
 
 @dataclass
 class AttentionParams:
-    """The settings that the original's selection reads; `request` converts them to an AttentionCall."""
+    """The settings that the original's selection reads; `request` converts them to an AttentionCall.
+
+    Attributes:
+        core_attention_bias_shape: Shape of the bias, or its pattern such as "1hss"; by default [1, h, s, s].
+    """
 
     qkv_type: type = torch.Tensor
     qkv_dtype: torch.dtype = torch.bfloat16
+    nominal_dtype: torch.dtype = torch.bfloat16
     qkv_layout: str = "sbh3d"
     batch_size: int = 1
     num_heads: int = 16
@@ -81,27 +87,31 @@ class AttentionParams:
     bottom_right_diagonal: bool = True
     alibi_slopes_shape: torch.Size | list[int] | None = None
     core_attention_bias_type: str = "no_bias"
-    core_attention_bias_shape: str | None = "1hss"
+    core_attention_bias_shape: tuple[int, ...] | str | None = None
     core_attention_bias_requires_grad: bool = True
     pad_between_seqs: bool = False
     attention_dropout: float = 0.0
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
     cp_size: int = 1
+    cp_size_a2a: int = 1
     deterministic: bool = False
     is_training: bool = True
     fp8: bool = False
     fp8_meta: dict[str, Any] | None = None
     fp8_output: bool = False
     inference_params: Any = None
+    num_tokens_q: int = 0
+    num_tokens_kv: int = 0
     softmax_type: str = "vanilla"
+    softmax_scale: float = 1.0
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int = 1
     checkpoint_core_attention: bool = False
+    softcap: float = 0.0
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
-    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
@@ -117,18 +127,17 @@ class AttentionParams:
     @classmethod
     def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
         """Return a call in the original's terms."""
-        bias = call.bias_shape
         kv_format = call.kv_format
         return cls(
             **{theirs: getattr(call, ours) for theirs, ours in _SAME.items()},
+            nominal_dtype=call.dtype,
+            softmax_scale=call.scale,
             qkv_layout=f"{'paged_kv_' * bool(call.page_size)}{call.q_format}_{kv_format}_{kv_format}",
             attn_mask_type=call.mask.name,
             window_size=call.mask.window,
             bottom_right_diagonal=call.mask.bottom_right,
             alibi_slopes_shape=None if call.slopes_shape is None else list(call.slopes_shape),
-            core_attention_bias_shape=None
-            if bias is None
-            else "".join("1" if size == 1 else axis for size, axis in zip(bias, "bhss", strict=True)),
+            core_attention_bias_shape=call.bias_shape,
             core_attention_bias_requires_grad=call.bias_gradient,
             is_training=call.needs_gradient,
             fp8=fp8,
@@ -145,21 +154,7 @@ class AttentionParams:
         q_format, kv_format = parts[0], parts[-1]
         device = canonical_device("cuda")
         cache = self.inference_params
-        bias_shape = None
-        if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
-            # The shape of a pattern such as "1hss", "b1ss" or "111s".
-            kind = self.core_attention_bias_shape or "1hss"
-            sizes = (
-                {"1": 1, "b": self.batch_size},
-                {"1": 1, "h": self.num_heads},
-                {"1": 1, "s": self.max_seqlen_q},
-                {"1": 1, "s": self.max_seqlen_kv},
-            )
-            if len(kind) != 4 or any(axis not in known for axis, known in zip(kind, sizes, strict=True)):
-                raise ValueError(
-                    f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
-                )
-            bias_shape = tuple(known[axis] for axis, known in zip(kind, sizes, strict=True))
+        bias_shape = self._bias_shape()
         return AttentionCall(
             **{ours: getattr(self, theirs) for theirs, ours in _SAME.items()},
             device_type=device.type,
@@ -169,7 +164,7 @@ class AttentionParams:
             q_format=q_format,
             kv_format=kv_format,
             mask=resolve(self.attn_mask_type, self.window_size, self.bottom_right_diagonal),
-            scale=self.head_dim_qk**-0.5,
+            scale=self.head_dim_qk**-0.5 if self.softmax_scale == 1.0 else self.softmax_scale,
             needs_gradient=self.is_training and cache is None,
             bias_shape=bias_shape,
             bias_gradient=bias_shape is not None and self.core_attention_bias_requires_grad,
@@ -181,6 +176,33 @@ class AttentionParams:
             if self.has_score_mod or self.has_score_mod_bprop
             else None,
         )
+
+    def _bias_shape(self) -> tuple[int, ...] | None:
+        """Shape of the bias; None for a bias type without a tensor."""
+        if self.core_attention_bias_type not in ("pre_scale_bias", "post_scale_bias"):
+            return None
+        given = self.core_attention_bias_shape or "1hss"
+        extents = (self.batch_size, self.num_heads, self.max_seqlen_q, self.max_seqlen_kv)
+        if isinstance(given, str):
+            # A pattern such as "1hss", "b1ss" or "111s".
+            sizes = [{"1": 1, axis: extent} for axis, extent in zip("bhss", extents, strict=True)]
+            if len(given) != 4 or any(axis not in known for axis, known in zip(given, sizes, strict=True)):
+                raise ValueError(
+                    f"core_attention_bias_shape={given!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
+                )
+            return tuple(known[axis] for axis, known in zip(given, sizes, strict=True))
+        shape = tuple(given)
+        if len(shape) != 4 or any(n not in (1, extent) for n, extent in zip(shape, extents, strict=True)):
+            raise ValueError(
+                f"core_attention_bias_shape={shape} does not broadcast to {extents}; give these sizes, or 1"
+            )
+        return shape
+
+
+_ADDED = ("nominal_dtype", "cp_size_a2a", "num_tokens_q", "num_tokens_kv", "softmax_scale", "softcap")
+AttentionParams.__init__ = accepts_older_orders(v2_19=_ADDED, v2_11=(*_ADDED, "bottom_right_diagonal"))(
+    AttentionParams.__init__
+)
 
 
 def _unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""out [b, q, h, d_v] = softmax(scale q k^T, masked) v of q, k, v [b, h, s, d], the layout of transformers' attentions.
+"""out [b, q, h, d_v] = softmax(softcap(scale q k^T), masked) v of q, k, v [b, h, s, d], transformers' layout.
 
 A layer has one DotProductAttention for each kind of call, because heads, sizes, scale and dropout are constructor
 arguments. These modules have no parameters and are not children of the layer, so that its checkpoints do not change.
@@ -31,6 +31,7 @@ class CoreSettings:
     scale: float
     dropout: float = 0.0
     causal: bool = True
+    softcap: float = 0.0
 
     def made(self) -> DotProductAttention:
         """Return a DotProductAttention with these settings."""
@@ -42,6 +43,7 @@ class CoreSettings:
             qkv_format="bshd",
             attn_mask_type="causal" if self.causal else "no_mask",
             softmax_scale=self.scale,
+            softcap=self.softcap,
         )
 
 
@@ -70,11 +72,10 @@ _traced = _Traced()
 def _make_while_tracing(name: str, text: str) -> bool:
     if not hasattr(_traced, name):
         numbers = [float.fromhex(part) for part in text.split()]
-        setattr(
-            _traced,
-            name,
-            CoreSettings(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made(),
-        )
+        heads, groups, size, size_v = (int(number) for number in numbers[:4])
+        scale, dropout, causal, softcap = numbers[4:]
+        settings = CoreSettings(heads, groups, size, size_v, scale, dropout, bool(causal), softcap)
+        setattr(_traced, name, settings.made())
     return True
 
 

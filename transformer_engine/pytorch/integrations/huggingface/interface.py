@@ -51,15 +51,15 @@ def te_attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return (out [b, q, h, d_v], None) for query [b, h, q, d] and key, value [b, groups, kv, d].
 
     The arguments are those of transformers. attention_mask None means causal if is_causal, or otherwise the module,
-    says so, and there are several queries.
+    says so, and there are several queries. softcap c limits the scaled scores s to c * tanh(s / c) before the mask.
     """
     for name, remedy in (
-        ("softcap", "set config.attn_logit_softcapping to None"),
         ("s_aux", "load the model without attention sinks"),
         ("position_bias", "load the model without a position bias"),
     ):
@@ -75,8 +75,7 @@ def te_attention_forward(
         masking = masks.without_tensor(causal, q.shape[2], k.shape[2], sliding_window)
     else:
         masking = masks.of_mask(attention_mask, q.shape[0]) or masks.as_it_is(attention_mask)
-    core = core_of(
-        module, CoreSettings(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, dropout, masking.causal)
-    )
+    sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    core = core_of(module, CoreSettings(*sizes, scale, dropout, masking.causal, softcap or 0.0))
     count("te_hits")
     return attend(core, q, k, v, masking), None

@@ -7,94 +7,25 @@ halves alternate instead, in the input and in its gradient.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ....common.numbers import to_bool, to_float, to_int
-from ....common.passes.step import Step
-from ....common.passes.vocabulary import Activation as ActivationSettings
-from ....common.passes.vocabulary import Named
-from ...primitives.activation import ACTIVATIONS, ActivationParams
+from ...primitives.activation import (
+    ACTIVATIONS,
+    ActivationParams,
+)
 from ...tensor.float8_tensor import Float8CurrentScalingQuantizer
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
-from ..step_operation import StepOperation
+from ..pass_operation import PassOperation
+from ..passes.activation import ActivationPasses
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from .basic_linear import DTYPES
 
 _SITU = "situ_glu"
 
 
-@dataclass(frozen=True)
-class ActivationContribution(Contribution):
-    """Steps of an activation.
-
-    Attributes:
-        kind: Name of the activation.
-        constants: Constants of SiTUGLU.
-        convert: Dtype that the input is converted to; None if it has the right one.
-        convert_gradient: Dtype that the gradient is converted to.
-        interleave: Size of the alternating blocks of a gated unit; None for halves.
-        cached: The input is saved quantized.
-        scaled: The result is multiplied by a scale per row, an extra input.
-        grad_scales: The gradient of the scales is needed.
-    """
-
-    kind: str
-    constants: tuple[float, float] | None = None
-    convert: torch.dtype | None = None
-    convert_gradient: torch.dtype | None = None
-    interleave: int | None = None
-    cached: bool = False
-    scaled: bool = False
-    grad_scales: bool = False
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.matrix(steps.converted(x, self.convert))
-        if self.interleave is not None:
-            blocks = (-1, 2, self.interleave)
-            x = Value(steps.one("block_order", (x.name,), f"{name}.halves", blocks), x.leading)
-        y = self._activation(steps, name, x.name, f"{name}.y")
-        saved = x.name
-        if self.cached:
-            saved = steps.one("quantize_values", (x.name,), f"{name}.cached", Named(name, "cached"))
-        if not self.scaled:
-            return ForwardPart(Value(y, x.leading), (saved,))
-        scales = f"{name}.extra0"
-        scaled = steps.one("row_scale", (y, scales), f"{name}.scaled")
-        return ForwardPart(Value(scaled, x.leading), (saved, scales))
-
-    def _activation(self, steps: PassBuilder, name: str, x: str, y: str) -> str:
-        if self.constants is not None:
-            return steps.one("situ_glu", (x,), y, self.constants)
-        return steps.one("activation", (x,), y, ActivationSettings(name, self.kind))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        dy = steps.matrix(dy)
-        x = kept.saved[0]
-        assert x is not None
-        if self.cached:
-            x = steps.one("values", (x,), f"{name}.x_read")
-        x = steps.rows(x)
-        gradient, extra = dy.name, ()
-        if self.scaled:
-            y = self._activation(steps, name, x, f"{name}.y_again")
-            scaled, scales = f"{name}.dy_scaled", f"{name}.dscales"
-            steps.steps.append(Step("row_scale_backward", (dy.name, y, kept.saved[1]), (scaled, scales)))
-            gradient, extra = scaled, (Value(scales) if self.grad_scales else None,)
-        if self.constants is not None:
-            dx = steps.one("situ_glu_backward", (gradient, x), f"{name}.dx", self.constants)
-        else:
-            dx = steps.one(
-                "activation_backward", (gradient, x), f"{name}.dx", ActivationSettings(name, self.kind)
-            )
-        if self.interleave is not None:
-            dx = steps.one("block_order", (dx,), f"{name}.dx_blocks", (2, -1, self.interleave))
-        return BackwardPart(steps.converted(Value(dx, dy.leading), self.convert_gradient), (), extra)
-
-
-class ActivationOperation(StepOperation):
+class ActivationOperation(PassOperation):
     """Base of activations: y = f(x), computed in float32 and rounded to the dtype of the input.
 
     Args:
@@ -121,9 +52,7 @@ class ActivationOperation(StepOperation):
         """Return the constants of a clamped unit; other activations ignore them."""
         return ActivationParams()
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         dtype = call.autocast or x.dtype
         kind = type(self).__name__
         if dtype not in DTYPES:
@@ -145,24 +74,22 @@ class ActivationOperation(StepOperation):
                     f"{kind} takes one scale per row, but got scales {list(call.extra[0].shape)} for an input "
                     f"{list(x.shape)}; give scales of shape {list(x.shape[:-1])}"
                 )
-        environment.activations[name] = (self.kind, self.activation_params())
-        cached = self.cache_quantized_input and call.saves
-        if cached:
-            environment.objects[name, "cached"] = Float8CurrentScalingQuantizer(
+        cache = None
+        if self.cache_quantized_input and call.saves:
+            cache = Float8CurrentScalingQuantizer(
                 torch.float8_e4m3fn, x.device, rowwise=True, columnwise=False
             )
-        convert = None if dtype == x.dtype else dtype
-        contribution = ActivationContribution(
+        made = ActivationPasses(
             self.kind,
+            self.activation_params(),
             self.constants(),
-            convert,
-            None if convert is None else x.dtype,
+            (x.dtype, dtype),
             self.glu_interleave_size,
-            cached,
+            cache,
             self.scaled,
             self.scaled and call.saves,
         )
-        return contribution, InputFacts(shape, dtype, x.device)
+        return made, InputFacts(shape, dtype, x.device)
 
 
 def interleave_size(size: Any) -> int | None:

@@ -24,11 +24,10 @@ from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import Contribution
-from ..step_operation import StepOperation
+from ..pass_operation import PassOperation
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
+from ..passes.linear import LinearPasses, fitting, linear_spec
 from .functional_linear import functional_backward, functional_forward
-from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_facts, linear_spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -45,7 +44,7 @@ def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-class BasicLinear(StepOperation):
+class BasicLinear(PassOperation):
     """y = x @ weight.T over the last dimension of x, under any recipe.
 
     Args:
@@ -194,9 +193,7 @@ class BasicLinear(StepOperation):
         # Prepared passes hold a weight whose gradient they accumulate.
         return id(self.weight) if self._accumulate_into_main_grad else None
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         weight = self.weight
         check_input("BasicLinear", x, self.local_in_features)
         dtype = call.autocast or weight.dtype
@@ -228,16 +225,7 @@ class BasicLinear(StepOperation):
         if spec.communicates and parallel.sequence:
             rows = math.prod(x.shape[:-1])
             spec = gathering(spec, rows // parallel.size if parallel.mode == "row" else rows)
-        environment.linears[name] = spec
-        environment.dtypes[name] = (weight.dtype, weight.dtype)
-        contribution = LinearContribution(
-            linear_facts(spec),
-            ProducerCasts.of(spec),
-            None if x.dtype == dtype else dtype,
-            None if quantized or weight.dtype == dtype or not plain else dtype,
-            None if x.dtype == dtype else x.dtype,
-        )
-        return contribution, InputFacts(shape, dtype, x.device)
+        return LinearPasses(spec, weight.dtype, x.dtype), InputFacts(shape, dtype, x.device)
 
     _functional_forward = staticmethod(functional_forward)
     _functional_backward = staticmethod(functional_backward)

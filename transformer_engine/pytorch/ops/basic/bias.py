@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
-from ....common.passes.vocabulary import ColumnSum
 from ...distributed.collectives import world_size
 from ...runtime.device import canonical_device, is_meta
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
-from ..step_operation import StepOperation
+from ..pass_operation import PassOperation
+from ..passes.bias import BiasPasses
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from .basic_linear import check_input, parameter_dtype
 
 
-@dataclass(frozen=True)
-class BiasContribution(Contribution):
-    """Steps of an added bias.
-
-    Attributes:
-        convert: Dtype that the bias is converted to; None if it has the input's.
-        grad: The gradient of the bias is needed.
-    """
-
-    convert: torch.dtype | None
-    grad: bool
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.matrix(x)
-        bias = steps.converted(Value(f"{name}.bias"), self.convert).name
-        return ForwardPart(Value(steps.one("add_bias", (x.name, bias), f"{name}.y"), x.leading))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        dy = steps.values(dy)
-        dense = Value(steps.one("dense", (dy.name,), f"{name}.dy"), dy.leading)
-        sums = None
-        if self.grad:
-            sums = steps.one("column_sum", (dense.name,), f"{name}.db", ColumnSum(name))
-        return BackwardPart(dense, (sums,))
-
-
-class Bias(StepOperation):
+class Bias(PassOperation):
     """y = x + bias over the last dimension of x.
 
     Args:
@@ -90,11 +62,9 @@ class Bias(StepOperation):
         with torch.no_grad():
             self.bias.zero_()
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         bias = self.bias
         check_input("Bias", x, self.local_size)
-        environment.dtypes[name] = (bias.dtype, bias.dtype)
         convert = None if bias.dtype == x.dtype else x.dtype
-        return BiasContribution(convert, call.saves and bias.requires_grad), x._replace(quantized=False)
+        grad = call.saves and bias.requires_grad
+        return BiasPasses(convert, bias.dtype, grad), x._replace(quantized=False)

@@ -3,64 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.numbers import to_bool
-from ....common.passes.vocabulary import Collective
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
-from ..step_operation import StepOperation
-
-# Steps whose first result nothing else reads later, unless it is an extra output.
-_FRESH = frozenset({"product", "add_bias"})
+from ..pass_operation import PassOperation
+from ..passes.collectives import CollectivePasses
+from ..passes.contract import IdentityPasses, InputFacts, OperationCall, OperationPasses
 
 
-class Boundary(NamedTuple):
-    """A process group, where the steps of a collective look for that of a linear layer."""
-
-    parallel: TensorParallel
-
-
-@dataclass(frozen=True)
-class CollectiveContribution(Contribution):
-    """Steps of a collective.
-
-    Attributes:
-        collective: The collective of the forward pass.
-        gradient: That of the backward pass; None for the identity.
-    """
-
-    collective: str
-    gradient: str | None
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        return ForwardPart(_communicated(steps, self.collective, name, x, f"{name}.y"))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        if self.gradient is None:
-            return BackwardPart(dy)
-        return BackwardPart(_communicated(steps, self.gradient, name, dy, f"{name}.dx"))
-
-
-def _communicated(steps: PassBuilder, collective: str, name: str, x: Value, made: str) -> Value:
-    fresh = x.name not in steps.shared and any(
-        step.op in _FRESH and x.name in step.results for step in steps.steps
-    )
-    x = steps.shaped(x)
-    if collective == "all_reduce" and not fresh:
-        x = Value(steps.one("copy", (x.name,), f"{made}.copy"))  # the sum is written in place
-    contiguous = steps.one("dense", (x.name,), f"{made}.dense")
-    pending = steps.one(f"{collective}.begin", (contiguous,), f"{made}.pending", Collective(name))
-    return Value(steps.one(f"{collective}.wait", (pending,), made, Collective(name)))
-
-
-class CollectiveOperation(StepOperation):
+class CollectiveOperation(PassOperation):
     """Base of the collectives.
 
     Args:
@@ -77,16 +33,15 @@ class CollectiveOperation(StepOperation):
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         return world_size(self.process_group)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         size = world_size(self.process_group)
         if size == 1:
-            return Contribution(), x
+            return IdentityPasses(), x
         group = torch.distributed.group.WORLD if self.process_group is None else self.process_group
-        environment.linears[name] = Boundary(TensorParallel("row", group, size, True))
         shape = (self.rows(x.shape[0], size), *x.shape[1:])
-        return CollectiveContribution(self.collective, self.gradient), InputFacts(shape, x.dtype, x.device)
+        parallel = TensorParallel("row", group, size, True)
+        made = CollectivePasses(self.collective, self.gradient, parallel)
+        return made, InputFacts(shape, x.dtype, x.device)
 
     def rows(self, rows: int, size: int) -> int:
         """Return the first dimension of the output for that of the input."""

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ....common.numbers import to_bool, to_float, to_int
-from ....common.passes.step import Step
-from ....common.passes.vocabulary import DropoutSettings, Named
 from ...quantization import QuantizerRole
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
-from ..step_operation import StepOperation
+from ..pass_operation import PassOperation
+from ..passes.contract import IdentityPasses, InputFacts, OperationCall, OperationPasses
+from ..passes.elementwise import DropoutPasses, QuantizePasses, ReshapePasses, ScalePasses
 
 
-class Identity(StepOperation):
+class Identity(PassOperation):
     """y = x."""
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
-        return Contribution(), x
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+        return IdentityPasses(), x
 
 
-@dataclass(frozen=True)
-class ReshapeContribution(Contribution):
-    """Steps of Reshape."""
-
-    shape: tuple[int, ...]
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.shaped(x)
-        before = steps.one("shape", (x.name,), f"{name}.before")
-        return ForwardPart(Value(steps.one("to_shape", (x.name,), f"{name}.y", self.shape)), (before,))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        gradient = dy.name if dy.quantized else steps.shaped(dy).name
-        dx = steps.one("reshape", (gradient, kept.saved[0]), f"{name}.dx")
-        return BackwardPart(Value(dx, None, dy.quantized))
-
-
-class Reshape(StepOperation):
+class Reshape(PassOperation):
     """y = x.reshape(shape).
 
     Args:
@@ -54,9 +32,7 @@ class Reshape(StepOperation):
         super().__init__()
         self._shape = tuple([to_int("shape", size) for size in shape])
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         shape = list(self._shape)
         known = math.prod([size for size in shape if size != -1])
         total = math.prod(x.shape)
@@ -67,26 +43,10 @@ class Reshape(StepOperation):
             )
         if -1 in shape:
             shape[shape.index(-1)] = total // known if known else 0
-        return ReshapeContribution(self._shape), InputFacts(tuple(shape), x.dtype, x.device)
+        return ReshapePasses(self._shape), InputFacts(tuple(shape), x.dtype, x.device)
 
 
-@dataclass(frozen=True)
-class ScaleContribution(Contribution):
-    """Steps of ConstantScale."""
-
-    scale: float
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.values(x)
-        return ForwardPart(Value(steps.one("constant_scale", (x.name,), f"{name}.y", self.scale), x.leading))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        dy = steps.values(dy)
-        dx = steps.one("constant_scale", (dy.name,), f"{name}.dx", self.scale)
-        return BackwardPart(Value(dx, dy.leading))
-
-
-class ConstantScale(StepOperation):
+class ConstantScale(PassOperation):
     """y = x * scale.
 
     Args:
@@ -99,29 +59,11 @@ class ConstantScale(StepOperation):
         super().__init__()
         self.scale = to_float("scale", scale)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
-        return ScaleContribution(float(self.scale)), x._replace(quantized=False)
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+        return ScalePasses(float(self.scale)), x._replace(quantized=False)
 
 
-@dataclass(frozen=True)
-class DropoutContribution(Contribution):
-    """Steps of Dropout."""
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.values(x)
-        y, mask = f"{name}.y", f"{name}.mask"
-        steps.steps.append(Step("dropout", (x.name,), (y, mask), DropoutSettings(name)))
-        return ForwardPart(Value(y, x.leading), (mask,))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        dy = steps.values(dy)
-        dx = steps.one("dropout_backward", (dy.name, kept.saved[0]), f"{name}.dx", DropoutSettings(name))
-        return BackwardPart(Value(dx, dy.leading))
-
-
-class Dropout(StepOperation):
+class Dropout(PassOperation):
     """y = x / (1 - p) where an element is kept, else 0; the identity in evaluation mode.
 
     Args:
@@ -139,38 +81,13 @@ class Dropout(StepOperation):
         if not 0.0 <= self.dropout_probability <= 1.0:
             raise ValueError(f"p={p} is not a probability; give a number in [0, 1]")
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         if not self.training or self.dropout_probability == 0.0:
-            return Contribution(), x
-        environment.objects[name, "p"] = self.dropout_probability
-        return DropoutContribution(), x._replace(quantized=False)
+            return IdentityPasses(), x
+        return DropoutPasses(self.dropout_probability), x._replace(quantized=False)
 
 
-@dataclass(frozen=True)
-class QuantizeContribution(Contribution):
-    """Steps of Quantize."""
-
-    output: bool
-    gradient: bool
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        if not self.output or x.quantized:
-            return ForwardPart(x)
-        x = steps.shaped(x)
-        y = steps.one("quantize_values", (x.name,), f"{name}.y", Named(name, "output"))
-        return ForwardPart(Value(y, None, True))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        if not self.gradient:
-            return BackwardPart(dy)
-        dy = dy if dy.quantized else steps.shaped(dy)
-        dx = steps.one("quantize_values", (dy.name,), f"{name}.dx", Named(name, "gradient"))
-        return BackwardPart(Value(dx, None, True))
-
-
-class Quantize(StepOperation):
+class Quantize(PassOperation):
     """Quantize the output, the gradient of the input, or both; the identity without a recipe.
 
     A graph of torch.compile passes bare storages between operations. A chain returns its output, and the gradient of
@@ -197,25 +114,19 @@ class Quantize(StepOperation):
         tensor = "input" if mode == "forward" else "grad_output"
         return [QuantizerRole("", tensor, "")] * self.num_quantizers(mode)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         recipe = call.state.recipe if call.state.enabled else None
         if recipe is None:
-            return Contribution(), x
+            return IdentityPasses(), x
         override = getattr(recipe, "backward_override", None)
-        contribution = QuantizeContribution(
-            self._quantize_forward, self._quantize_backward and override is None and call.saves
-        )
-        if contribution.output:
-            quantizer = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
+        output = gradient = None
+        if self._quantize_forward:
+            output = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
             # A later product with a trained weight reads columns even if no gradient reaches this operation.
-            quantizer.set_usage(rowwise=True, columnwise=environment.records and override is None)
-            quantizer.internal = call.traced
-            environment.objects[name, "output"] = quantizer
-        if contribution.gradient:
-            quantizer = self._quantizers["backward"][0].copy()
-            quantizer.set_usage(rowwise=True, columnwise=True)
-            quantizer.internal = call.traced
-            environment.objects[name, "gradient"] = quantizer
-        return contribution, x._replace(quantized=x.quantized or contribution.output)
+            output.set_usage(rowwise=True, columnwise=call.records and override is None)
+            output.internal = call.traced
+        if self._quantize_backward and override is None and call.saves:
+            gradient = self._quantizers["backward"][0].copy()
+            gradient.set_usage(rowwise=True, columnwise=True)
+            gradient.internal = call.traced
+        return QuantizePasses(output, gradient), x._replace(quantized=x.quantized or output is not None)

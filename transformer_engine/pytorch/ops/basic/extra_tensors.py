@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ....common.numbers import to_bool
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
-from ..step_operation import StepOperation
+from ..pass_operation import PassOperation
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
+from ..passes.extra_tensors import AddPasses, ExtraOutputPasses
 
 
-@dataclass(frozen=True)
-class AddContribution(Contribution):
-    """Steps of AddExtraInput; `shared`: other operations read the memory of the extra input."""
-
-    in_place: bool
-    shared: bool = False
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.matrix(x)
-        extra = f"{name}.extra0"
-        if not self.in_place:
-            other = steps.rows(extra)
-            return ForwardPart(Value(steps.one("add", (x.name, other), f"{name}.y"), x.leading))
-        if self.shared:
-            values = steps.one("values", (extra,), f"{name}.extra_values")
-            memory = steps.one("copy", (values,), f"{name}.total")
-        else:
-            memory = steps.one("alias", (extra,), f"{name}.total")
-        total = steps.rows(memory)
-        steps.one("accumulate", (total, x.name), f"{name}.y")
-        return ForwardPart(Value(f"{name}.y", x.leading))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        return BackwardPart(dy, (), (dy,))
-
-
-class AddExtraInput(StepOperation):
+class AddExtraInput(PassOperation):
     """y = x + extra, with an extra input of the same shape.
 
     Args:
@@ -52,9 +24,7 @@ class AddExtraInput(StepOperation):
         super().__init__()
         self._in_place = to_bool("in_place", in_place)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         (extra,) = call.extra
         if extra.shape != x.shape:
             raise ValueError(
@@ -62,39 +32,12 @@ class AddExtraInput(StepOperation):
                 "same shape"
             )
         shared = self._extra_input_channels[0] is not None
-        return AddContribution(self._in_place, shared), InputFacts(
+        return AddPasses(self._in_place, shared), InputFacts(
             x.shape, extra.dtype if self._in_place else x.dtype, x.device
         )
 
 
-@dataclass(frozen=True)
-class ExtraOutputContribution(Contribution):
-    """Steps of MakeExtraOutput."""
-
-    in_place: bool
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        steps.shared.add(x.name)
-        return ForwardPart(x, (), (x,))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        (extra,) = kept.grad_extra_outputs
-        if extra is None:
-            return BackwardPart(dy)
-        if dy.quantized or extra.quantized:
-            dy = dy if dy.quantized else steps.shaped(dy)
-            return BackwardPart(Value(steps.one("sum_values", (dy.name, extra.name), f"{name}.dx")))
-        dy = steps.matrix(dy)
-        if self.in_place:
-            # Autograd may pass the same gradient tensor to others.
-            total = steps.rows(steps.one("copy", (extra.name,), f"{name}.total"))
-            steps.one("accumulate", (total, dy.name), f"{name}.dx")
-        else:
-            steps.one("add", (dy.name, steps.rows(extra.name)), f"{name}.dx")
-        return BackwardPart(Value(f"{name}.dx", dy.leading))
-
-
-class MakeExtraOutput(StepOperation):
+class MakeExtraOutput(PassOperation):
     """y = x, which is also an extra output.
 
     Args:
@@ -109,7 +52,5 @@ class MakeExtraOutput(StepOperation):
         super().__init__()
         self._in_place = to_bool("in_place", in_place)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
-        return ExtraOutputContribution(self._in_place), x
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+        return ExtraOutputPasses(self._in_place), x

@@ -36,22 +36,19 @@ from ...tensor.grouped_checkpoints import convert_state
 from ...tensor.grouped_tensor import GroupedTensor, memory_of, plain_stack
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import Contribution
-from ..step_operation import StepOperation
-from .basic_linear import check_input, check_main_grad, parameter_dtype
-from .grouped_contribution import (
+from ..pass_operation import PassOperation
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
+from ..passes.grouped import (
     GRAD_INPUT_BUFFER_KEY,
     OUTPUT_BUFFER_KEY,
-    GroupedContribution,
     GroupedKind,
+    GroupedParameters,
+    GroupedPasses,
     accepted_buffers,
 )
-from .grouped_operator import (
-    is_op_fuser_grouped_tensor_path_supported,
-    traced_contribution,
-)
-from .linear_contribution import linear_facts, linear_spec
+from ..passes.linear import linear_spec
+from .basic_linear import check_input, check_main_grad, parameter_dtype
+from .grouped_operator import is_op_fuser_grouped_tensor_path_supported, traced_passes
 
 # Beside the layer, names of the original that other libraries import from here.
 __all__ = [
@@ -62,7 +59,7 @@ __all__ = [
 ]
 
 
-class GroupedLinear(StepOperation):
+class GroupedLinear(PassOperation):
     """y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows.
 
     The first extra input holds the split sizes, the rows of each group: a tensor of any integer dtype on any device, or
@@ -269,9 +266,7 @@ class GroupedLinear(StepOperation):
         rows = None if index else to_ints("split sizes", value)
         return value if rows is None else torch.tensor(rows, dtype=torch.int64, device="cpu")
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         check_input("GroupedLinear", x, self.in_features)
         if math.prod(call.extra[0].shape) != self.num_groups:
             raise ValueError(
@@ -291,27 +286,19 @@ class GroupedLinear(StepOperation):
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
         if call.traced:
-            return traced_contribution(self, name, x, call, environment)
+            return traced_passes(self, x, call)
         spec = self._spec(call, x, dtype, grad_bias)
-        kind = GroupedKind(spec, math.prod(x.shape[:-1]), x.device, self._weight_parameters)
-        environment.linears[name] = kind.call(call.extra_tensors[0])
-        environment.of_call[name] = kind.call
-        environment.dtypes[name] = (first.dtype, first.dtype if bias is None else bias.dtype)
-        buffers = accepted_buffers(name, x, self.out_features, call.options, environment.objects, dtype)
-        contribution = GroupedContribution(
-            linear_facts(spec.groups[0]),
-            self.num_groups,
-            bias is not None,
-            grad_bias,
-            self._scale_bias,
-            None if x.dtype == dtype else dtype,
-            None if x.dtype == dtype else x.dtype,
-            bias is not None and bias.dtype != dtype,
+        kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
+        bias_dtype = None if bias is None else bias.dtype
+        parameters = GroupedParameters(
+            self.parameter_names,
             self.single_grouped_weight,
             self.single_grouped_bias,
-            *buffers,
+            (first.dtype, bias_dtype or first.dtype),
         )
-        return contribution, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
+        buffers = accepted_buffers(x, self.out_features, call.options, dtype)
+        made = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
+        return made, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def _spec(self, call: OperationCall, x: InputFacts, dtype: torch.dtype, grad_bias: bool) -> GroupedSpec:
         """Return the settings of a kind of call."""
@@ -322,16 +309,17 @@ class GroupedLinear(StepOperation):
         backward = self._quantizers["backward"]
         plain = not isinstance(memory_of(first), QuantizedTensorStorage)
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
+        sums = grad_bias and not self._scale_bias
         groups: list[LinearSpec] = []
         unquantized: list[LinearSpec] = []
         for i, weight in enumerate(weights):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
             gradient = WeightGradient((weight,), self._accumulate_into_main_grad, False, store)
             spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, given is None and plain)
-            groups.append(changed(spec, needs_grad_bias=grad_bias))
+            groups.append(changed(spec, needs_grad_bias=sums))
             if given is not None and enabled:
                 spec = linear_spec(call, dtype, None, TensorParallel(), gradient, needs, plain)
-                unquantized.append(changed(spec, needs_grad_bias=grad_bias, backward=groups[-1].backward))
+                unquantized.append(changed(spec, needs_grad_bias=sums, backward=groups[-1].backward))
         quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)
@@ -347,7 +335,7 @@ class GroupedLinear(StepOperation):
         return GroupedSpec(
             groups=tuple(groups),
             unquantized=tuple(unquantized),
-            layer=None,
+            layer=groups[0],
             extents=extents,
             stacked_weight=self.single_grouped_weight,
             stacked_bias=self.single_grouped_bias,

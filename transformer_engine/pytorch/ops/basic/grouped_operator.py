@@ -2,74 +2,80 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....common.passes.schedule import needed_for
-from ....common.passes.step import Step
-from ....common.passes.vocabulary import Named
 from ....common.recipe import Recipe, description_of, recipe_described_as
 from ...functions.grouped_call import GroupedCall, GroupedSpec
-from ...functions.grouped_operators import GroupedKernel, gradients_of_key, register
-from ...functions.linear_spec import Environment
-from ...functions.run import run, schedule_of
+from ...functions.grouped_operators import (
+    GroupedKernel,
+    backward_in_graph,
+    forward_in_graph,
+    gradients_of_key,
+    register,
+)
 from ...quantization.autocast import AutocastState
+from ...runtime.autograd import without_autocast
 from ...runtime.tracing import constant_while_tracing
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..chain_plans import BackwardKey, PassMember, backward_plan, forward_plan
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
+from ..passes.contract import (
+    BackwardResult,
+    ForwardResult,
+    Given,
+    InputFacts,
+    Leading,
+    OperationCall,
+    OperationPasses,
+    ReaderCast,
+    Value,
+)
+from ..passes.grouped import GroupedPasses
 from ..recipe_slots import MODES, by_key
-from .grouped_contribution import GroupedKind
-
-OPERATOR_KEY = "operator"  # slot of an operation's kernel in a graph
 
 
-@dataclass(frozen=True)
-class OperatorContribution(Contribution):
-    """Steps of a grouped linear layer that a compiler traces: one operator per pass.
+class OperatorPasses(OperationPasses):
+    """A grouped linear layer that a compiler traces: one operator per pass.
 
-    Attributes:
-        parameters: Names of the parameters.
-        extra: Number of extra inputs.
-        present: Of the input, each parameter and each extra input, whether its gradient is computed.
-        scales: Number of delayed-scaling states of the forward pass.
+    Args:
+        key: Key of the operators.
+        parameters: Number of parameters.
+        states: Delayed-scaling states of the forward and of the backward pass.
     """
 
-    parameters: tuple[str, ...]
-    extra: int
-    present: tuple[bool, ...]
-    scales: int
+    listed = False
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        read = [steps.shaped(x).name]
-        read += [f"{name}.{parameter}" for parameter in self.parameters]
-        read += [f"{name}.extra{i}" for i in range(self.extra)]
-        scales = [f"{name}.scale{i}" for i in range(self.scales)]
-        settings = Named(name, OPERATOR_KEY)
-        steps.steps.append(Step("grouped_operator", tuple(read), (f"{name}.y", *scales), settings))
-        return ForwardPart(Value(f"{name}.y"), (*read, *scales))
+    def __init__(self, key: str, parameters: int, states: Sequence[Any]) -> None:
+        self.key, self.count, self.states = key, parameters, states
+        # Of the input, each parameter and each extra input, whether its gradient is computed.
+        self.present = gradients_of_key(key)
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        grads = [f"{name}.grad{i}" if there else None for i, there in enumerate(self.present)]
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+        values = x.shaped()
+        tensors = (*given.parameters, *given.extra)
+        y, scales = forward_in_graph(self.key, values, tensors[self.count], tensors, self.states[0])
+        return ForwardResult(Value(y), (values, *tensors, *scales))
+
+    def fused_backward(
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+    ) -> BackwardResult:
+        dy, x, *others = operands
+        operands.clear()
+        made: Sequence[Any] = (None,) * len(self.present)
         if any(self.present):
-            read = (steps.shaped(dy).name, *kept.saved)
-            settings = Named(name, OPERATOR_KEY)
-            steps.steps.append(Step("grouped_operator_backward", read, tuple(grads), settings))
-        count = 1 + len(self.parameters)
-        extra = [None if grad is None else Value(grad) for grad in grads[count:]]
-        return BackwardPart(
-            None if grads[0] is None else Value(grads[0]), tuple(grads[1:count]), tuple(extra)
-        )
+            tensors = others[: len(self.present) - 1]
+            saved = Value(dy, leading).shaped(), x, others[self.count], tensors
+            made = backward_in_graph(self.key, saved, others[len(tensors) :], self.states[1])
+        first = 1 + self.count
+        extra = [None if grad is None else Value(grad) for grad in made[first:]]
+        return BackwardResult(None if made[0] is None else Value(made[0]), tuple(made[1:first]), extra)
 
 
-def traced_contribution(
-    op: Any, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-) -> tuple[Contribution, InputFacts]:
-    """Describe a traced call of a `GroupedLinear`; see `StepOperation.contribute`.
+def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+    """Describe a traced call of a `GroupedLinear`; see `PassOperation.passes`.
 
     Raises:
         NotImplementedError: The call has buffers of the caller, or effects that operators cannot have.
@@ -91,10 +97,10 @@ def traced_contribution(
         (x.dtype, x.device, x.subclass, *[extra.dtype for extra in call.extra]),
     )
     names = tuple([own for own in op.parameter_names if getattr(op, own) is not None])
-    environment.objects[name, OPERATOR_KEY] = (key, len(names), *states)
-    contribution = OperatorContribution(names, len(call.extra), gradients_of_key(key), len(states[0]))
     dtype = call.autocast or getattr(op, names[0]).dtype
-    return contribution, InputFacts((*x.shape[:-1], op.out_features), dtype, x.device)
+    return OperatorPasses(key, len(names), states), InputFacts(
+        (*x.shape[:-1], op.out_features), dtype, x.device
+    )
 
 
 @constant_while_tracing
@@ -127,56 +133,50 @@ def _registered_while_tracing(
         *[InputFacts((0,), kind, device) for kind in scales],
     ]
     rows = torch.zeros(op.num_groups, dtype=torch.int64, device="cpu")
-    call = OperationCall(state, autocast, False, saves, grad_input, tuple(extra), (rows,), {})
-    environment = ChainEnvironment()
-    x = InputFacts((0, op.in_features), dtype, device, False, subclass)
-    contribution, _ = op.contribute("0", x, call, environment)
-    member = PassMember("0", contribution, tuple(op.pass_parameters()), len(extra), saves)
+    call = OperationCall(state, autocast, False, saves, grad_input, saves, tuple(extra), (rows,), {})
+    passes, _ = op.passes(InputFacts((0, op.in_features), dtype, device, False, subclass), call)
     states = tuple([op.delayed_states(mode) if enabled or calibrating else () for mode in MODES])
-    return register(op, _kernel(member, environment, states))
+    return register(op, _kernel(passes, len(extra), states))
 
 
-def _kernel(member: PassMember, environment: ChainEnvironment, states: Any) -> GroupedKernel:
-    """Return the passes of an operation as operators run them.
+def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
+    """The passes of an operation as operators run them.
 
     Args:
-        member: The operation, as eager mode describes it.
-        environment: The environment that it filled.
+        passes: The passes of eager mode.
+        extra: Number of extra inputs.
         states: Delayed-scaling states of the forward and of the backward pass.
     """
-    kind: GroupedKind = environment.of_call[member.name].__self__  # pyright: ignore[reportFunctionMemberAccess]
-    plan = forward_plan((member,), False, True)
-    forward, backward, order = plan.steps, plan.schedule, ()
-    present = (False,) * len(forward.inputs)
-    if member.saves:
-        planned = backward_plan(BackwardKey((member,), plan.saved, ((),), False), True)
-        places = {source: place for place, (_, source) in enumerate(plan.saved[0]) if source is not None}
-        backward, order = planned.schedule, tuple([places[buffer] for buffer in planned.steps.inputs[1:]])
-        present = tuple([result is not None for result in planned.steps.results])
-    weights = [i for i, parameter in enumerate(member.parameters) if parameter.startswith("weight")]
+    kind, group, names = passes.kind, passes.kind.spec.groups[0], passes.parameters.names
+    needs = {"weight": group.needs_grad_weight, "bias": passes.grad_bias}
+    of_parameters = [needs["weight" if name.startswith("weight") else "bias"] for name in names]
+    of_scales = passes.scale_bias and kind.spec.needs_grad
+    present = (group.needs_grad_input, *of_parameters, *(False, of_scales)[:extra])
+    weights = [i for i, name in enumerate(names) if name.startswith("weight")]
     fixed = replace(kind, weights=tuple)  # without a reference to the operation
+    passes = copy.copy(passes)
+    passes.kind = fixed
 
     def call(spec: GroupedSpec, rows: Tensor, x: Tensor, tensors: Sequence[Tensor]) -> GroupedCall:
         held = [tensors[i] for i in weights]
         total = x.numel() // max(x.shape[-1], 1)
         return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: held).call(rows)
 
-    inference = schedule_of(needed_for(forward, forward.results, ()))
-    again = schedule_of(needed_for(forward, (), forward.saved))
-    dtypes = environment.dtypes[member.name]
+    def forward(call: GroupedCall, inputs: list[Any], multiplies: bool) -> ForwardResult:
+        given = Given(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
+        return passes.with_call(call).fused_forward(Value(inputs[0]), given, multiplies=multiplies)
 
-    def environment_of(call: GroupedCall) -> Environment:
-        return Environment({member.name: call}, {member.name: dtypes}, ())  # pyright: ignore[reportArgumentType]
-
-    def saved_of(call: GroupedCall, inputs: list[Any]) -> list[Any]:
-        saved = run(again, environment_of(call), inputs)[1]
-        return [saved[i] for i in order]
+    def backward(call: GroupedCall, operands: list[Any]) -> list[Any]:
+        made = passes.with_call(call).fused_backward(operands, None, ())
+        grad_input = None if made.grad_input is None else made.grad_input.shaped()
+        extra_grads = [None if grad is None else grad.shaped() for grad in made.extra]
+        return [grad_input, *made.parameters, *extra_grads]
 
     return GroupedKernel(
         spec=kind.spec,
-        inference=lambda call, inputs: run(inference, environment_of(call), inputs)[0][0],
-        again=saved_of,
-        backward=lambda call, operands: run(backward, environment_of(call), operands)[0],
+        inference=lambda call, inputs: without_autocast(forward)(call, inputs, True).output.shaped(),
+        again=lambda call, inputs: list(without_autocast(forward)(call, inputs, False).saved),
+        backward=without_autocast(backward),
         lists=None,
         present=present,
         call=call,

@@ -2,84 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ....common import env
 from ....common.numbers import to_bool, to_float, to_int
-from ....common.passes.step import Step
-from ....common.passes.vocabulary import NormSettings
 from ...functions.normalization import Norm
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
-from ..step_operation import StepOperation
+from ..pass_operation import PassOperation
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
+from ..passes.normalization import L2Passes, NormPasses
 
 _STAGES = ("forward", "backward", "inference")
 _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
 
 
-@dataclass(frozen=True)
-class NormContribution(Contribution):
-    """Steps of a normalization of the last dimensions.
-
-    Attributes:
-        has_bias: There is a bias.
-        width: Product of the normalized dimensions, if there are several; None for one.
-        shape: Shape of the parameters, if there are several dimensions.
-        convert: Dtype that the input is converted to; None if it has the right one.
-        convert_gradient: Dtype that the gradient is converted to.
-    """
-
-    has_bias: bool
-    width: int | None = None
-    shape: tuple[int, ...] | None = None
-    convert: torch.dtype | None = None
-    convert_gradient: torch.dtype | None = None
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.converted(x, self.convert)
-        weight, bias = f"{name}.weight", f"{name}.bias" if self.has_bias else None
-        y, mean, rstdev = [f"{name}.{made}" for made in ("y", "mean", "rstdev")]
-        if self.width is None:
-            x = steps.matrix(x)
-            steps.steps.append(Step("norm", (x.name, weight, bias), (y, mean, rstdev), NormSettings(name)))
-            return ForwardPart(Value(y, x.leading), (x.name, mean, rstdev, weight))
-        x = steps.shaped(x)
-        shape = steps.one("shape", (x.name,), f"{name}.shape")
-        rows = steps.one("rows", (x.name,), f"{name}.rows", self.width)
-        weight = steps.one("to_shape", (weight,), f"{name}.weight_flat", (-1,))
-        bias = None if bias is None else steps.one("to_shape", (bias,), f"{name}.bias_flat", (-1,))
-        steps.steps.append(Step("norm", (rows, weight, bias), (y, mean, rstdev), NormSettings(name)))
-        output = steps.one("reshape", (y, shape), f"{name}.y_shaped")
-        return ForwardPart(Value(output), (rows, mean, rstdev, weight, shape))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        x, mean, rstdev, weight = kept.saved[:4]
-        if self.width is None:
-            dy = steps.matrix(dy)
-            gradient = dy.name
-        else:
-            gradient = steps.one("rows", (steps.shaped(dy).name,), f"{name}.dy_rows", self.width)
-        made = [f"{name}.{grad}" for grad in ("dx", "dgamma", "dbeta")]
-        inputs = (gradient, x, mean, rstdev, weight)
-        results = (made[0], made[1], made[2] if self.has_bias else None)
-        steps.steps.append(Step("norm_backward", inputs, results, NormSettings(name)))
-        grads = [made[1], made[2]] if self.has_bias else [made[1]]
-        dx = Value(made[0], dy.leading)
-        if self.width is not None:
-            assert self.shape is not None
-            grads = [steps.one("to_shape", (grad,), f"{grad}_shaped", self.shape) for grad in grads]
-            dx = Value(steps.one("reshape", (made[0], kept.saved[4]), f"{name}.dx_shaped"))
-        return BackwardPart(steps.converted(dx, self.convert_gradient), tuple(grads))
-
-
-class NormalizationOperation(StepOperation):
+class NormalizationOperation(PassOperation):
     """Base of LayerNorm and RMSNorm: parameters `weight` and, for LayerNorm, `bias` of the normalized dimensions.
 
     Derived classes have the attributes of the equation: `kind`, `eps` and `zero_centered_gamma`.
@@ -97,27 +38,18 @@ class NormalizationOperation(StepOperation):
     def required_parameters(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.has_bias else ("weight",)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         shape, count = tuple(self.weight.shape), self.weight.dim()
         if x.shape[-count:] != shape:
             raise ValueError(
                 f"{type(self).__name__} normalizes the last dimensions {shape}, and the input is {x.shape}; reshape "
                 "the input or change normalized_shape"
             )
-        environment.norms[name] = Norm(self.kind, self.eps, self.zero_centered_gamma)
+        norm = Norm(self.kind, self.eps, self.zero_centered_gamma)
         dtype = call.autocast or x.dtype
         convert = None if dtype == x.dtype else dtype
-        several = count != 1
-        contribution = NormContribution(
-            self.has_bias,
-            math.prod(shape) if several else None,
-            shape if several else None,
-            convert,
-            None if convert is None else x.dtype,
-        )
-        return contribution, InputFacts(x.shape, dtype, x.device)
+        made = NormPasses(norm, shape, convert, None if convert is None else x.dtype)
+        return made, InputFacts(x.shape, dtype, x.device)
 
 
 class _Normalization(NormalizationOperation):
@@ -210,26 +142,7 @@ class RMSNorm(_Normalization):
     has_bias = False
 
 
-@dataclass(frozen=True)
-class L2Contribution(Contribution):
-    """Steps of L2Normalization."""
-
-    eps: float
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
-        x = steps.matrix(x)
-        y, rstdev = f"{name}.y", f"{name}.rstdev"
-        steps.steps.append(Step("l2_norm", (x.name,), (y, rstdev), self.eps))
-        return ForwardPart(Value(y, x.leading), (x.name, rstdev))
-
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
-        dy = steps.matrix(dy)
-        return BackwardPart(
-            Value(steps.one("l2_norm_backward", (dy.name, *kept.saved), f"{name}.dx"), dy.leading)
-        )
-
-
-class L2Normalization(StepOperation):
+class L2Normalization(PassOperation):
     """y = x / sqrt(sum(x^2) + eps) over the last dimension.
 
     Args:
@@ -246,7 +159,5 @@ class L2Normalization(StepOperation):
         super().__init__()
         self.eps = to_float("eps", eps)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
-        return L2Contribution(self.eps), x._replace(quantized=False)
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+        return L2Passes(self.eps), x._replace(quantized=False)

@@ -10,8 +10,7 @@ from torch import Tensor
 from ....common.numbers import to_bool, to_float
 from ...primitives.activation import ActivationParams
 from ...runtime.warn_once import warn_once
-from ..chain import ChainEnvironment, InputFacts, OperationCall
-from ..pass_builder import Contribution
+from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from .activation import ActivationOperation, ClampedSwiGLU, bound, interleave_size
 
 
@@ -138,12 +137,10 @@ class ScaledSReLU(ScaledActivation):
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
 
-    def contribute(
-        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
-    ) -> tuple[Contribution, InputFacts]:
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         if self.activation_recompute_in_mlp:
             warn_recompute(self)
-        return super().contribute(name, x, call, environment)
+        return super().passes(x, call)
 
 
 def warn_recompute(op: Any) -> None:

@@ -1,7 +1,7 @@
 """Fused operations that the fusion functions of this package insert, under the original's names.
 
-Each represents consecutive basic operations. It contributes their steps, and the rules of passes merge these steps, so
-the classes are what clients inspect in `_forward_ops` and `_backward_ops`.
+Each represents consecutive basic operations and runs their passes; `passes/patterns.py` lists what kernels compute
+together. The classes are what clients inspect in `_forward_ops` and `_backward_ops`.
 """
 
 from .grouped_mlp import GroupedMLP_CuTeGEMMGLU, GroupedMLP_CuTeGEMMUnary

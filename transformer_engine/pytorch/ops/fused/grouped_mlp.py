@@ -5,10 +5,10 @@ A grouped MLP of `GroupedLinear`, a scaled activation and `GroupedLinear` runs a
 
 from __future__ import annotations
 
-from ..step_operation import StepFusedOperation
+from ..pass_operation import PassFusedOperation
 
 
-class GroupedMLP_CuTeGEMMGLU(StepFusedOperation):
+class GroupedMLP_CuTeGEMMGLU(PassFusedOperation):
     """GroupedLinear, a scaled gated activation and GroupedLinear."""
 
     @classmethod
@@ -17,7 +17,7 @@ class GroupedMLP_CuTeGEMMGLU(StepFusedOperation):
         return False
 
 
-class GroupedMLP_CuTeGEMMUnary(StepFusedOperation):
+class GroupedMLP_CuTeGEMMUnary(PassFusedOperation):
     """GroupedLinear, ScaledSReLU and GroupedLinear."""
 
     @classmethod

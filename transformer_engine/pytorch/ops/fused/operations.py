@@ -23,7 +23,7 @@ from ..basic import (
 )
 from ..fuser import register_backward_fusion, register_forward_fusion
 from ..operation import BasicOperation, FusibleOperation
-from ..step_operation import StepFusedOperation
+from ..pass_operation import PassFusedOperation
 
 Ops = list[FusibleOperation]
 
@@ -32,7 +32,7 @@ def _present(*ops: BasicOperation | None) -> list[BasicOperation]:
     return [op for op in ops if op is not None]
 
 
-class ForwardLinearBiasActivation(StepFusedOperation):
+class ForwardLinearBiasActivation(PassFusedOperation):
     """A product with its bias in the epilogue.
 
     Args:
@@ -55,7 +55,7 @@ class ForwardLinearBiasActivation(StepFusedOperation):
         super().pre_fuser_forward(requires_grad=requires_grad)
 
 
-class ForwardLinearBiasAdd(StepFusedOperation):
+class ForwardLinearBiasAdd(PassFusedOperation):
     """A product and a bias, accumulated into an extra input.
 
     Args:
@@ -68,7 +68,7 @@ class ForwardLinearBiasAdd(StepFusedOperation):
         super().__init__(_present(linear, bias, add))
 
 
-class ForwardLinearScaleAdd(StepFusedOperation):
+class ForwardLinearScaleAdd(PassFusedOperation):
     """A scaled product, accumulated into an extra input.
 
     Args:
@@ -81,7 +81,7 @@ class ForwardLinearScaleAdd(StepFusedOperation):
         super().__init__([linear, scale, add])
 
 
-class BackwardLinearAdd(StepFusedOperation):
+class BackwardLinearAdd(PassFusedOperation):
     """An input gradient, accumulated into the gradient of an extra output.
 
     Args:
@@ -93,7 +93,7 @@ class BackwardLinearAdd(StepFusedOperation):
         super().__init__([backward_add, linear])
 
 
-class BackwardLinearScale(StepFusedOperation):
+class BackwardLinearScale(PassFusedOperation):
     """The gradients of a scaled product.
 
     Args:
@@ -105,7 +105,7 @@ class BackwardLinearScale(StepFusedOperation):
         super().__init__([linear, scale])
 
 
-class BackwardActivationBias(StepFusedOperation):
+class BackwardActivationBias(PassFusedOperation):
     """The gradients of a bias and an activation, quantized for the operation before.
 
     Args:
@@ -117,7 +117,7 @@ class BackwardActivationBias(StepFusedOperation):
         super().__init__([bias, activation])
 
 
-class BackwardAddRMSNorm(StepFusedOperation):
+class BackwardAddRMSNorm(PassFusedOperation):
     """The gradient of an RMSNorm and the gradient of an extra output, added.
 
     Args:
@@ -129,7 +129,7 @@ class BackwardAddRMSNorm(StepFusedOperation):
         super().__init__([add, rmsnorm])
 
 
-class UserbuffersForwardLinear(StepFusedOperation):
+class UserbuffersForwardLinear(PassFusedOperation):
     """A product, a bias and a reduce-scatter of a tensor-parallel layer.
 
     Args:
@@ -161,7 +161,7 @@ class Pattern(NamedTuple):
         userbuffers: The product must have `userbuffers_options`.
     """
 
-    fused: Callable[..., StepFusedOperation]
+    fused: Callable[..., PassFusedOperation]
     kinds: tuple[type, ...]
     names: tuple[str, ...]
     sharded: str | None = None
@@ -169,7 +169,7 @@ class Pattern(NamedTuple):
     narrow: bool = False
     userbuffers: bool = False
 
-    def replacement(self, ops: Ops) -> StepFusedOperation | None:
+    def replacement(self, ops: Ops) -> PassFusedOperation | None:
         """Return the fused operation of the first of some operations; None if they do not match."""
         found: list[Any] = ops[: len(self.kinds)]
         if [isinstance(op, kind) for op, kind in zip(found, self.kinds, strict=False)] != [True] * len(

@@ -206,7 +206,7 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
         plan = plan_of(request)
     except NoAlgorithm as error:
         return PlanFailure(str(error))
-    if plan.problem.left_scale in (VEC32_UE8M0, VEC16_UE4M3):
+    if plan.problem.swizzled:
         return functools.partial(cublaslt_swizzled.run, plan)
     return tuning.tuned(plan) if request.tuned else plan.run
 

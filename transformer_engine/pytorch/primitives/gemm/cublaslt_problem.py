@@ -92,6 +92,11 @@ class CublasProblem(NamedTuple):
         )
 
     @property
+    def swizzled(self) -> bool:
+        """Whether the scales of both matrices are one byte each, in swizzled order."""
+        return self.left_scale in (VEC16_UE4M3, VEC32_UE8M0)
+
+    @property
     def device_scalars(self) -> bool:
         """Whether alpha, the product of the second-level scales of NVFP4, and beta are in device memory."""
         return self.left_scale == VEC16_UE4M3

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..operand import Operand
 from . import cublaslt_library as library
 from .cublaslt_plan import Attached, CublasPlan, plan_for
-from .cublaslt_problem import VEC16_UE4M3, VEC32_UE8M0, CublasProblem
+from .cublaslt_problem import CublasProblem
 from .request import Epilogue
 from .swizzle import second_level, swizzled_scale
 
@@ -39,7 +39,7 @@ def run(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 def arguments(problem: CublasProblem, a: Operand, b: Operand) -> tuple[Operand, Operand, Tensor | None]:
     """Return the operands with scales in the library's order, and alpha and beta if they are in device memory."""
-    if problem.left_scale not in (VEC16_UE4M3, VEC32_UE8M0):
+    if not problem.swizzled:
         return a, b, None
     scalars = _scalars(a, b, problem.accumulate) if problem.device_scalars else None
     left, right = (operand._replace(scale=swizzled_scale(operand)) for operand in (a, b))

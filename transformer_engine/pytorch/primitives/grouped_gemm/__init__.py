@@ -79,8 +79,9 @@ def product_of_rows(
     """
     n, k = b.extents
     codes = a.codes
-    if codes.shape[1] != k:
-        raise ValueError(f"the rows contract {codes.shape[1]} elements, the matrices {k}; both need one K")
+    depth = codes.shape[1] if a.format is None else codes.shape[1] * a.format.packing
+    if depth != k:
+        raise ValueError(f"the rows contract {depth} elements, the matrices {k}; both need one K")
     if out is None:
         out = torch.empty((groups.total, n), dtype=dtype, device=codes.device)
     if groups.total == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -22,9 +22,10 @@ def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
         for codes, scale in zip(groups.split(a.codes), a.scale[:, :1].unbind(0), strict=True):
             yield Operand(codes, scale, FLOAT8)
         return
-    if a.format.by_exponents:
-        for codes, scale in zip(groups.split(a.codes), groups.split(a.scale), strict=True):
-            yield Operand(codes, scale, a.format)
+    if a.format.swizzled:
+        amaxes = _amaxes(a, groups)
+        for codes, scale, amax in zip(groups.split(a.codes), groups.split(a.scale), amaxes, strict=True):
+            yield Operand(codes, scale, a.format, amax)
         return
     blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
     scales = a.scale.split([m * blocks for m in groups.known_rows])
@@ -38,11 +39,12 @@ def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operan
         for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
         return
-    if a.format.by_exponents:
+    if a.format.swizzled:
         rows = groups.known_rows
+        parts = a.codes.split([m // a.format.packing for m in rows], 1)
         scales = a.scale.split([m // a.format.length for m in rows], 1)
-        for codes, scale in zip(a.codes.split(rows, 1), scales, strict=True):
-            yield Operand(codes, scale, a.format)
+        for codes, scale, amax in zip(parts, scales, _amaxes(a, groups), strict=True):
+            yield Operand(codes, scale, a.format, amax)
         return
     tiles = [ceil_div(m, TILE_ROWS) for m in groups.known_rows]
     codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
@@ -62,8 +64,16 @@ def matrices_of(b: GroupedMatrices) -> Iterator[Operand]:
             yield Operand(matrix.t() if b.transposed else matrix, dtype=matrix.dtype)
         return
     scales = b.scale[:, :1].unbind(0) if b.format == FLOAT8 else b.scale.unbind(0)
-    for codes, scale in zip(b.codes.unbind(0), scales, strict=True):
-        yield Operand(codes, scale, b.format)
+    amaxes = [None] * len(b.codes) if b.amax is None else b.amax.split(1)
+    for codes, scale, amax in zip(b.codes.unbind(0), scales, amaxes, strict=True):
+        yield Operand(codes, scale, b.format, amax)
+
+
+def _amaxes(a: GroupedRows | GroupedColumns, groups: Groups) -> Sequence[Tensor | None]:
+    """Second-level maxima of each group, [1] or [M_e]; None for a format without a second level."""
+    if a.amax is None or a.format is None:
+        return [None] * groups.count
+    return groups.split(a.amax) if a.format.row_scaled else a.amax.split(1)
 
 
 def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:

@@ -20,19 +20,22 @@ class GroupedRows(NamedTuple):
     """The rows of all groups [total, K], contracted along K.
 
     Attributes:
-        codes: [total, K] contiguous: FP8, or high precision if format is None.
+        codes: [total, K] contiguous: FP8, or high precision if format is None. NVFP4: packed, [total, K / 2].
         scale: FLOAT8: float32 [groups, 4], of which only the first column is read, so that scales are 16 bytes apart.
             BLOCK_1D: float32, group after group [ceil(K / 128), rows], flattened. MXFP8: exponents [total, K / 32].
+            NVFP4: float8_e4m3fn [total, K / 16].
         format: Format of the codes, or None.
+        amax: NVFP4 only: float32 [groups], or [total] with one second-level scale per row.
     """
 
     codes: Tensor
     scale: Tensor | None = None
     format: TensorFormat | None = None
+    amax: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that a backward pass saves."""
-        return [self.codes, self.scale]
+        return [self.codes, self.scale, self.amax]
 
     def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
@@ -43,21 +46,23 @@ class GroupedColumns(NamedTuple):
     """The rows of all groups, contracted along the rows of each group.
 
     Attributes:
-        codes: High precision [total, K] if format is None. MXFP8: the transpose [K, total], of groups whose rows are a
-            multiple of 32. Otherwise the transpose of every group, group after group [K, rows rounded up to 128] with
-            zeros at the end, flattened.
+        codes: High precision [total, K] if format is None. MXFP8 and NVFP4: the transpose [K, total], packed for NVFP4,
+            of groups whose rows are a multiple of 32. Otherwise the transpose of every group, group after group
+            [K, rows rounded up to 128] with zeros at the end, flattened.
         scale: FLOAT8: float32 [groups, 4]. BLOCK_1D: float32, group after group [ceil(rows / 128), K], flattened.
-            MXFP8: exponents [K, total / 32].
+            MXFP8: exponents [K, total / 32]. NVFP4: float8_e4m3fn [K, total / 16].
         format: Format of the codes, or None.
+        amax: NVFP4 only: float32 [groups].
     """
 
     codes: Tensor
     scale: Tensor | None = None
     format: TensorFormat | None = None
+    amax: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that a backward pass saves."""
-        return [self.codes, self.scale]
+        return [self.codes, self.scale, self.amax]
 
     def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
@@ -70,10 +75,11 @@ class GroupedMatrices(NamedTuple):
     Attributes:
         matrices: High-precision matrices, not copied.
         transposed: Whether the matrices are [K, N].
-        codes: FP8 [groups, N, K], instead of matrices.
+        codes: FP8 [groups, N, K], instead of matrices. NVFP4: packed, [groups, N, K / 2].
         scale: FLOAT8: float32 [groups, 4]. BLOCK_2D: float32 [groups, ceil(N / 128), ceil(K / 128)]. MXFP8: exponents
-            [groups, N, K / 32].
+            [groups, N, K / 32]. NVFP4: float8_e4m3fn [groups, N, K / 16].
         format: Format of the codes, or None.
+        amax: NVFP4 only: float32 [groups].
     """
 
     matrices: Matrices | None = None
@@ -81,10 +87,11 @@ class GroupedMatrices(NamedTuple):
     codes: Tensor | None = None
     scale: Tensor | None = None
     format: TensorFormat | None = None
+    amax: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that a backward pass saves; only codes are saved in this form."""
-        return [self.codes, self.scale]
+        return [self.codes, self.scale, self.amax]
 
     def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
@@ -95,7 +102,7 @@ class GroupedMatrices(NamedTuple):
         """Return (N, K) of a matrix."""
         if self.codes is not None:
             _, rows, columns = self.codes.shape
-            return rows, columns
+            return rows, columns if self.format is None else columns * self.format.packing
         assert self.matrices is not None
         rows, columns = self.matrices.tensors[0].shape
         return (columns, rows) if self.transposed else (rows, columns)
@@ -111,15 +118,17 @@ class GroupedMatrices(NamedTuple):
 GroupedOperand = GroupedRows | GroupedColumns | GroupedMatrices
 
 
-def _of_codes(codes: Tensor, scale: Tensor, tensor_format: TensorFormat) -> GroupedMatrices:
-    return GroupedMatrices(codes=codes, scale=scale, format=tensor_format)
+def _of_codes(
+    codes: Tensor, scale: Tensor, tensor_format: TensorFormat, amax: Tensor | None
+) -> GroupedMatrices:
+    return GroupedMatrices(codes=codes, scale=scale, format=tensor_format, amax=amax)
 
 
 def _rebuilt(
     make: Callable[..., Any], tensor_format: TensorFormat | None, tensors: list[Any]
 ) -> tuple[Any, int]:
-    codes, scale = tensors[:2]
-    return make(codes, scale, tensor_format), 2
+    codes, scale, amax = tensors[:3]
+    return make(codes, scale, tensor_format, amax), 3
 
 
 class GroupedProduct(NamedTuple):

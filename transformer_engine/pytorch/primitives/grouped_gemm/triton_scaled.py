@@ -1,4 +1,4 @@
-"""A grouped product of MXFP8 codes in one launch, on GPUs whose tensor cores read the exponents."""
+"""A grouped product of MXFP8 or NVFP4 codes in one launch, on GPUs whose tensor cores read the block scales."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from ....common.formats import EXPONENT_PRODUCTS, EXPONENTS
+from ....common.formats import SWIZZLED_NAMES
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
 from .groups import Matrices
-from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
+from .request import GroupedColumns, GroupedGemmRequest, GroupedMatrices, GroupedProduct
 from .triton import on_device
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
-_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
 
 
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
@@ -25,10 +25,18 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return f"it needs a CUDA device, the operands are on {request.device.type}"
     if (reason := launch.missing()) is not None:
         return reason
-    if not (request.a_format == request.b_format == EXPONENTS):
-        return f"it takes two {EXPONENTS.name} operands"
+    a, b = request.a_format, request.b_format
+    if (
+        a is None
+        or b is None
+        or not (a.swizzled and b.swizzled)
+        or a.block_products != b.block_products
+        or b.row_scaled
+    ):
+        return f"it takes two operands of {SWIZZLED_NAMES}, the right one without scales per row"
+    assert a.block_products is not None
     hardware = current_hardware()
-    if (reason := hardware.lacks(EXPONENT_PRODUCTS)) is not None:
+    if (reason := hardware.lacks(a.block_products)) is not None:
         return reason
     if optional.release("triton") < hardware.scaled_dot:
         least = ".".join(map(str, hardware.scaled_dot))
@@ -47,8 +55,12 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
 def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     from ....common.kernels import grouped_scaled as kernels  # it imports triton
 
+    a, b = request.a_format, request.b_format
+    assert a is not None and b is not None
+    factor = None if a.unit_amax is None or b.unit_amax is None else 1.0 / (a.unit_amax * b.unit_amax)
     elements = _ELEMENTS[request.a_element], _ELEMENTS[request.b_element]
-    shape = request.rows, request.n, request.k, request.groups, elements
+    scales = kernels.BlockScales(elements, a.length, factor, a.row_scaled)
+    shape = request.rows, request.n, request.k, request.groups, scales
     if request.along == "columns":
         record, start = kernels.product_of_rows(*shape), _rows
     else:
@@ -60,15 +72,16 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     a, b = product.a, product.b
     assert isinstance(b, GroupedMatrices) and isinstance(product.out, Tensor)
-    inputs = (a.codes, b.codes, product.groups.layout, a.scale, b.scale, product.bias)
+    inputs = (a.codes, b.codes, product.groups.layout, a.scale, b.scale, a.amax, b.amax, product.bias)
     launch.start(record, (*inputs, product.out), device)
 
 
 def _columns(record: launch.Launch, product: GroupedProduct, device: int) -> None:
     a, b, out = product.a, product.b, product.out
+    assert isinstance(a, GroupedColumns) and isinstance(b, GroupedColumns)
     table = None if isinstance(out, Tensor) else Matrices.of(out).table
     first = out if isinstance(out, Tensor) else out[0]
-    inputs = (a.codes, b.codes, a.scale, b.scale, product.groups.layout, table)
+    inputs = (a.codes, b.codes, a.scale, b.scale, a.amax, b.amax, product.groups.layout, table)
     launch.start(record, (*inputs, first), device)
 
 

@@ -12,6 +12,7 @@ from ...runtime.launching import run
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec, quantize
 from . import reference, triton
+from .separate import quantize_matrices_separately, quantize_rows_separately
 from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "GroupedQuantized",
     "ScaleSlots",
     "quantize_matrices",
+    "quantize_matrices_separately",
     "quantize_rows",
+    "quantize_rows_separately",
     "row_sums",
 ]
 

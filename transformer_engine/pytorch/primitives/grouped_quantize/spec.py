@@ -38,13 +38,15 @@ class GroupedQuantized(NamedTuple):
 
     For groups of rows [total, K], the layouts are those of `GroupedRows` and `GroupedColumns` of `grouped_gemm`. For
     matrices [M, K], codes are [groups, M, K], codes_t [groups, K, M] and scales [groups, 4] or [groups, blocks,
-    blocks].
+    blocks]. amax and amax_t are the maxima [groups] of formats with two levels of scales.
     """
 
     codes: Tensor | None
     scale: Tensor | None
     codes_t: Tensor | None
     scale_t: Tensor | None
+    amax: Tensor | None = None
+    amax_t: Tensor | None = None
 
 
 class GroupedQuantizeRequest(NamedTuple):

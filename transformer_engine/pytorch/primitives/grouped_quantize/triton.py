@@ -85,7 +85,7 @@ def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
     record = blocks(request.shape, request.groups, *steps)
 
     def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        run_into(record, (*inputs, *made), inputs[0].device)
+        run_into(record, (*inputs, *made[:4]), inputs[0].device)
 
     return quantize
 
@@ -97,7 +97,7 @@ def _by_exponents(request: GroupedQuantizeRequest) -> Callable[..., None]:
     record = matrices(spec, request.shape, request.groups)
 
     def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        run_into(record, (*inputs[:2], *made), inputs[0].device)
+        run_into(record, (*inputs[:2], *made[:4]), inputs[0].device)
 
     return quantize
 

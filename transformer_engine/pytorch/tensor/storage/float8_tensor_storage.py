@@ -30,6 +30,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         quantizer: Quantizer that writes into this storage; None for read-only storages.
         fake_dtype: Nominal dtype.
         dtype: Another name of fake_dtype.
+        transpose_invalid: The transpose is out of date and is dropped.
     """
 
     TENSORS = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
@@ -52,9 +53,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
         *,
         fake_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
+        transpose_invalid: bool | None = None,
     ):
         self._data = data
-        self._transpose = data_transpose
+        self._transpose = None if transpose_invalid else data_transpose
         self._scale_inv = fp8_scale_inv
         self._fp8_dtype = fp8_dtype if type(fp8_dtype) is DType else float8_number(fp8_dtype)
         self._quantizer = quantizer

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....common.formats import MXFP8
 from ...constants import DType
+from ...primitives.operand import ROWS, Operand
 from ...primitives.scale_order import compact
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage
@@ -63,3 +64,17 @@ class MXFP8TensorStorage(BlockScaledStorage):
     @property
     def transposable(self) -> bool:
         return self._square_tiles
+
+    def contract(self, axis: str) -> Operand:
+        scale = self._columnwise_scale_inv
+        if axis == ROWS and scale is not None and scale.dim() > 2:
+            raise RuntimeError(
+                f"column-wise scales {list(scale.shape)} of an MXFP8 tensor {list(self.shape)} have blocks along its "
+                "first axis, which no product contracts; dequantize() the tensor and quantize the values again"
+            )
+        return super().contract(axis)
+
+    def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
+        # The scales of queries [s, b, h, d] are [s, b, h, d / 32].
+        matrix = scale if scale.dim() == 2 else scale.reshape(-1, scale.shape[-1])
+        return super()._unpadded(matrix, rows, columns)

@@ -18,6 +18,7 @@ from ...constants import DType
 from ...primitives.operand import COLS
 from ...primitives.quantize import Quantized, hadamard_transform
 from ...primitives.scale_order import compact
+from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage, padded
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 
@@ -39,7 +40,8 @@ class NVFP4TensorStorage(BlockScaledStorage):
         nvfp4_e4m3_max: Largest block scale, 448 or 256.
         square_tiles: 16 x 16 values share a scale, so each direction is the transpose of the other.
         transform_signs: Column-wise codes are Hadamard transformed, with (True) or without (False) random signs.
-        dtype: Nominal dtype.
+        fake_dtype: Nominal dtype.
+        dtype: Another name of fake_dtype.
 
     The other arguments are those of `Float8BlockwiseQTensorStorage`.
     """
@@ -74,13 +76,14 @@ class NVFP4TensorStorage(BlockScaledStorage):
         fp4_dtype: DType = DType.kFloat4E2M1, quantizer: Writer | None = None,
         with_gemm_swizzled_scales: bool = False, row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False,
         nvfp4_e4m3_max: int = 448, *, square_tiles: bool = False, transform_signs: bool | None = None,
-        dtype: torch.dtype = torch.float32,
+        fake_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if with_gemm_swizzled_scales:
             scales = (rowwise_scale_inv, columnwise_scale_inv)
             rowwise_scale_inv, columnwise_scale_inv = (x if x is None else compact(x) for x in scales)
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
-        self._hold(rowwise, columnwise, fp4_dtype, quantizer, dtype)
+        nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
+        self._hold(rowwise, columnwise, fp4_dtype, quantizer, nominal)
         self._amax_rowwise = amax_rowwise
         self._amax_columnwise = amax_columnwise
         self._square_tiles = square_tiles

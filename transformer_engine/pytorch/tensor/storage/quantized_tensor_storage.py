@@ -167,13 +167,17 @@ class QuantizedTensorStorage:
         """Return the same codes with another shape; None if scales or directions do not allow it."""
         raise NotImplementedError
 
-    def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
+    def view(self, shape: int | Sequence[int], *extents: int) -> QuantizedTensorStorage:
         """Return the same codes with another shape, in which one extent may be -1.
+
+        Args:
+            shape: The shape, or its first extent.
+            extents: The other extents.
 
         Raises:
             RuntimeError: Scales or directions do not allow the shape.
         """
-        extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
+        extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
         whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
         seen = self.viewed(whole)
         if seen is None:

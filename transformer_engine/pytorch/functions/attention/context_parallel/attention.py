@@ -44,7 +44,7 @@ class ContextParallelAttention:
         """Name of the backend."""
         return self.inner.name
 
-    @in_eager_mode
+    @in_eager_mode("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups

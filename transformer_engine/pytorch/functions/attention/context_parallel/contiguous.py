@@ -75,7 +75,7 @@ class ContiguousAttention:
     inner: Bound
     name: str
 
-    @in_eager_mode
+    @in_eager_mode("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [t, h * d_v] of the rank's piece, differentiable in q, k, v and sink."""
         tokens, groups = inputs.q.shape[0], self.groups

@@ -62,7 +62,7 @@ class FP8ContextAttention:
         """Return the attention with other quantizers."""
         return replace(self, fp8=self.fp8.with_quantizers(quantizers))
 
-    @in_eager_mode
+    @in_eager_mode("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups

@@ -1,0 +1,113 @@
+"""Module paths of the original in JAX: settings of expert parallelism, padded scales, and names of other modules."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine.jax import cpp_extensions, ep, permutation, router
+from transformer_engine.jax.cpp_extensions import ep as ep_extension
+from transformer_engine.jax.cpp_extensions import flex_attention
+from transformer_engine.jax.cpp_extensions import router as router_extension
+from transformer_engine.jax.debug.experimental import inspect, inspect_array
+from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, ScalingMode, dequantizer
+from transformer_engine.jax.quantize.helper import apply_padding_to_scale_inv, remove_padding_from_scale_inv
+from transformer_engine.jax.triton_extensions import permutation as triton_permutation
+from transformer_engine.jax.triton_extensions import utils
+
+gemm = importlib.import_module(
+    "transformer_engine.jax.cpp_extensions.gemm"
+)  # the package has a function gemm
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    ep.ep_finalize()
+
+
+def test_a_placement_is_set_read_and_reset():
+    with pytest.raises(RuntimeError, match="call ep_bootstrap or set_ep_config first"):
+        ep_extension.get_ep_config()
+    config = ep_extension.EpConfig(8, 2)
+    ep_extension.set_ep_config(config)
+    assert ep_extension.get_ep_config() is config and ep.bootstrapped_capacity() is None
+    layer = ep_extension.EpLayerConfig(top_k=2)
+    assert layer.dispatch_output_per_expert_alignment == 0
+    with pytest.raises(RuntimeError, match="largest number of tokens is unknown"):
+        ep_extension.ep_handle_mem_size(layer)
+    with pytest.raises(RuntimeError, match="ep_finalize first"):
+        ep.ep_bootstrap(2, 0, 8, 16, 64, 32)
+    ep_extension.reset_ep_config()
+    assert ep.ep_bootstrap(2, 0, 8, 16, 64, 32) == ep_extension.get_ep_config() == config
+    assert ep_extension.ep_handle_mem_size(layer) > 0
+
+
+@pytest.mark.parametrize("mode", [ScalingMode.MXFP8_1D_SCALING, ScalingMode.NVFP4_1D_SCALING])
+@pytest.mark.parametrize(("shape", "axis"), [((160, 96), -1), ((4, 32, 64), -1), ((64, 2, 32), -2)])
+def test_padding_of_scales_is_removed_again(mode, shape, axis):
+    dtype = jnp.float8_e4m3fn if mode is ScalingMode.MXFP8_1D_SCALING else jnp.float4_e2m1fn
+    quantizer = QuantizerFactory.create(
+        n_quantizers=1, scaling_mode=mode, q_dtype=dtype, q_layout=QuantizeLayout.ROWWISE_COLWISE
+    )
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    both = quantizer.quantize(x, flatten_axis=axis)
+    for tensor, columns in ((both.rowwise_tensor, False), (both.colwise_tensor, True)):
+        scale = tensor.scale_inv
+        padded = apply_padding_to_scale_inv(scale, mode, shape, columns, axis)
+        last = columns and not mode.is_colwise_transposed
+        rows, blocks = padded.shape[::-1] if last else padded.shape
+        assert rows % 128 == 0 and blocks % 4 == 0 and padded.dtype == scale.dtype
+        back = remove_padding_from_scale_inv(padded, mode, shape, columns, axis)
+        np.testing.assert_array_equal(np.asarray(back), np.asarray(scale))
+        bits = np.asarray(padded.view(jnp.uint8))
+        assert not bits[scale.shape[0] :].any() and not bits[:, scale.shape[1] :].any()
+        with pytest.raises(ValueError, match="pass at least"):
+            remove_padding_from_scale_inv(scale[:1, :1], mode, shape, columns, axis)
+    one = jnp.ones(1)
+    assert apply_padding_to_scale_inv(one, ScalingMode.CURRENT_TENSOR_SCALING, shape) is one
+    with pytest.raises(ValueError, match="without padding"):
+        apply_padding_to_scale_inv(jnp.ones((math.prod(shape), 1)), mode, shape)
+
+
+def test_axes_of_transposed_data_follow_the_matrix():
+    for shape, axis in (((2, 3, 4, 5), -1), ((2, 3, 4, 5), 2), ((6, 7), 1)):
+        split = axis % len(shape)
+        transposed = (*shape[split:], *shape[:split])
+        places = gemm.transpose_dims(len(shape), range(len(shape)), axis)
+        assert tuple(transposed[place] for place in places) == shape
+    assert gemm.transpose_dims(3, -1) == (0,)
+    with pytest.raises(ValueError, match="has no axis 3"):
+        gemm.transpose_dims(3, 3)
+
+
+@pytest.mark.parametrize("layout", [QuantizeLayout.ROWWISE, QuantizeLayout.ROWWISE_COLWISE])
+def test_values_of_quantized_tensors_are_those_of_their_method(layout):
+    quantizer = QuantizerFactory.create(
+        n_quantizers=1, scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn, q_layout=layout
+    )
+    x = jax.random.normal(jax.random.key(0), (64, 96), jnp.bfloat16)
+    tensor = quantizer.quantize(x)
+    values = dequantizer.dequantize(tensor)
+    np.testing.assert_array_equal(np.asarray(values), np.asarray(tensor.dequantize()))
+    np.testing.assert_allclose(
+        np.asarray(values, np.float32), np.asarray(x, np.float32), rtol=0.07, atol=0.02
+    )
+    with pytest.raises(TypeError, match="is an array; pass a quantized tensor"):
+        dequantizer.dequantize(x)
+
+
+def test_paths_have_the_names_of_other_modules():
+    assert inspect.inspect_array is inspect_array
+    assert router_extension.fused_moe_aux_loss is router.fused_moe_aux_loss
+    assert flex_attention.fused_attn_fwd is cpp_extensions.fused_attn_fwd
+    assert triton_permutation.token_dispatch is permutation.token_dispatch
+    assert ep_extension.ep_dispatch is ep.ep_dispatch
+    assert utils.kernels_unsupported_reason() is None or isinstance(utils.kernels_unsupported_reason(), str)
+    with pytest.raises(ImportError, match=r"call the functions of transformer_engine\.jax\.ep"):
+        from transformer_engine.jax.cpp_extensions.ep import ep_dispatch_bwd  # noqa: F401

@@ -1,0 +1,242 @@
+"""Print a digest of results and gradients per random chain of operations, to compare two versions of the executor.
+
+    python tests/ops/chain_digests.py FIRST LAST > digests     # in each version, then: diff
+
+A chain is a function of its number: operations, recipe, dtypes, frozen members, dimensions, layouts of gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import transformer_engine.pytorch as te
+from tests.support.chains import GATED, RECIPES
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.quantization import emulate
+
+ROWS, WIDTH = 32, 64
+PLAIN = (ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU)
+HALVING = tuple(GATED)
+
+
+class Described:
+    """A chain in the making: its operations, the width of the last one, and the shapes of extra inputs."""
+
+    def __init__(self, number: int) -> None:
+        self.draw = random.Random(number)
+        draw = self.draw
+        self.recipe = draw.choice(sorted(RECIPES))
+        self.dtype = draw.choice((torch.float32, torch.float32, torch.bfloat16))
+        self.leading = draw.choice(((), (ROWS,), (ROWS,), (ROWS,), (4, 8), (4, 8), (2, 4, 4)))
+        self.rows = ROWS if self.leading else 1
+        self.width = WIDTH
+        self.ops: list[Any] = []
+        self.extra: list[Callable[[], Any]] = []
+        self.channels: list[tuple[str, tuple[int, ...]]] = []
+
+    def place(self) -> dict[str, Any]:
+        dtype = self.dtype if self.draw.random() < 0.85 else torch.bfloat16
+        return {"device": "cpu", "dtype": dtype}
+
+    def add(self) -> None:
+        draw, width = self.draw, self.width
+        kind = draw.choice(
+            (
+                "linear", "linear", "linear", "basic", "basic", "bias", "bias", "activation", "activation", "gated",
+                "norm", "norm", "l2", "scale", "identity", "reshape", "add", "add", "make", "make", "quantize",
+                "scaled", "dropout", "grouped", "collective", "situ",
+            )
+        )  # fmt: skip
+        out = draw.choice((32, 64, 128))
+        if kind in ("linear", "basic"):
+            bias = {"bias": draw.random() < 0.7} if kind == "linear" else {}
+            self.ops.append((ops.Linear if bias else ops.BasicLinear)(width, out, **bias, **self.place()))
+            self.width = out
+        elif kind == "bias":
+            self.ops.append(ops.Bias(width, **self.place()))
+            torch.nn.init.normal_(self.ops[-1].bias)
+        elif kind == "activation":
+            self.ops.append(draw.choice(PLAIN)(cache_quantized_input=draw.random() < 0.2))
+        elif kind in ("gated", "scaled", "situ"):
+            self.gated(kind)
+        elif kind == "norm":
+            shape = (width,)
+            if len(self.leading) > 1 and draw.random() < 0.2:
+                shape = (self.leading[-1], width)
+            zero_centered = draw.random() < 0.3
+            self.ops.append(
+                draw.choice((ops.LayerNorm, ops.RMSNorm))(
+                    shape, zero_centered_gamma=zero_centered, **self.place()
+                )
+            )
+        elif kind == "l2":
+            self.ops.append(ops.L2Normalization())
+        elif kind == "scale":
+            self.ops.append(ops.ConstantScale(draw.choice((0.5, 1.25))))
+        elif kind == "identity":
+            self.ops.append(ops.Identity())
+        elif kind == "dropout":
+            self.ops.append(ops.Dropout(draw.choice((0.0, 0.25))))
+        elif kind == "reshape" and self.leading:
+            self.leading = draw.choice(((ROWS,), (8, 4), (2, 16)))
+            self.ops.append(ops.Reshape((*self.leading, width)))
+        elif kind == "add":
+            self.add_extra()
+        elif kind == "make":
+            self.ops.append(ops.MakeExtraOutput(in_place=draw.random() < 0.5))
+            if draw.random() < 0.25:
+                name = f"channel{len(self.ops)}"
+                self.ops[-1].set_extra_output_channel(0, name, output_to_caller=draw.random() < 0.5)
+                self.channels.append((name, (*self.leading, width)))
+        elif kind == "quantize":
+            self.ops.append(ops.Quantize(draw.random() < 0.7, draw.random() < 0.5))
+        elif kind == "collective":
+            self.ops.append(draw.choice((ops.AllReduce, ops.AllGather, ops.ReduceScatter))())
+        elif kind == "grouped" and self.leading:
+            self.grouped(out)
+
+    def gated(self, kind: str) -> None:
+        draw, width = self.draw, self.width
+        shape = self.leading
+        if kind == "situ":
+            made: Any = ops.SiTUGLU() if draw.random() < 0.5 else ops.ClampedSwiGLU()
+        elif kind == "gated":
+            made = draw.choice((ops.GEGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU))(
+                cache_quantized_input=draw.random() < 0.15
+            )
+            if isinstance(made, ops.SwiGLU) and draw.random() < 0.4:
+                made = ops.SwiGLU(glu_interleave_size=8)
+        else:
+            made = draw.choice(
+                (ops.ScaledSReLU, ops.ScaledSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSiTUGLU)
+            )()
+            self.extra.append(lambda: torch.rand(shape, dtype=draw.choice((torch.float32, self.dtype))))
+        if type(made) in GATED:
+            if width < 32:
+                if kind == "scaled":
+                    self.extra.pop()
+                return
+            self.width = width // 2
+        self.ops.append(made)
+
+    def add_extra(self) -> None:
+        draw, shape = self.draw, (*self.leading, self.width)
+        self.ops.append(ops.AddExtraInput(in_place=draw.random() < 0.5))
+        readable = [name for name, extents in self.channels if extents == shape]
+        if readable and draw.random() < 0.7:
+            self.ops[-1].set_extra_input_channel(0, draw.choice(readable))
+        else:
+            self.extra.append(lambda: torch.randn(shape).to(self.dtype))
+
+    def grouped(self, out: int) -> None:
+        draw, groups, rows = self.draw, 2, self.rows
+        options: dict[str, Any] = {"bias": draw.random() < 0.6, "scale_bias": False}
+        if options["bias"]:
+            options["scale_bias"] = draw.random() < 0.4
+        options["single_grouped_weight"] = draw.random() < 0.2
+        self.ops.append(ops.GroupedLinear(groups, self.width, out, **options, **self.place()))
+        self.width = out
+        first = draw.choice((0, 8, 16, 32)) if rows >= 32 else rows
+        self.extra.append(lambda: torch.tensor([first, rows - first]))
+        if options["scale_bias"]:
+            leading = self.leading
+            self.extra.append(lambda: torch.rand(leading))
+
+
+def digest(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {str(value)[:60]}"
+    if (
+        hasattr(value, "dequantize")
+        and type(value) is not Tensor
+        and not isinstance(value, torch.nn.Parameter)
+    ):
+        value = value.dequantize()
+    data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{str(value.dtype)[6:]}{list(value.shape)}{hashlib.sha1(data).hexdigest()[:10]}"
+
+
+def laid_out(grad: Tensor, draw: random.Random) -> Tensor:
+    """The gradient with other strides, expanded, or as it is."""
+    way = draw.random()
+    if way < 0.25:
+        wide = torch.empty(*grad.shape[:-1], 2 * grad.shape[-1], dtype=grad.dtype)[..., ::2]
+        return wide.copy_(grad)
+    if way < 0.4 and grad.dim() > 1:
+        return grad.transpose(0, -1).contiguous().transpose(0, -1)
+    if way < 0.55:
+        return grad.flatten()[:1].reshape((1,) * grad.dim()).expand(grad.shape)
+    return grad
+
+
+def run(number: int) -> list[str]:
+    torch.manual_seed(number)
+    made = Described(number)
+    draw, recipe = made.draw, RECIPES[made.recipe]
+    for _ in range(draw.randint(1, 7)):
+        made.add()
+    if not made.ops:
+        return []
+    names = [type(op).__name__ for op in made.ops]
+    chain = ops.Sequential(*made.ops)
+    chain.train(draw.random() < 0.8)
+    for parameter in chain.parameters():
+        parameter.requires_grad_(draw.random() < 0.8)
+    x = torch.randn(*(made.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(made.dtype)
+    # A reshape has chosen the dimensions of later operations; the first ones take a matrix.
+    found = [f"{number} {made.recipe} {str(made.dtype)[6:]} {names}"]
+    needs, grads, narrow = draw.random() < 0.8, draw.random() < 0.9, draw.random() < 0.1
+    te.fp8.FP8GlobalStateManager.reset()
+    for _ in range(2 if made.recipe == "delayed" else 1):
+        extra = [make() for make in made.extra]
+        of_extra = draw.random() < 0.6
+        leaves = [
+            tensor.requires_grad_(of_extra) if tensor.is_floating_point() else tensor for tensor in extra
+        ]
+        leaf = x.clone().requires_grad_(needs)
+        results: list[Any] = []
+        try:
+            with (
+                torch.set_grad_enabled(grads),
+                torch.autocast("cpu", torch.bfloat16, enabled=narrow),
+                te.autocast(enabled=recipe is not None, recipe=recipe),
+            ):
+                given = [t * 1 if t.is_floating_point() and draw.random() < 0.5 else t for t in leaves]
+                outputs = chain(leaf * 1 if draw.random() < 0.5 else leaf, *given)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            results += outputs
+            reached = [y for y in outputs if y.requires_grad and (y is outputs[0] or draw.random() < 0.7)]
+            if reached:
+                weights = [laid_out(torch.randn(y.shape).to(y.dtype), draw) for y in reached]
+                torch.autograd.backward(reached, weights)
+                results += [leaf.grad, *[t.grad for t in leaves], *[p.grad for p in chain.parameters()]]
+        except Exception as error:  # the message is compared
+            results.append(error)
+        for parameter in chain.parameters():
+            parameter.grad = None
+        found += [digest(result) for result in results]
+    return found
+
+
+def main(first: int, last: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with emulate():
+        for number in range(first, last):
+            print(" ".join(run(number)), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,8 @@
+"""Attention with a function of the scores under the original's path."""
+
+from ...common import absent
+from .attention import ScoreModConfig, fused_attn_bwd, fused_attn_fwd, make_fused_attn_score_mod_config
+
+__all__ = ["ScoreModConfig", "fused_attn_bwd", "fused_attn_fwd", "make_fused_attn_score_mod_config"]
+
+__getattr__ = absent.getter(__name__)

@@ -1,0 +1,8 @@
+"""Routing of tokens to experts under the original's path; XLA compiles it."""
+
+from ...common import absent
+from ..router import RoutingMapFormat, ScoreFunction, fused_moe_aux_loss, fused_topk_with_score_function
+
+__all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
+
+__getattr__ = absent.getter(__name__)

@@ -1,0 +1,13 @@
+"""The permutation of tokens by expert under the original's path."""
+
+from ...common import absent
+from ..permutation import (
+    routing_map_to_selected_experts,
+    sort_chunks_by_index,
+    token_combine,
+    token_dispatch,
+)
+
+__all__ = ["routing_map_to_selected_experts", "sort_chunks_by_index", "token_combine", "token_dispatch"]
+
+__getattr__ = absent.getter(__name__)

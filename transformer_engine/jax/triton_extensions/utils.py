@@ -1,0 +1,9 @@
+"""Triton kernels as primitives of JAX under the original's path: `call(kernel, *arrays)`."""
+
+from ...common import absent
+from ..primitives.kernels import Kernel, call
+from ..primitives.launching import kernels_unsupported_reason
+
+__all__ = ["Kernel", "call", "kernels_unsupported_reason"]
+
+__getattr__ = absent.getter(__name__)

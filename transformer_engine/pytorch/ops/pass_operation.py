@@ -1,0 +1,194 @@
+"""PassOperation and PassFusedOperation: operations of this package, whose passes neighbors fuse with."""
+
+from __future__ import annotations
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.device import canonical_device
+from ..tensor.quantizer import Quantizer
+from .chain import run_backward, run_forward
+from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .passes.contract import InputFacts, OperationCall, OperationPasses
+
+
+class PassOperation(BasicOperation, metaclass=ABCMeta):
+    """A basic operation whose forward and backward functions are an `OperationPasses`.
+
+    A derived class implements `passes`. A user's class that overrides `op_forward` or `fuser_forward` runs by these
+    methods instead, without fusion.
+
+    Attributes:
+        parameter_names: Names of the parameters that the passes read.
+        option_names: Keyword arguments of a call that the operation accepts.
+    """
+
+    parameter_names: tuple[str, ...] = ()
+    option_names: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
+        """The forward and the backward function of one kind of call.
+
+        Args:
+            x: Facts of the input.
+            call: Facts of the call.
+
+        Returns:
+            The passes, and the facts of the output.
+        """
+
+    def pass_parameters(self) -> dict[str, Tensor]:
+        """The parameters that the passes read, by name."""
+        parameters = {name: getattr(self, name) for name in self.parameter_names}
+        return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+
+    def own_tensors(self) -> list[Tensor]:
+        tensors = [getattr(self, name) for name in self.parameter_names]
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def required_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that the operation requires."""
+        return self.parameter_names
+
+    def pre_first_fuser_forward(self) -> None:
+        if any(tensor.is_meta for tensor in self.own_tensors()):
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Allocate parameters on the meta device and fill all parameters with initial values."""
+
+    def allocate_parameters(self) -> None:
+        """Replace parameters on the meta device by uninitialized ones on the default device."""
+        for name in self.parameter_names:
+            parameter = getattr(self, name)
+            if parameter is not None and parameter.is_meta:
+                values = torch.empty_like(parameter, device=canonical_device("cuda"))
+                allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+                vars(allocated).update(vars(parameter))
+                self.register_parameter(name, allocated)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        _without_extra_tensors(self, "op_forward", "fuser_forward")
+        return run_forward([self], [ctx], input_, [()], [kwargs])[0]
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        _without_extra_tensors(self, "op_backward", "fuser_backward")
+        grad_input, parameters, _ = run_backward([ctx], grad_output, [()])
+        return grad_input, parameters[0]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
+        if type(self).op_forward is not PassOperation.op_forward:
+            return super().fuser_forward(
+                basic_op_ctxs,
+                input_,
+                basic_op_extra_inputs=basic_op_extra_inputs,
+                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+                next_op_input_quantizer=next_op_input_quantizer,
+                basic_op_kwargs=basic_op_kwargs,
+            )
+        return run_forward([self], basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
+        if type(self).op_backward is not PassOperation.op_backward:
+            return super().fuser_backward(
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+            )
+        return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+def _without_extra_tensors(op: BasicOperation, method: str, instead: str) -> None:
+    if op.num_extra_inputs or op.num_extra_outputs:
+        raise RuntimeError(
+            f"{type(op).__name__}.{method} cannot pass {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} "
+            f"extra outputs; call {instead}"
+        )
+
+
+def check_parameters(ops: Iterable[BasicOperation]) -> None:
+    """Raise RuntimeError if a required parameter of an operation is None."""
+    for op in ops:
+        for name in op.required_parameters() if isinstance(op, PassOperation) else ():
+            if getattr(op, name) is None:
+                raise RuntimeError(
+                    f"{type(op).__name__}.{name} is None; assign a torch.nn.Parameter, or construct the layer "
+                    "without it"
+                )
+
+
+class PassFusedOperation(FusedOperation):
+    """A fused operation of operations of this package; `chain.py` finds out what kernels compute together."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
+        ops = self.basic_operations()
+        return run_forward(ops, basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
+        return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+def has_forward_pass(op: FusibleOperation) -> bool:
+    """Whether the forward pass of an operation is an `OperationPasses`."""
+    if isinstance(op, PassFusedOperation):
+        own = type(op).fuser_forward is PassFusedOperation.fuser_forward
+        return own and all(has_forward_pass(member) for member in op.basic_operations())
+    if not isinstance(op, PassOperation):
+        return False
+    kind = type(op)
+    return kind.op_forward is PassOperation.op_forward and kind.fuser_forward is PassOperation.fuser_forward
+
+
+def has_backward_pass(op: FusibleOperation) -> bool:
+    """Whether the backward pass of an operation is an `OperationPasses`."""
+    if isinstance(op, PassFusedOperation):
+        own = type(op).fuser_backward is PassFusedOperation.fuser_backward
+        return own and all(has_backward_pass(member) for member in op.basic_operations())
+    if not isinstance(op, PassOperation):
+        return False
+    kind = type(op)
+    return (
+        kind.op_backward is PassOperation.op_backward and kind.fuser_backward is PassOperation.fuser_backward
+    )

@@ -1,0 +1,278 @@
+"""The passes of a grouped linear layer in a chain, and its calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.kernels import launch
+from ...distributed.recompute import is_fp8_activation_recompute_enabled
+from ...functions.caller_buffers import check_buffers, handed_out
+from ...functions.grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
+from ...functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
+from ...functions.grouped_products import converted_weights
+from ...functions.grouped_request import (
+    IRREGULAR,
+    RECOMPUTATION,
+    UNASSIGNED_ROWS,
+    UNFIT_ROWS,
+    are_regular,
+    runs_together,
+)
+from ...functions.linear_spec import LinearSpec
+from ...functions.weight_gradient import WeightGradient
+from ...primitives.grouped_gemm import groups_of
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Given,
+    InputFacts,
+    Leading,
+    OperationPasses,
+    ReaderCast,
+    Value,
+)
+from .linear import fitting
+
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+OUTPUT_BUFFER_KEY = "output"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedKind:
+    """A kind of call of a grouped linear layer, which is everything but the number of rows of each group.
+
+    Attributes:
+        spec: The settings.
+        total: Number of rows of the input.
+        device: Device of the input.
+        weights: Function that returns the parameters that are weights.
+    """
+
+    spec: GroupedSpec
+    total: int
+    device: torch.device
+    weights: Callable[[], Sequence[Tensor]]
+
+    def call(self, sizes: Tensor) -> GroupedCall:
+        """Return the call with these numbers of rows; they stay on a GPU if one launch serves all groups.
+
+        Args:
+            sizes: Number of rows of each group, integers.
+
+        Raises:
+            ValueError: Numbers of rows on the host are negative, or more than the input has.
+        """
+        spec = self.spec
+        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
+        if on_gpus and self._runs_together(sizes, ()):
+            layout = groups_of(sizes.reshape(-1), self.total, self.device)
+            return GroupedCall(spec, spec.groups, (), layout, clears=True)
+        rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
+        if min(rows) < 0 or sum(rows) > self.total:
+            raise ValueError(
+                f"split sizes {list(rows)} do not fit an input of {self.total} rows; give sizes >= 0 whose sum is at "
+                "most that"
+            )
+        unassigned = self.total - sum(rows)
+        separate = not on_gpus or not spec.quantizers.fit(sizes)  # else the numbers have stayed on the GPU
+        if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
+            return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
+        return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
+
+    def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:
+        """Return whether all groups of a call with these features are computed in one launch per step."""
+        spec = self.spec
+        if spec.request is None:  # a compiler is tracing
+            return False
+        if spec.together:
+            if spec.quantizers.input is not None and is_fp8_activation_recompute_enabled():
+                features += (RECOMPUTATION,)
+            if not are_regular(self.weights()):
+                features += (IRREGULAR,)
+            if not spec.quantizers.fit(splits):
+                features += (UNFIT_ROWS,)
+        return runs_together(spec.request, spec.together, features, self.total > 0)
+
+    def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
+        """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+        groups, (n, k) = list(self.spec.groups), self.spec.extents
+        for i, unquantized in enumerate(self.spec.unquantized):
+            group = groups[i]
+            quantizers = (group.input, group.weight, group.grad_output)
+            if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
+                groups[i] = unquantized
+        return tuple(groups)
+
+
+@dataclass(frozen=True)
+class GroupedParameters:
+    """The parameters of a grouped linear layer.
+
+    Attributes:
+        names: Their names in order: weight0, bias0, weight1, .., or stacks.
+        stacked_weight: All weights are one parameter.
+        stacked_bias: All biases are one parameter.
+        dtypes: Dtypes of weights and biases.
+    """
+
+    names: tuple[str, ...]
+    stacked_weight: bool
+    stacked_bias: bool
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+    def of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
+        """The weights or biases: one stack, or a list of one per group."""
+        members = [p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)]
+        return members[0] if (self.stacked_weight if kind == "weight" else self.stacked_bias) else members
+
+    def gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
+        """The gradients in the order of the parameters; an absent kind is None."""
+        made = {"weight": of_weights, "bias": of_biases}
+        lists = {kind: iter(grads) for kind, grads in made.items() if isinstance(grads, list)}
+        kinds = ["weight" if name.startswith("weight") else "bias" for name in self.names]
+        return tuple([next(lists[kind]) if kind in lists else made[kind] for kind in kinds])
+
+
+class GroupedPasses(OperationPasses):
+    """A grouped linear layer by the functions of `functions/grouped_linear.py`.
+
+    Args:
+        kind: The kind of call.
+        parameters: The parameters.
+        x_dtype: Dtype of the input, which is converted to the dtype of the products.
+        bias_dtype: Dtype of the biases; None without biases.
+        scale_bias: Biases are multiplied by a scale per row, the second extra input.
+        grad_bias: Gradients of the biases are needed.
+        buffers: Buffers of the caller for the output and for the gradient of the input.
+    """
+
+    listed = False
+
+    def __init__(
+        self,
+        kind: GroupedKind,
+        parameters: GroupedParameters,
+        x_dtype: torch.dtype,
+        bias_dtype: torch.dtype | None,
+        scale_bias: bool,
+        grad_bias: bool,
+        buffers: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        self.kind, self.parameters, self.buffers = kind, parameters, buffers
+        dtype = kind.spec.groups[0].dtype
+        self.converts_to = None if x_dtype == dtype else dtype
+        self.gradient_dtype = None if x_dtype == dtype else x_dtype
+        self.has_bias, self.converts_bias = bias_dtype is not None, bias_dtype not in (None, dtype)
+        self.scale_bias, self.grad_bias = scale_bias and self.has_bias, grad_bias
+        self.call: GroupedCall | None = None
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.kind.spec.groups
+
+    def bound(self, extra: Sequence[Tensor]) -> GroupedPasses:
+        """The passes of a call with the numbers of rows in the first extra input."""
+        return self.with_call(self.kind.call(extra[0]))
+
+    def with_call(self, call: GroupedCall) -> GroupedPasses:
+        """The passes of a call."""
+        made = copy.copy(self)
+        made.call = call
+        return made
+
+    def fused_forward(
+        self, x: Value, given: Given, request: ReaderCast | None = None, multiplies: bool = True
+    ) -> ForwardResult:
+        """Compute the products; without `multiplies` only the saved values, for recomputation."""
+        call = self.call
+        assert call is not None
+        x = x.converted(self.converts_to).matrix()
+        weights = self.parameters.of_kind("weight", given.parameters)
+        biases = added = None
+        if self.has_bias:
+            biases = self.parameters.of_kind("bias", given.parameters)
+            added = converted_weights(biases, call) if self.converts_bias else biases
+        tensors = (x.data, weights, None if self.scale_bias else added)
+        (y,), saved = grouped_linear_forward(tensors, call, call.spec.needs_grad, multiplies=multiplies)
+        if self.scale_bias:
+            scales = given.extra[1].reshape(-1, 1)
+            saved = [*saved, scales, biases, tuple(given.extra[1].shape)]
+            if multiplies:
+                y = scaled_bias(y, added, scales, call)
+        if self.buffers[0] is not None:
+            self.buffers[0].copy_(y)
+            y = handed_out(self.buffers[0])
+        return ForwardResult(Value(y, x.leading, self.buffers[0] is None), saved)
+
+    def fused_backward(
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+    ) -> BackwardResult:
+        call = self.call
+        assert call is not None
+        dy = Value(operands[0], leading).matrix()
+        extra: tuple[Value | None, ...] = (None,)
+        of_biases = None
+        if self.scale_bias:
+            scales, biases, shape = operands[3:]
+            of_biases, grad_scales = scaled_bias_backward(
+                dy.data, biases, scales, call, self.parameters.dtypes[1]
+            )
+            extra = (None, Value(grad_scales.reshape(shape)))
+        products = [dy.data, *operands[1:3]]
+        operands.clear()
+        leading = dy.leading
+        del dy
+        dx, of_weights, sums = grouped_linear_backward(products, call, (self.parameters.dtypes,))
+        if not self.scale_bias:
+            of_biases = sums
+        elif not self.grad_bias:
+            of_biases = None
+        parameters = self.parameters.gradients(of_weights, of_biases)
+        if dx is None:
+            return BackwardResult(None, parameters, extra)
+        if self.buffers[1] is not None:
+            self.buffers[1].copy_(dx)
+            dx = handed_out(self.buffers[1])
+        return BackwardResult(Value(dx, leading).converted(self.gradient_dtype), parameters, extra)
+
+
+def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Tensor:
+    """y_g + scales_g * bias_g of each group g, in float32."""
+    parts = zip(call.rows_of(y), members_of(biases), call.rows_of(scales), strict=True)
+    return call.joined(
+        [(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]
+    )
+
+
+def scaled_bias_backward(
+    dy: Tensor, biases: Any, scales: Tensor, call: GroupedCall, dtype: torch.dtype
+) -> tuple[Any, Tensor]:
+    """Gradients of the biases [N] in a dtype, and of the scales [M, 1]."""
+    grads: list[Tensor | None] = []
+    grad_scales: list[Tensor] = []
+    for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):
+        wide = part.float()
+        grads.append((wide * rows.float()).sum(0).to(dtype))
+        grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
+    of_biases = stacked_gradient(grads, WeightGradient()) if call.spec.stacked_bias else grads
+    return of_biases, call.joined(grad_scales)
+
+
+def accepted_buffers(
+    x: InputFacts, width: int, options: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check the caller's buffers of the output [.., width] and the input gradient, and return both."""
+    shape = torch.Size((*x.shape[:-1], width))
+    kinds = ((OUTPUT_BUFFER_KEY, shape, dtype), (GRAD_INPUT_BUFFER_KEY, torch.Size(x.shape), x.dtype))
+    found: list[Tensor | None] = []
+    for key, extents, kind in kinds:
+        buffer = options.get(key)
+        if buffer is not None:
+            buffer = check_buffers(key, buffer, extents, torch.empty(0, dtype=kind, device=x.device))
+        found.append(buffer)
+    return found[0], found[1]

@@ -1,0 +1,161 @@
+"""The passes of a linear product y = x @ w.T in a chain, and their spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.recipe import Recipe
+from ...distributed.tensor_parallel import TensorParallel
+from ...functions.linear import linear_backward, linear_forward
+from ...functions.linear_spec import (
+    HIGH_PRECISION,
+    IDENTITY,
+    UNQUANTIZED,
+    LinearSpec,
+    ProductQuantizers,
+    gradient_cast,
+    input_cast,
+    sums_over_ranks,
+)
+from ...functions.linear_spec import linear_spec as build_linear_spec
+from ...functions.precision import runs_quantized
+from ...functions.weight_gradient import WeightGradient
+from ...runtime.warn_once import warn_once
+from ...tensor.quantizer import Calibrating, Quantizer
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Given,
+    Leading,
+    OperationCall,
+    OperationPasses,
+    ReaderCast,
+    Value,
+)
+
+
+class LinearPasses(OperationPasses):
+    """y = x @ weight.T by the functions of `functions/linear.py`.
+
+    Args:
+        spec: Settings of the product.
+        dtype: Dtype of the weight's gradient.
+        x_dtype: Dtype of the input, which is converted to the dtype of the product.
+    """
+
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.converts_to = None if x_dtype == spec.dtype else spec.dtype
+        self.gradient_dtype = None if x_dtype == spec.dtype else x_dtype
+        dequantizes = spec.backward == HIGH_PRECISION and spec.needs_grad_weight
+        self.listed = self.converts_to is None and not dequantizes
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (self.spec,)
+
+    def input_request(self) -> ReaderCast | None:
+        cast = input_cast(self.spec) if self.converts_to is None else None
+        return None if cast is None else ReaderCast(self.spec.input, cast)
+
+    def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
+        cast = gradient_cast(self.spec)
+        return None if cast is None else ReaderCast(self.spec.grad_output, cast)
+
+    def fused_forward(
+        self,
+        x: Value,
+        given: Given,
+        request: ReaderCast | None = None,
+        bias: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> ForwardResult:
+        """Compute the product; with a bias add it, with a total accumulate y into it (see `fused_patterns.py`)."""
+        x = x.converted(self.converts_to)
+        if self.spec.plain:
+            x = x.values()
+        leading = x.leading_dimensions()
+        y, *saved = linear_forward(x.data, given.parameters[0], bias, self.spec, leading, total=total)
+        summed = sums_over_ranks(self.spec.parallel, "row")
+        return ForwardResult(Value(y, leading, total is None and not summed), saved)
+
+    def fused_backward(
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
+        total: Tensor | None = None,
+    ) -> BackwardResult:
+        """Compute both gradients; with a total accumulate dx into it."""
+        if leading is None:
+            leading = tuple(operands[0].shape[:-1])
+        made = linear_backward(operands, self.spec, (self.dtype, self.dtype), total=total)
+        if made.input is None:
+            return BackwardResult(None, (made.weight,))
+        return BackwardResult(Value(made.input, leading).converted(self.gradient_dtype), (made.weight,))
+
+
+def fitting(
+    kind: str,
+    quantizers: Sequence[Quantizer],
+    m: int,
+    k: int,
+    n: int,
+    traced: bool,
+    recipe: Recipe | None = None,
+) -> bool:
+    """Return whether x [m, k] @ w [n, k].T is quantized; warn once if the formats do not support its shapes.
+
+    With a recipe, NVTE_FP8_AUTO applies to the call.
+    """
+    product = ProductQuantizers(quantizers[0], quantizers[1], IDENTITY, quantizers[2], IDENTITY)
+
+    def warn(reason: str) -> None:
+        if not traced:
+            warn_once(f"{kind} {reason}", f"{kind} runs in high precision: {reason}")
+
+    return runs_quantized(product, (m, k, n), warn, recipe)
+
+
+def linear_spec(
+    call: OperationCall,
+    dtype: torch.dtype,
+    quantizers: Sequence[Quantizer] | None,
+    parallel: TensorParallel,
+    gradient: WeightGradient,
+    needs: tuple[bool, bool],
+    plain: bool,
+) -> LinearSpec:
+    """Return the spec of a product.
+
+    Args:
+        call: Facts of the call.
+        dtype: Dtype that the product is computed in.
+        quantizers: Quantizers of input, weight and output gradient; None for an unquantized product.
+        parallel: The boundary to the tensor-parallel group.
+        gradient: Destination of the weight gradient.
+        needs: Whether the gradients of input and weight are needed.
+        plain: Matrices are multiplied unquantized.
+    """
+    product, recipe, state = UNQUANTIZED, None, call.state
+    if quantizers is not None and state.enabled:
+        recipe = state.recipe
+        product = ProductQuantizers(quantizers[0], quantizers[1], IDENTITY, quantizers[2], IDENTITY)
+    elif quantizers is not None:
+        recorded = Calibrating(quantizers[0]), Calibrating(quantizers[1])
+        product = ProductQuantizers(*recorded, IDENTITY, IDENTITY, IDENTITY)
+    return build_linear_spec(
+        dtype,
+        product,
+        recipe,
+        parallel,
+        gradient,
+        (*needs, False),
+        traced=call.traced,
+        plain=plain,
+        may_run_again=not (call.traced or call.saves),
+    )

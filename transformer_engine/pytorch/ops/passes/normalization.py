@@ -1,0 +1,111 @@
+"""The passes of normalizations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...functions.normalization import Norm, NormStatistics
+from ...functions.row_operations import l2_norm, l2_norm_backward
+from ...offload.marks import active as offloading
+from ...offload.marks import keep_weight
+from ...tensor.storage.quantized_tensor_storage import plain_matrix
+from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+
+
+class NormPasses(OperationPasses):
+    """A normalization of the last dimensions.
+
+    Args:
+        norm: The norm of rows.
+        shape: Shape of the parameters.
+        convert: Dtype that the input is converted to; None if it has the right one.
+        gradient_dtype: Dtype that the gradient is converted to; None to leave it.
+    """
+
+    def __init__(
+        self,
+        norm: Norm,
+        shape: tuple[int, ...],
+        convert: torch.dtype | None,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
+        self.norm, self.shape, self.convert, self.gradient_dtype = norm, shape, convert, gradient_dtype
+        self.rows_only = len(shape) == 1  # else several dimensions of x form a row
+        self.casts_output = self.rows_only
+        self.listed = self.rows_only and convert is None
+
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+        x = x.converted(self.convert)
+        weight, bias = [*given.parameters, None][:2]
+        assert weight is not None
+        if offloading.synchronizer is not None:
+            keep_weight(weight)
+        if self.rows_only:
+            x = x.matrix()
+            if request is None:
+                y, (mean, rstdev) = self.norm.forward(plain_matrix(x.data), weight, bias)
+            else:
+                codes, (mean, rstdev) = self.norm.forward(plain_matrix(x.data), weight, bias, request.cast)
+                y = request.quantizer.adopt(codes, x.data.dtype)
+            return ForwardResult(Value(y, x.leading), (x.data, mean, rstdev, weight))
+        values = x.shaped()
+        rows, weight = values.reshape(-1, math.prod(self.shape)), weight.reshape(-1)
+        y, (mean, rstdev) = self.norm.forward(rows, weight, None if bias is None else bias.reshape(-1))
+        saved = (rows, mean, rstdev, weight, tuple(values.shape))
+        return ForwardResult(Value(y.reshape(values.shape)), saved)
+
+    def fused_backward(
+        self,
+        operands: list[Any],
+        leading: Leading,
+        grads: Sequence[Any],
+        request: ReaderCast | None = None,
+        addend: Tensor | None = None,
+    ) -> BackwardResult:
+        """Compute the gradients; with an addend [M, N] dx is the sum with it (see `fused_patterns.py`)."""
+        dy, x, mean, rstdev, weight = operands[:5]
+        dy = Value(dy, leading)
+        statistics = NormStatistics(mean, rstdev)
+        if self.rows_only:
+            operands.clear()
+            dy = dy.matrix()
+            dx, *of_parameters = self.norm.backward(
+                plain_matrix(dy.data), plain_matrix(x), statistics, weight, addend
+            )
+            made = Value(dx, dy.leading)
+        else:
+            shape = operands[5]
+            operands.clear()
+            rows = dy.shaped().reshape(-1, math.prod(self.shape))
+            dx, *of_parameters = self.norm.backward(rows, x, statistics, weight)
+            of_parameters = [None if grad is None else grad.reshape(self.shape) for grad in of_parameters]
+            made = Value(dx.reshape(shape))
+        count = 2 if self.norm.kind == "LayerNorm" else 1
+        return BackwardResult(made.converted(self.gradient_dtype), of_parameters[:count])
+
+
+class L2Passes(OperationPasses):
+    """y = x / sqrt(sum(x^2) + eps)."""
+
+    listed = False
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+        x = x.matrix()
+        y, rstdev = l2_norm(x.data, self.eps)
+        return ForwardResult(Value(y, x.leading), (x.data, rstdev))
+
+    def fused_backward(
+        self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
+    ) -> BackwardResult:
+        dy, *saved = operands
+        operands.clear()
+        dy = Value(dy, leading).matrix()
+        return BackwardResult(Value(l2_norm_backward(dy.data, *saved), dy.leading))

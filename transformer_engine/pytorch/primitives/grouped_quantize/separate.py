@@ -1,0 +1,81 @@
+"""Groups of NVFP4 codes for one product in one launch: each group is quantized with its own second-level scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..grouped_gemm import Groups, Matrices
+from ..quantize import Quantized, QuantizeSpec
+from .spec import GroupedQuantized
+
+# Quantizes one group's matrix.
+QuantizeOne = Callable[[Tensor, QuantizeSpec], Quantized]
+
+
+def quantize_rows_separately(
+    x: Tensor, groups: Groups, spec: QuantizeSpec, quantize_one: QuantizeOne
+) -> GroupedQuantized:
+    """Quantize each group of rows of x [total, K] by `quantize_one`: layouts of `GroupedRows` and `GroupedColumns`.
+
+    Random numbers are drawn in the order of the groups.
+
+    Raises:
+        ValueError: The host does not know the groups' rows.
+    """
+    if groups.rows is None:
+        raise ValueError(
+            "the groups' rows are unknown on the host; pass them as a list to quantize each group"
+        )
+    parts = [quantize_one(part, spec) if len(part) else None for part in groups.split(x)]
+    present = [part for part in parts if part is not None]
+    codes, scale, codes_t, scale_t, amax, amax_t = [
+        None if first is None else [member for part in present if (member := part[i]) is not None]
+        for i, first in enumerate(present[0])
+    ]
+    if amax is not None and spec.format.row_scaled:
+        amaxes = torch.cat(amax)
+    else:
+        amaxes = _of_all([None if part is None else part.amax for part in parts], amax)
+    return GroupedQuantized(
+        _joined(codes, 0),
+        _joined(scale, 0),
+        _joined(codes_t, 1),
+        _joined(scale_t, 1),
+        amaxes,
+        _of_all([None if part is None else part.amax_t for part in parts], amax_t),
+    )
+
+
+def quantize_matrices_separately(
+    matrices: Matrices, spec: QuantizeSpec, quantize_one: QuantizeOne
+) -> GroupedQuantized:
+    """Quantize each matrix [M, K] by `quantize_one`, to the layouts of `GroupedMatrices`."""
+    parts = [quantize_one(matrix, spec) for matrix in matrices.tensors]
+    codes, scale, codes_t, scale_t, amax, amax_t = [
+        None if first is None else [member for part in parts if (member := part[i]) is not None]
+        for i, first in enumerate(parts[0])
+    ]
+    stacks = [
+        None if members is None else _joined([member[None] for member in members], 0)
+        for members in (codes, scale, codes_t, scale_t)
+    ]
+    maxima = [None if members is None else torch.cat(members) for members in (amax, amax_t)]
+    return GroupedQuantized(*stacks, *maxima)
+
+
+def _of_all(maxima: Sequence[Tensor | None], present: list[Tensor] | None) -> Tensor | None:
+    """One maximum per group, 0 for a group without rows; None without a direction."""
+    if present is None:
+        return None
+    absent = torch.zeros_like(present[0])
+    return torch.cat([absent if amax is None else amax for amax in maxima])
+
+
+def _joined(parts: list[Tensor] | None, dim: int) -> Tensor | None:
+    """Concatenation along an axis, of bytes: torch cannot concatenate FP8 tensors on every device."""
+    if parts is None:
+        return None
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)

@@ -1,0 +1,325 @@
+"""Steps of NVFP4 quantization with 16 x 16 blocks under the extension's names, on one weight or on lists of weights.
+
+A weight [h, w] has ceil(h / 16) x ceil(w / 16) blocks. From the largest magnitudes `block_amax` of the blocks and
+`global_amax` of the weight follow the second-level scale S = 448 * 6 / global_amax and the block scales
+s = block_amax / 6 * S; a code is e2m1(x * S / e4m3(s)). Distributed optimizers reduce the maxima over the ranks before
+they compute scales. `transformer_engine.pytorch.tensor.utils.quantize_master_weights` does all of it in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common.formats import E2M1, E4M3, float32_max
+from transformer_engine.common.numbers import to_int
+from transformer_engine.pytorch.primitives.quantize import cast
+from transformer_engine.pytorch.primitives.quantize import quantize as quantize_matrix
+from transformer_engine.pytorch.primitives.quantize.encodings import divide
+from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, stack_quantizer
+from transformer_engine.pytorch.tensor.storage.grouped_layout import GroupLayout, extents_of
+from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
+from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import plain_matrix
+
+from .checks import sequence, values
+from .group_cast import Extents, member_shapes
+from .grouped import nvfp4_data_transpose
+from .partial_cast import nvfp4_2d_compute_partial_amax, nvfp4_2d_partial_cast
+
+__all__ = [
+    "nvfp4_2d_multi_tensor_transpose",
+    "nvfp4_2d_scale_transpose",
+    "nvfp4_compute_global_scale",
+    "nvfp4_compute_per_block_scale",
+    "nvfp4_expand_scale_to_fp8",
+    "nvfp4_fused_scale",
+    "nvfp4_group_quantize_with_amax",
+    "nvfp4_multi_tensor_2d_partial_cast",
+    "nvfp4_multi_tensor_compute_partial_amax",
+    "nvfp4_multi_tensor_fused_scale",
+    "nvfp4_quantize_with_amax",
+]
+
+_BLOCK = 16  # rows and columns that share a scale
+
+
+def nvfp4_compute_global_scale(global_amax: Tensor, global_scale: Tensor) -> None:
+    """Compute S = 448 * 6 / global_amax, at most the largest float32; 1 for a maximum of 0.
+
+    Args:
+        global_amax: Largest magnitudes, float32 of any shape.
+        global_scale: float32 of the same shape, overwritten.
+    """
+    values(global_amax=global_amax, global_scale=global_scale)
+    global_scale.copy_(_second_level(global_amax).view(global_scale.shape))
+
+
+def _second_level(global_amax: Tensor) -> Tensor:
+    amax = global_amax.float()
+    scale = divide(E4M3.maximum * E2M1.maximum, amax).clamp(max=float32_max())
+    return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+
+
+def nvfp4_compute_per_block_scale(block_amax: Tensor, scale: Tensor, global_amax: Tensor) -> None:
+    """Compute the block scales s = block_amax * (S / 6) in float32, before they are rounded to E4M3.
+
+    `nvfp4_2d_partial_cast` and `nvfp4_expand_scale_to_fp8` round them.
+
+    Args:
+        block_amax: Largest magnitudes of the blocks, float32.
+        scale: float32 of the same shape, overwritten.
+        global_amax: Largest magnitude of the weight, float32 [1].
+    """
+    values(block_amax=block_amax, scale=scale, global_amax=global_amax)
+    factor = _second_level(global_amax.reshape(1)) * (1.0 / E2M1.maximum)
+    scale.copy_((block_amax.float() * factor).clamp(max=float32_max()).view(scale.shape))
+
+
+def nvfp4_expand_scale_to_fp8(
+    input: Tensor, output: Tensor, tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _BLOCK
+) -> None:
+    """Round block scales to E4M3 and repeat each for the rows of its block; scales of padding are 0.
+
+    Args:
+        input: Block scales float32 [at least tile_rows, at least tile_cols].
+        output: uint8 [rows_padded, at least tile_cols], overwritten.
+        tile_rows: Blocks along the rows.
+        tile_cols: Blocks along the columns.
+        rows_padded: Rows of `output`.
+        block_len: Rows of a block.
+
+    Raises:
+        ValueError: A tensor is smaller than the numbers of blocks.
+    """
+    values(input=input)
+    _at_least("input", input, tile_rows, tile_cols)
+    _at_least("output", output, rows_padded, tile_cols)
+    codes = cast(input[:tile_rows, :tile_cols].float(), E4M3).view(torch.uint8)
+    rows = codes.repeat_interleave(to_int("block_len", block_len, 1), 0)[:rows_padded]
+    output.zero_()
+    output.view(torch.uint8)[: rows.shape[0], :tile_cols] = rows
+
+
+def nvfp4_fused_scale(
+    block_amax: Tensor, global_amax: Tensor, per_block_scale: Tensor, target_scale: Tensor, target_amax: Tensor,
+    tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _BLOCK,
+) -> None:  # fmt: skip
+    """Compute the block scales, their E4M3 copies for each row, and the maximum of the quantized weight.
+
+    Args:
+        block_amax: Largest magnitudes of the blocks, float32 [tile_rows, tile_cols].
+        global_amax: Largest magnitude of the weight, float32 [1].
+        per_block_scale: As `scale` of `nvfp4_compute_per_block_scale`.
+        target_scale: As `output` of `nvfp4_expand_scale_to_fp8`.
+        target_amax: float32 [1], overwritten with `global_amax`.
+        tile_rows: See `nvfp4_expand_scale_to_fp8`.
+        tile_cols: See `nvfp4_expand_scale_to_fp8`.
+        rows_padded: See `nvfp4_expand_scale_to_fp8`.
+        block_len: See `nvfp4_expand_scale_to_fp8`.
+    """
+    nvfp4_compute_per_block_scale(block_amax, per_block_scale, global_amax)
+    nvfp4_expand_scale_to_fp8(per_block_scale, target_scale, tile_rows, tile_cols, rows_padded, block_len)
+    target_amax.copy_(global_amax.reshape(target_amax.shape))
+
+
+def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tiles: int) -> None:
+    """Compute the E4M3 scales of the transposed weight from the scales of the weight; scales of padding are 0.
+
+    Args:
+        input: uint8 [at least 16 M_tiles - 15, at least K_tiles]: equal scales for the 16 rows of a block.
+        output: uint8 [at least K, at least M_tiles] of the transposed weight [K, M], overwritten.
+        M_tiles: Blocks along the rows of the weight.
+        K_tiles: Blocks along the columns of the weight.
+
+    Raises:
+        ValueError: A tensor is smaller than the numbers of blocks.
+    """
+    _at_least("input", input, _BLOCK * (M_tiles - 1) + 1, K_tiles)
+    _at_least("output", output, _BLOCK * (K_tiles - 1) + 1, M_tiles)
+    blocks = input.view(torch.uint8)[: _BLOCK * M_tiles : _BLOCK, :K_tiles]
+    rows = blocks.t().repeat_interleave(_BLOCK, 0)[: output.shape[0]]
+    output.zero_()
+    output.view(torch.uint8)[: rows.shape[0], :M_tiles] = rows
+
+
+def _at_least(name: str, matrix: Tensor, rows: int, columns: int) -> None:
+    if matrix.dim() != 2 or matrix.shape[0] < rows or matrix.shape[1] < columns:
+        raise ValueError(f"{name} is {list(matrix.shape)}; give a matrix of at least [{rows}, {columns}]")
+
+
+def nvfp4_2d_multi_tensor_transpose(
+    rowwise_data_list: Sequence[Tensor], columnwise_data_list: Sequence[Tensor],
+    rowwise_scale_inv_list: Sequence[Tensor], columnwise_scale_inv_list: Sequence[Tensor],
+    M_list: Sequence[int], K_list: Sequence[int],
+) -> None:  # fmt: skip
+    """Transpose the codes and block scales of several weights [M, K].
+
+    Args:
+        rowwise_data_list: Codes uint8 [M, K / 2].
+        columnwise_data_list: Codes uint8 [K, M / 2], overwritten.
+        rowwise_scale_inv_list: See `input` of `nvfp4_2d_scale_transpose`.
+        columnwise_scale_inv_list: See `output` of `nvfp4_2d_scale_transpose`.
+        M_list: Rows of each weight.
+        K_list: Columns of each weight.
+    """
+    for codes, codes_t, scale, scale_t, m, k in _each(
+        rowwise_data_list=rowwise_data_list, columnwise_data_list=columnwise_data_list,
+        rowwise_scale_inv_list=rowwise_scale_inv_list, columnwise_scale_inv_list=columnwise_scale_inv_list,
+        M_list=M_list, K_list=K_list,
+    ):  # fmt: skip
+        nvfp4_data_transpose(codes.view(m, k // 2), codes_t.view(k, m // 2))
+        nvfp4_2d_scale_transpose(scale, scale_t, -(-m // _BLOCK), -(-k // _BLOCK))
+
+
+def nvfp4_multi_tensor_fused_scale(
+    block_amax_list: Sequence[Tensor], global_amax_list: Sequence[Tensor],
+    per_block_scale_list: Sequence[Tensor], target_scale_list: Sequence[Tensor],
+    target_amax_list: Sequence[Tensor], tile_rows_list: Sequence[int], tile_cols_list: Sequence[int],
+    rows_padded_list: Sequence[int], block_len: int = _BLOCK,
+) -> None:  # fmt: skip
+    """Run `nvfp4_fused_scale` on several weights.
+
+    Args:
+        block_amax_list: `block_amax` of each weight.
+        global_amax_list: `global_amax` of each weight.
+        per_block_scale_list: `per_block_scale` of each weight.
+        target_scale_list: `target_scale` of each weight.
+        target_amax_list: `target_amax` of each weight.
+        tile_rows_list: `tile_rows` of each weight.
+        tile_cols_list: `tile_cols` of each weight.
+        rows_padded_list: `rows_padded` of each weight.
+        block_len: Rows of a block.
+    """
+    for arguments in _each(
+        block_amax_list=block_amax_list, global_amax_list=global_amax_list,
+        per_block_scale_list=per_block_scale_list, target_scale_list=target_scale_list,
+        target_amax_list=target_amax_list, tile_rows_list=tile_rows_list, tile_cols_list=tile_cols_list,
+        rows_padded_list=rows_padded_list,
+    ):  # fmt: skip
+        nvfp4_fused_scale(*arguments, block_len=block_len)
+
+
+def nvfp4_multi_tensor_compute_partial_amax(
+    master_weight_list: Sequence[Tensor], partial_amax_list: Sequence[Tensor],
+    global_amax_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
+    start_offset_list: Sequence[int], block_len: int = _BLOCK,
+) -> None:  # fmt: skip
+    """Compute the largest magnitudes of the blocks and of the whole of several weights over the elements of shards.
+
+    Args:
+        master_weight_list: Shards; see `nvfp4_2d_compute_partial_amax`.
+        partial_amax_list: Its `amax`, overwritten.
+        global_amax_list: float32 [1], overwritten with the largest magnitude of the shard, 0 for an empty one.
+        h_list: Rows of each weight.
+        w_list: Columns of each weight.
+        start_offset_list: First element of each shard.
+        block_len: Rows and columns of a block.
+    """
+    for shard, amax, largest, h, w, start in _each(
+        master_weight_list=master_weight_list, partial_amax_list=partial_amax_list,
+        global_amax_list=global_amax_list, h_list=h_list, w_list=w_list, start_offset_list=start_offset_list,
+    ):  # fmt: skip
+        nvfp4_2d_compute_partial_amax(shard, amax, h, w, start, block_len)
+        largest.copy_(amax.max().reshape(largest.shape))
+
+
+def nvfp4_multi_tensor_2d_partial_cast(
+    inp_list: Sequence[Tensor], out_list: Sequence[Tensor], scale_list: Sequence[Tensor],
+    global_scale_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
+    start_offset_list: Sequence[int], block_len: int = _BLOCK,
+) -> None:  # fmt: skip
+    """Cast shards of several weights to FP4; see `nvfp4_2d_partial_cast`.
+
+    The four tensors of a shard are those of one call; weights may have several shards in the lists.
+
+    Args:
+        inp_list: Shards of whole bytes.
+        out_list: Codes uint8, two in a byte, overwritten.
+        scale_list: Block scales, which are rounded to E4M3.
+        global_scale_list: Second-level scales, float32 [1].
+
+    The other arguments are those of `nvfp4_multi_tensor_compute_partial_amax`.
+    """
+    for arguments in _each(
+        inp_list=inp_list, out_list=out_list, scale_list=scale_list, global_scale_list=global_scale_list,
+        h_list=h_list, w_list=w_list, start_offset_list=start_offset_list,
+    ):  # fmt: skip
+        nvfp4_2d_partial_cast(*arguments, block_len=block_len)
+
+
+def _each(**lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The arguments for each weight; ValueError, before any is used, unless the lists are equally long."""
+    for name, held in lists.items():
+        sequence(name, held)
+    if len({len(held) for held in lists.values()}) > 1:
+        lengths = ", ".join(f"{name} has {len(held)}" for name, held in lists.items())
+        raise ValueError(f"{lengths}; give one entry per weight in each list")
+    return list(zip(*lists.values(), strict=True))
+
+
+def nvfp4_quantize_with_amax(
+    tensor: Tensor, quantizer: Any, rowwise_amax: Tensor | None = None, columnwise_amax: Tensor | None = None
+) -> Any:
+    """Quantize a tensor to NVFP4 with given maxima.
+
+    Args:
+        tensor: Values [.., K].
+        quantizer: NVFP4Quantizer without stochastic rounding.
+        rowwise_amax: float32 [1], the maximum of the row-wise direction; measured if None.
+        columnwise_amax: float32 [1], likewise column-wise.
+
+    Raises:
+        ValueError: The quantizer rounds stochastically.
+    """
+    if quantizer.stochastic_rounding:
+        raise ValueError("nvfp4_quantize_with_amax draws no random numbers; set stochastic_rounding=False")
+    spec = quantizer.spec(quantizer.rowwise_usage, quantizer.columnwise_usage)
+    made = quantize_matrix(plain_matrix(tensor.detach()), spec, amax=rowwise_amax, amax_t=columnwise_amax)
+    return quantizer.wrap(quantizer._packed(made, tensor.shape, tensor.dtype))
+
+
+def nvfp4_group_quantize_with_amax(
+    tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents, last_dims: Extents = None,
+    rowwise_amax: Tensor | None = None, columnwise_amax: Tensor | None = None,
+    tensor_offsets: Tensor | None = None,
+) -> GroupedTensor:  # fmt: skip
+    """Quantize the matrices of a group to NVFP4 with given maxima; the host reads their shapes.
+
+    Args:
+        tensor: Values [sum of the rows, K]; see `group_quantize`, also for the shapes.
+        quantizer: NVFP4Quantizer without stochastic rounding.
+        num_tensors: Number of matrices.
+        first_dims: Rows of each matrix; None if they are equal.
+        last_dims: Columns of each matrix; None if they are equal.
+        rowwise_amax: float32 [num_tensors], the maxima of the row-wise direction; measured if None.
+        columnwise_amax: float32 [num_tensors], likewise column-wise.
+        tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
+
+    Raises:
+        ValueError: The shapes or maxima do not fit `num_tensors`, or the quantizer rounds stochastically.
+    """
+    maxima = []
+    for name, amax in (("rowwise_amax", rowwise_amax), ("columnwise_amax", columnwise_amax)):
+        if amax is not None and amax.numel() != num_tensors:
+            raise ValueError(
+                f"{name} has {amax.numel()} maxima for num_tensors={num_tensors}; give one per matrix"
+            )
+        maxima.append([None] * num_tensors if amax is None else amax.reshape(-1).split(1))
+    x = tensor.detach().reshape(-1, tensor.shape[-1])
+    shapes, firsts, lasts = member_shapes(x, num_tensors, first_dims, last_dims)
+    members, begin = [], 0
+    for (rows, columns), amax, amax_t in zip(shapes, *maxima, strict=True):
+        matrix = x.reshape(-1)[begin : begin + rows * columns].view(rows, columns)
+        members.append(nvfp4_quantize_with_amax(matrix, quantizer, amax, amax_t).as_storage())
+        begin += rows * columns
+    varies = (firsts is not None, lasts is not None)
+    stack = stack_quantizer(quantizer, shapes, stacked=not any(varies))
+    group = GroupedTensorStorage.of(members, stack, tensor.dtype)
+    layout = GroupLayout.of(group._members, varies)
+    vars(group).update(extents_of(layout, x.device), _layout=layout, first_dims=firsts, last_dims=lasts)
+    if tensor_offsets is not None:
+        group.tensor_offsets = tensor_offsets
+    return GroupedTensor.from_storage(group)
