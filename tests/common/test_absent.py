@@ -27,8 +27,6 @@ NAMES = {
     ("transformer_engine.pytorch.fp8", "nothing"): r"dir\(transformer_engine.pytorch.fp8\)",
     ("transformer_engine.pytorch.module.linear", "nothing"): "docs/support.md",
     ("transformer_engine_torch", "nothing"): "docs/support.md",
-    ("transformer_engine_torch", "nvfp4_compute_global_scale"): "quantize_master_weights",
-    ("transformer_engine_torch", "nvfp4_2d_scale_transpose"): "quantize_master_weights",
     # Modules that are imported only on request.
     ("transformer_engine.pytorch.cpu_offload_v1", "nothing"): "docs/support.md",
     ("transformer_engine.pytorch.custom_recipes", "quantization_mxfp8"): "recipe.CustomRecipe",

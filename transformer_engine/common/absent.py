@@ -38,7 +38,6 @@ ABSENT = {
     ),
     "transformer_engine.jax.cpp_extensions.[!B]*Primitive": "a JAX primitive of the original's custom calls; call the "
     "functions of transformer_engine.jax.cpp_extensions, and disable kernels with NVTE_JAX_CUSTOM_CALLS",
-    "transformer_engine.jax.quantize.dequantizer": "a class of the original's dequantizers; call dequantize(tensor)",
     "transformer_engine.jax.quantize.?*QuantizeConfig": "one settings class per recipe; "
     "get_quantize_config_with_recipe returns a QuantizeConfig for every recipe",
     "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call "
@@ -53,10 +52,8 @@ ABSENT = {
         ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
-    "transformer_engine.jax.cpp_extensions.ep": "the original's custom calls of expert parallelism; call the functions "
-    "of transformer_engine.jax.ep, which JAX differentiates",
-    "transformer_engine.jax.triton_extensions": "the original's bridge to Triton; call the functions of "
-    "transformer_engine.jax.permutation, or launch kernels with transformer_engine.jax.primitives.kernels",
+    "transformer_engine.jax.cpp_extensions.ep.ep_*wd": "the original's custom calls of expert parallelism; call the "
+    "functions of transformer_engine.jax.ep, which JAX differentiates",
     "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported": "a query of the original's custom "
     "calls; te.explain reports the kernel of a grouped product",
     "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
