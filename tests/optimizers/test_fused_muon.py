@@ -94,7 +94,7 @@ def test_large_stacks_are_divided(monkeypatch):
     set_gradients(whole, 1)
     set_gradients(divided, 1)
     FusedMuon(whole, ns_dtype=torch.float32).step()
-    monkeypatch.setattr("transformer_engine.pytorch.optimizers.fused_muon._STACKED", 8 * 16 * 2)
+    monkeypatch.setattr("transformer_engine.pytorch.optimizers.orthogonal_updates._STACKED", 8 * 16 * 2)
     FusedMuon(divided, ns_dtype=torch.float32).step()
     for one, other in zip(whole, divided, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -57,7 +57,7 @@ def per_tensor_cast(
         margin: The scale maps the maximum times 2^margin to the largest code.
         columnwise: Make the column-wise codes instead of the row-wise codes.
     """
-    directions = {"rowwise": not columnwise, "columnwise": columnwise}
+    directions: dict[str, Any] = {"rowwise": not columnwise, "columnwise": columnwise}
     if margin == 0:
         return Float8CurrentScalingQuantizer(fp8_dtype, **directions).quantize(tensor, out=out)
     amax = tensor.abs().amax().float().reshape(1)

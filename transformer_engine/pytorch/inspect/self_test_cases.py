@@ -356,12 +356,12 @@ def _attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, recipe: Any, backward: bool) -> Tensors:
     layer = DotProductAttention(q.shape[2], q.shape[3], num_gqa_groups=k.shape[2], qkv_format="bshd")
-    inputs = [x.clone().requires_grad_(backward) for x in (q, k, v)]
+    query, key, value = (x.clone().requires_grad_(backward) for x in (q, k, v))
     with autocast(enabled=recipe is not None, recipe=recipe), torch.set_grad_enabled(backward):
-        out = layer(*inputs, attn_mask_type="causal")
+        out = layer(query, key, value, attn_mask_type="causal")
     if not backward:
         return (out,)
-    return (out.detach(), *torch.autograd.grad(out, inputs, q.reshape(out.shape)))
+    return (out.detach(), *torch.autograd.grad(out, (query, key, value), q.reshape(out.shape)))
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> None:

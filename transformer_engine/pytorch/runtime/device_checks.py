@@ -24,7 +24,7 @@ from ...common import env
 
 Rule = Callable[..., None]
 
-_SWITCH = ("TE_CHECK",)
+_switch = env.watch_in_eager_mode("TE_CHECK")
 _PLAIN = (
     Tensor,
     torch.nn.Parameter,
@@ -64,7 +64,7 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
         if not tensor.is_cuda:
             return
         on_device = True
-    level = env.get("TE_CHECK") if on_device and env.stored(_SWITCH)[0] is not None else "0"
+    level = env.get("TE_CHECK") if on_device and _switch() is not None else "0"
     if on_device and (level == "0" or torch.cuda.is_current_stream_capturing()):
         return
     if not plain:
