@@ -8,6 +8,7 @@ from tests.architecture.source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
+    "attention.mla_projection._QuantizeQuery",  # the gradient of the codes is that of the query
     "functions.attention.autograd._CoreAttention",
     "functions.attention.autograd._ProjectedAttention",
     "attention.rope.ApplyPackedRope",

@@ -75,7 +75,7 @@ def rows_kernel(
     corner = (start + first_m).to(tl.int64)
     # Rows past the end are clamped rather than masked: their results are not stored.
     # Offsets inside a tile have 32 bits, because K is below LARGEST_EXTENT.
-    read_m = tl.minimum(m, rows - first_m - 1)
+    read_m = tl.minimum(m, tl.maximum(rows - first_m - 1, 0))  # a tile has at least one row
     read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
     pitch = K // PACKING
     columns = K // LENGTH

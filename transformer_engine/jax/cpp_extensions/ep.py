@@ -25,4 +25,4 @@ __all__ = [
     "set_ep_config",
 ]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

@@ -5,4 +5,4 @@ from .attention import ScoreModConfig, fused_attn_bwd, fused_attn_fwd, make_fuse
 
 __all__ = ["ScoreModConfig", "fused_attn_bwd", "fused_attn_fwd", "make_fused_attn_score_mod_config"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

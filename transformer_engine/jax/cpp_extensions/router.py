@@ -5,4 +5,4 @@ from ..router import RoutingMapFormat, ScoreFunction, fused_moe_aux_loss, fused_
 
 __all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

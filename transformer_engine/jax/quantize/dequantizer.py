@@ -14,7 +14,7 @@ from .tensors import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
 
 __all__ = ["dequantize"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
 
 
 def dequantize(tensor: ScaledTensor1x | ScaledTensor2x | GroupedScaledTensor1x | NoScaleTensor) -> Any:

@@ -5,4 +5,4 @@ from . import permutation, utils
 
 __all__ = ["permutation", "utils"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

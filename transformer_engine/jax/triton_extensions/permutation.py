@@ -10,4 +10,4 @@ from ..permutation import (
 
 __all__ = ["routing_map_to_selected_experts", "sort_chunks_by_index", "token_combine", "token_dispatch"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

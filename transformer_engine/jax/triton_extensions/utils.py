@@ -6,4 +6,4 @@ from ..primitives.launching import kernels_unsupported_reason
 
 __all__ = ["Kernel", "call", "kernels_unsupported_reason"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)

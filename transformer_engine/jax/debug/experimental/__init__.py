@@ -5,4 +5,4 @@ from .inspect import inspect_array, load_array_dump
 
 __all__ = ["inspect_array", "load_array_dump"]
 
-__getattr__ = absent.getter(__name__)
+absent.install_getter(__name__)
