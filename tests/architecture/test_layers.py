@@ -27,6 +27,7 @@ IMPORTS_BY_A_TABLE = {
     "transformer_engine.cli": "the module of a command, when it runs",
     "transformer_engine.cli.bench.providers.in_jax": "one builder for each framework",
     "transformer_engine.cli.demo.trainer": "one loop for each framework",
+    "transformer_engine.common.absent": "public modules of a framework, when they are first used as attributes",
     "transformer_engine.common.folder": "the modules of the caller's own folder",
     "transformer_engine.common.optional": "other libraries",
     "transformer_engine.pytorch": "its own subpackages, on first access",

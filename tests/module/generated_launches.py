@@ -201,7 +201,7 @@ class Library:
             memory[aux] = hash(("aux", memory[d], read(aux)))
 
 
-def pretend(capability: tuple[int, int]) -> None:
+def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     pretended_gpu.pretend(capability)
     cublaslt_swizzled._scalars = scalars_of_levels
     pretended_gpu.everywhere("swizzled_scale", scales_in_tiles)
