@@ -12,13 +12,13 @@ import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, layer_of
 from tests.support.link import RecordedLink
 from transformer_engine.pytorch.functions import layer as layers
-from transformer_engine.pytorch.functions import run
 from transformer_engine.pytorch.offload import hooks, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
     DefaultOffloadSynchronizer,
     ManualOffloadSynchronizer,
 )
+from transformer_engine.pytorch.ops import chain
 from transformer_engine.pytorch.quantization import emulate
 
 LAYERS, OFFLOADED, HIDDEN, TOKENS, BATCH = 4, 2, 64, 16, 4
@@ -81,7 +81,7 @@ def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch
         seen.extend((values, values.clone()) for values in marks.tensors_of(saved))
         marks.mark_ready(saved)
 
-    for module in (layers, run):
+    for module in (layers, chain):
         monkeypatch.setattr(module, "mark_ready", noted)
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
     x = torch.randn(TOKENS, BATCH, HIDDEN)
