@@ -24,7 +24,7 @@ from torch import Tensor
 from ...common.checks import described, one_of, whole
 from ...common.numbers import to_bool, with_article
 from ..constants import dist_group_type
-from ..distributed.collectives import rank, world_size
+from ..distributed.collectives import gather_along_first_dim, rank, world_size
 from ..runtime.autograd import without_autocast
 from ..runtime.checks import is_distributed
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -311,11 +311,10 @@ def _adjustment(name: str | None, part: Tensor) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def _gathered(shard: Tensor, dimension: int, group: Any) -> Tensor:
+def _gathered(shard: Tensor, dimension: int, group: dist_group_type | None) -> Tensor:
     """The whole matrix of equal shards along a dimension."""
-    parts = [torch.empty_like(shard) for _ in range(world_size(group))]
-    torch.distributed.all_gather(parts, shard.contiguous(), group=group)
-    return torch.cat(parts, dim=dimension)
+    first = shard.movedim(dimension, 0).contiguous()
+    return gather_along_first_dim(first, group)[0].movedim(0, dimension)
 
 
 def _check_shape(parameter: Tensor, split: Sequence[int] | None) -> None:

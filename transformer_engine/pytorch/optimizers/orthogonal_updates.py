@@ -16,14 +16,16 @@ _STACKED = 1 << 26
 
 
 def matrices_of(full: Tensor, split: Sequence[int] | None) -> list[Tensor]:
-    """Views [n, rows, columns] of the matrices of a parameter [.., out, in] with n matrices of each kind of `split`."""
+    """Views of the n matrices of each part of a parameter [.., out, in].
+
+    Returns:
+        [n, rows, columns] of whole matrices; [n, repeats, rows, columns] of each part of `split`, whose repeats are
+        one matrix, such as the queries of all groups.
+    """
     stack = full.view(-1, *full.shape[-2:])
     if split is None:
         return [stack]
-    rows = sum(split)
-    parts = stack.unflatten(1, (-1, rows)).split(list(split), dim=2)
-    # All repeats of a part are one matrix: the queries of all groups.
-    return [part if part.shape[1] > 1 else part[:, 0] for part in parts]
+    return list(stack.unflatten(1, (-1, sum(split))).split(list(split), dim=2))
 
 
 def orthogonalize(
@@ -68,12 +70,6 @@ def _iterate(
     x = (x if wide else x.mT).reshape(-1, *shape)
     for matrix, result in zip(batch, x.split([len(matrix) for matrix in batch]), strict=True):
         matrix.copy_(result.reshape(matrix.shape))
-
-
-def _coefficients(given: Sequence[Any], steps: int) -> list[CoeffT]:
-    """(a, b, c) of each iteration."""
-    sets = [tuple(given)] if isinstance(given[0], (int, float)) else [tuple(one) for one in given]
-    return list(get_coefficient_iterator(steps, sets, "repeat_last"))  # pyright: ignore[reportArgumentType]
 
 
 def iteration_coefficients(given: Sequence[Any], steps: int) -> list[CoeffT]:
