@@ -18,7 +18,7 @@ from transformer_engine.common.formats import E2M1, E4M3, float32_max
 from transformer_engine.common.numbers import to_int
 from transformer_engine.pytorch.primitives.quantize import cast
 from transformer_engine.pytorch.primitives.quantize import quantize as quantize_matrix
-from transformer_engine.pytorch.primitives.quantize.encodings import divide
+from transformer_engine.pytorch.primitives.quantize.encodings import second_level_scale
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, stack_quantizer
 from transformer_engine.pytorch.tensor.storage.grouped_layout import GroupLayout, extents_of
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
@@ -58,9 +58,7 @@ def nvfp4_compute_global_scale(global_amax: Tensor, global_scale: Tensor) -> Non
 
 
 def _second_level(global_amax: Tensor) -> Tensor:
-    amax = global_amax.float()
-    scale = divide(E4M3.maximum * E2M1.maximum, amax).clamp(max=float32_max())
-    return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+    return second_level_scale(global_amax.float(), E4M3.maximum * E2M1.maximum)
 
 
 def nvfp4_compute_per_block_scale(block_amax: Tensor, scale: Tensor, global_amax: Tensor) -> None:

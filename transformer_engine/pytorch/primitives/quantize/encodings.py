@@ -62,6 +62,12 @@ def scale_from_amax(
     return torch.where(usable, scale, 1.0)
 
 
+def second_level_scale(amax: Tensor, unit: float) -> Tensor:
+    """Return S = unit / amax in float32, at most FLOAT32_MAX; 1 if amax or S is 0. unit: value of S for amax 1."""
+    scale = divide(unit, amax).clamp(max=float32_max())
+    return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+
+
 def is_power_of_two(scale: Tensor) -> bool:
     """Return whether float32 scales are 0 or powers of two from 2^-127 to 2^127; waits for the device."""
     bits = scale.view(torch.int32)

@@ -21,11 +21,11 @@ from ..encodings import (
     absolute_maximum,
     cast,
     decode_e2m1,
-    divide,
     encode_e2m1,
     hadamard_transform,
     pack_fp4,
     row_maxima,
+    second_level_scale,
     unpack_fp4,
     widen,
 )
@@ -47,9 +47,7 @@ def encode(
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     amax = amax.view(-1, 1)
-    # S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 if amax or S is 0.
-    scale = divide(_range(form), amax).clamp(max=float32_max())
-    encode_scale = torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+    encode_scale = second_level_scale(amax, _range(form))
     if spec.four_over_six:
         codes, block_scale = _four_or_six(cut, spec.four_over_six, form, amax, encode_scale)
     else:
