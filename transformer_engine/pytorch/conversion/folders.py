@@ -18,20 +18,24 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described, whole
-from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .correspondence import EXTRA_STATE, Correspondence, check_tensors
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .families import family_named
-from .quantized_folders import SampledMaxima, linear_weights, serving_format, write_quantized
+from .quantized_folders import (
+    SampledMaxima,
+    high_precision,
+    linear_weights,
+    serving_format,
+    write_quantized,
+)
 from .quantized_shards import MODELOPT_FILE, SETTINGS, QuantizedShards, dequantized
-from .safetensors import Described, Shards, new_folder, read_json, write_shards
-from .settings import Settings
+from .safetensors import SHARD_BYTES, Described, Shards, new_folder, read_json, write_shards
+from .settings import CONFIG_FILE, Settings
 
-OURS, THEIRS = "transformer_engine.json", "config.json"
+OURS, THEIRS = "transformer_engine.json", CONFIG_FILE
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -219,10 +223,7 @@ def save_model(model: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTE
     with new_folder(Path(folder)) as made:
         _write_our_settings(made, model.source)
         # Other libraries read the file, so quantized tensors are written in high precision.
-        values = (
-            (name, tensor.decode(tensor.dtype) if isinstance(tensor, QuantizedTensorStorage) else tensor)
-            for name, tensor in states.items()
-        )
+        values = ((name, high_precision(tensor)) for name, tensor in states.items())
         write_shards(made, plan, values, shard_bytes)
 
 

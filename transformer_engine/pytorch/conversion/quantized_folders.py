@@ -28,12 +28,10 @@ from .decoder import Decoder
 from .families import QUANTIZED, family_named
 from .layouts import GroupedInOne, Transposed
 from .quantized_shards import SETTINGS
-from .safetensors import Described, new_folder, write_shards
+from .safetensors import SHARD_BYTES, Described, new_folder, write_shards
 from .serving_formats import E4M3_MAXIMUM, FORMATS, ServingFormat
-from .settings import Settings
+from .settings import CONFIG_FILE
 
-THEIRS = "config.json"
-SHARD_BYTES = 5_000_000_000
 # Layers that servers concatenate to one matrix.
 CONCATENATED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -80,22 +78,27 @@ def save_quantized(
     whole("shard_bytes", shard_bytes)
     if isinstance(model, Decoder):
         correspondence, settings = _decoder_source(model)
-        maxima = SampledMaxima() if sample is None else _sampled_maxima(model, correspondence, sample)
-        states = dict(model.named_parameters())
-        tensors = _their_tensors(correspondence, states)
         linear = linear_weights(correspondence)
+        maxima = SampledMaxima() if sample is None else _sampled_maxima(model, correspondence, sample)
+        parameters = dict(model.named_parameters())
+        shapes = {
+            name: Described(parameters[match.ours].dtype, shape)
+            for match in correspondence.matches
+            for name, shape in match.their_shapes().items()
+        }
+        tensors = _their_tensors(correspondence, parameters)
     else:
         if sample is not None:
             raise ValueError(
                 "sample= is for a Decoder of load_model; save this model without sample, and load it again with "
                 "load_model to write static scales"
             )
-        settings, tensors, linear = _transformers_source(model)
+        settings, states, linear = _transformers_source(model)
         maxima = SampledMaxima()
-    shapes = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        shapes = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in states.items()}
+        tensors = ((name, high_precision(tensor)) for name, tensor in states.items())
     with new_folder(Path(folder)) as created:
-        values = ((name, _high_precision(tensor)) for name, tensor in tensors.items())
-        write_quantized(created, settings, form, shapes, values, linear, maxima, shard_bytes)
+        write_quantized(created, settings, form, shapes, tensors, linear, maxima, shard_bytes)
 
 
 def serving_format(quantization: str, sampled: bool) -> ServingFormat:
@@ -150,7 +153,7 @@ def write_quantized(
     plan |= {name: Described(torch.float32, (1,)) for name in _cache_scales(maxima)}
     sampled = bool(maxima.inputs)
     config = dict(settings) | {SETTINGS: form.settings(unquantized, sampled)}
-    for file, content in ({THEIRS: config} | form.files(unquantized, sampled)).items():
+    for file, content in ({CONFIG_FILE: config} | form.files(unquantized, sampled)).items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     write_shards(folder, plan, _encoded(form, steps, tensors, quantized, maxima), shard_bytes)
 
@@ -251,22 +254,19 @@ def _decoder_source(model: Decoder) -> tuple[Correspondence, dict[str, Any]]:
         raise ValueError(
             f"model={described(model)} was not loaded by load_model, so the settings of its checkpoint are unknown"
         )
-    settings = model.source["config"]
-    family = family_named(model.source["family"])
-    config = family.settings(Settings(settings, THEIRS))
-    return Correspondence.of(family, config), settings
+    return Correspondence.of(family_named(model.source["family"]), model.config), model.source["config"]
 
 
-def _their_tensors(correspondence: Correspondence, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """{their name: tensor} of our parameters, without copies where the layout has none."""
-    tensors: dict[str, Tensor] = {}
+def _their_tensors(
+    correspondence: Correspondence, parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over their tensors of our parameters; each parameter is decoded when the iterator reaches it."""
     for match in correspondence.matches:
-        parts = match.layout.split(_high_precision(states[match.ours]))
-        tensors |= zip(match.theirs, parts, strict=True)
-    return tensors
+        parts = match.layout.split(high_precision(parameters[match.ours]))
+        yield from zip(match.theirs, parts, strict=True)
 
 
-def _high_precision(tensor: Tensor) -> Tensor:
+def high_precision(tensor: Tensor) -> Tensor:
     """The values of a parameter, decoded if it is quantized, without gradients."""
     values = tensor.decode(tensor.dtype) if isinstance(tensor, QuantizedTensorStorage) else tensor
     return values.detach()

@@ -36,6 +36,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
+SHARD_BYTES = 5_000_000_000  # of a file, by default
 
 
 class Described(NamedTuple):

@@ -10,6 +10,8 @@ from ...common.checks import described
 from ...common.numbers import to_bool
 from .decoder_config import DecoderConfig, RotaryConfig
 
+CONFIG_FILE = "config.json"
+
 
 @dataclass(eq=False)
 class Settings:
