@@ -94,7 +94,7 @@ class QuantizedShards:
 
 
 def dequantized(shards: Shards, settings: Mapping[str, Any]) -> Shards | QuantizedShards:
-    """Present a checkpoint's quantized weights in high precision; one without quantization is returned as it is.
+    """Present a checkpoint's quantized weights in high precision; one without quantization is returned unchanged.
 
     Args:
         shards: The files.

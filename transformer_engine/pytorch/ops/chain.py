@@ -1,8 +1,8 @@
 """Run consecutive operations as one forward pass and one backward pass, fused where kernels compute more than one.
 
 The passes of an operation in one kind of call are an `OperationPasses`. `forward` and `backward` call them one after
-another. Each gets the cast of its neighbor, and pairs of `fused_patterns.py` are computed together. Operations that run
-alone go through the same functions, so the passes of a chain are compared with those of its operations one by one.
+another. Each gets the cast of its neighbor, and pairs of `passes/patterns.py` are computed together. Operations that
+run alone go through the same functions, so the passes of a chain are compared with those of its operations one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .passes.contract import (
 )
 from .passes.patterns import BACKWARD, FORWARD
 
-_SHAPES = (tuple, torch.Size)  # saved values that are no tensors
+_SHAPES = (tuple, torch.Size)  # saved values that are not tensors
 
 
 class ForwardResults(NamedTuple):

@@ -147,7 +147,7 @@ class ForwardResult(NamedTuple):
 
     Attributes:
         output: The main output.
-        saved: What the backward pass reads.
+        saved: Values that the backward pass reads.
         extra: The extra outputs.
     """
 

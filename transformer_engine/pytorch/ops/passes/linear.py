@@ -73,7 +73,7 @@ class LinearPasses(OperationPasses):
         bias: Tensor | None = None,
         total: Tensor | None = None,
     ) -> ForwardResult:
-        """Compute the product; with a bias add it, with a total accumulate y into it (see `fused_patterns.py`)."""
+        """Compute the product; with a bias add it, with a total accumulate y into it (see `passes/patterns.py`)."""
         x = x.converted(self.converts_to)
         if self.spec.plain:
             x = x.values()

@@ -67,7 +67,7 @@ class NormPasses(OperationPasses):
         request: ReaderCast | None = None,
         addend: Tensor | None = None,
     ) -> BackwardResult:
-        """Compute the gradients; with an addend [M, N] dx is the sum with it (see `fused_patterns.py`)."""
+        """Compute the gradients; with an addend [M, N] dx is the sum with it (see `passes/patterns.py`)."""
         dy, x, mean, rstdev, weight = operands[:5]
         dy = Value(dy, leading)
         statistics = NormStatistics(mean, rstdev)
