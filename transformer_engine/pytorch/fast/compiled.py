@@ -44,7 +44,7 @@ class Kind:
     """The calls of a pass whose tensors have the same strides.
 
     Attributes:
-        calls: Number of calls until the pass was compiled.
+        calls: Number of calls before the pass was compiled; _COMPILED + _TRIES if compilation has been given up.
         generated: The compiled pass; None before it is compiled, or if it cannot be.
         metadata: Non-tensor results of the pass: the forms of saved operands.
         given: Positions of the results that are inputs of the pass.
@@ -171,7 +171,7 @@ class CompiledLayer:
         Args:
             given: The inputs; the spec decides everything of them but their strides.
             spec: Spec of the layer.
-            beside: Tensors of the spec's weights that were quantized for an earlier microbatch.
+            beside: Tensors of the spec's cached quantized weights.
         """
         if offloading.synchronizer is not None or not undisturbed_in_eager_mode():
             return self._forward.by_steps(given, (spec,))

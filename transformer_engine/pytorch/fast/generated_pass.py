@@ -1,8 +1,8 @@
 """results = generated(given): the instructions of a pass as one function that allocates, launches and multiplies.
 
-The source of the function is generated from the instructions. Every handle, form and constant is a name. Every buffer
-is a local variable that is deleted after its last reader. Small buffers of a pass share one allocation, because an
-allocation takes as long as half a launch.
+The source of the function is generated from the instructions. Handles, dtypes and other objects are names; shapes,
+strides, numbers and flags are literals. Every buffer is a local variable that is deleted after its last reader. Small
+buffers of a pass share one allocation, because an allocation takes as long as half a launch.
 
 Source is generated because a loop over closures takes twice as long: for the forward pass of a Linear under current
 scaling (four kernels, a product) 16 us instead of 8.4, with launches that do nothing (`benchmarks/pretended_gpu.py`).

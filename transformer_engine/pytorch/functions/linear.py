@@ -153,7 +153,7 @@ def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
 
 
 def forward_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize the weight [N, K], or read the codes of an earlier microbatch or of a quantized parameter.
+    """Quantize the weight [N, K], or read the cached codes or the codes of a quantized parameter.
 
     Returns:
         The weight by rows for y, and what dx reads: its columns, or the values that an override of the backward pass

@@ -77,7 +77,7 @@ class LayerSpec:
 
     Attributes:
         compiled: `compiled.CompiledLayer` of the layer's passes; None if they are not compiled.
-        beside: The tensors of weights that were quantized for an earlier microbatch.
+        beside: The tensors of cached quantized weights (`cached_weight`).
         scale_update: The scales that delayed scaling updates after the backward pass.
         needs_grad: Some tensor of the layer needs a gradient.
     """
@@ -105,7 +105,8 @@ class LinearSpec(LayerSpec):
         parallel: The tensor-parallel group.
         weight_gradient: Destination of the gradient of the weight.
         output, grad_input: Quantizers of the results; None to leave them in `dtype`.
-        cached_weight: The weight as quantized for an earlier microbatch, or None.
+        cached_weight: The quantized weight in the module's cache, of this microbatch or an earlier one; None without
+            `is_first_microbatch`.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.

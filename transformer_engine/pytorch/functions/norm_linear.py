@@ -101,7 +101,7 @@ def norm_linear_forward(
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
         spec: Settings.
-        saves: A backward pass follows.
+        saves: Not read: the saved values are returned in either case.
         leading: Dimensions of x before K.
 
     Returns:

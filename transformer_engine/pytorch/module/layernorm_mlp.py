@@ -134,7 +134,8 @@ class LayerNormMLP(ProductsModule):
         activation: gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu or clamped_swiglu.
         activation_params: For clamped_swiglu `{"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}`.
         set_parallel_mode: Shard fc1 by columns and fc2 by rows over tp_group.
-        checkpoint: Save only x, and recompute the norm, fc1 and the activation in the backward pass.
+        checkpoint: Save x, the parameters and, under delayed scaling, copies of the scales, and recompute the norm, fc1
+            and the activation in the backward pass.
         seq_length: No effect, since kernels need no warm-up.
         micro_batch_size: No effect, like seq_length.
 

@@ -178,8 +178,9 @@ class Linear(ProductsModule):
         Args:
             inp: Input [.., in_features].
             is_first_microbatch: True quantizes the weight into its cache, whose memory stays the same from step to
-                step, False reads the cache, None quantizes the weight for this call only. With
-                fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
+                step. False reads the cache; if the cache is empty or lacks the column-wise codes, as in the first
+                training call after an evaluation, it quantizes the present weight into it. None quantizes the weight
+                for this call only. With fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 

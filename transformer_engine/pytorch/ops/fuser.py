@@ -369,7 +369,9 @@ def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> No
 def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in backward passes.
 
-    The other arguments are those of `register_forward_fusion`.
+    Args:
+        op_fusion_func: See `register_forward_fusion`.
+        prepend: Apply the function before those registered earlier.
     """
     _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
 
@@ -377,7 +379,9 @@ def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> N
 def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in both passes, before the functions of one pass.
 
-    The other arguments are those of `register_forward_fusion`.
+    Args:
+        op_fusion_func: See `register_forward_fusion`.
+        prepend: Apply the function before those registered earlier.
     """
     _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
 

@@ -20,8 +20,8 @@ _KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
 class Linear(PassFusedOperation):
     """y = x @ weight.T + bias over the last dimension of x.
 
-    A state dict holds "basic_ops.0.weight" and "basic_ops.1.bias". A row-parallel layer adds its bias to the reduced
-    sum.
+    A state dict holds "basic_ops.0.weight" and "basic_ops.1.bias". In a row-parallel layer each rank has a bias
+    [out_features] and adds it before the reduction, so y contains the sum of the biases of all ranks.
 
     Args:
         in_features: Last dimension of the input, over all ranks.
@@ -77,7 +77,8 @@ class Linear(PassFusedOperation):
         ops: list[BasicOperation] = [linear]
         has_bias = to_bool("bias", bias)
         if has_bias:
-            # The bias of a row-parallel layer is the sum of the biases of all ranks.
+            # Each rank of a row-parallel layer adds its own bias [out_features] before the reduction. `Bias` divides
+            # its size by the number of ranks, hence the factor.
             added = Bias(
                 out_features * (boundary.size if row else 1),
                 device=device,

@@ -145,7 +145,7 @@ class UserbuffersForwardLinear(PassFusedOperation):
 
 
 class UserbuffersBackwardLinear(UserbuffersForwardLinear):
-    """The backward pass of `UserbuffersForwardLinear`. The other arguments are those of `UserbuffersForwardLinear`."""
+    """The backward pass of the operations of `UserbuffersForwardLinear`, with the same arguments."""
 
 
 class Pattern(NamedTuple):
