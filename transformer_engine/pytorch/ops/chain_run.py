@@ -16,11 +16,11 @@ from ..quantization.autocast import AutocastState
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from .applied_recipe import update_of
 from .chain import run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
-from .tracing import update_of
 from .user_results import backward_results, forward_results
 
 # Operations in order, each with the indices of its basic operations.

@@ -24,6 +24,7 @@ from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
+from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
 from .chain import describe, fusion_enabled
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
 from .lent_parameters import are_parametrized
@@ -31,7 +32,6 @@ from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
 from .prepared_chain import Fusions, PreparedChain, TensorCounts
-from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
 from .user_results import fused_operations
 
 _MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
@@ -80,7 +80,7 @@ class OperationFuser:
         self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._registered_now()
-        self._followed = NOT_TRACED
+        self._applied_recipe = NOT_APPLIED
         self._state_without_gradients: AutocastState | None = None
 
     def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
@@ -144,15 +144,15 @@ class OperationFuser:
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self._state_without_gradients = state_without_gradients("te.ops", before, state)
             recipe = state.recipe if state.enabled or state.calibrating else None
-            if not self._followed.is_current(recipe, state.group, self._basic_ops):
+            if not self._applied_recipe.is_current(recipe, state.group, self._basic_ops):
                 ops = self._basic_ops
-                following(ops, state)
+                apply_recipe(ops, state)
                 stateful = any(op.has_scaling_state() for op in ops)
                 served = [op._served for op in ops]
-                self._followed = Followed(
+                self._applied_recipe = AppliedRecipe(
                     recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools()
                 )
-            repeats = self._followed.stateful and (thread.recomputes or in_backward_pass())
+            repeats = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
             if undisturbed() and not repeats:
                 key, given = self._key(state, input, extra_inputs)
                 chain = self._prepared.get(key)
@@ -176,7 +176,7 @@ class OperationFuser:
         options = [{}] * self._num_basic_ops if basic_op_kwargs is None else basic_op_kwargs
         check_parameters(self._basic_ops)
         state = current()
-        following(self._basic_ops, state)
+        apply_recipe(self._basic_ops, state)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
@@ -277,7 +277,7 @@ class OperationFuser:
                     for op, own in zip(self._basic_ops, parameters, strict=True)
                 ]
                 fusions = Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for)
-                stateful = state.enabled and self._followed.stateful
+                stateful = state.enabled and self._applied_recipe.stateful
                 chain = PreparedChain(passes, tuple(counts), first, stateful, x.device, fusion_enabled())
                 chain.fusions, chain.shards = fusions, places_of_shards(self._basic_ops)
                 # The checks before a forward pass that depend on more than the key of a prepared chain.

@@ -158,8 +158,8 @@ class BasicLinear(PassOperation):
         super().reset_recipe_state(recipe=recipe)
         self._update_weight_quantizer()
 
-    def _serve(self, recipe: Any, group: Any) -> None:
-        super()._serve(recipe, group)
+    def _set_recipe(self, recipe: Any, group: Any) -> None:
+        super()._set_recipe(recipe, group)
         self._update_weight_quantizer()
 
     def _update_weight_quantizer(self) -> None:

@@ -197,8 +197,8 @@ class GroupedLinear(PassOperation):
         with torch.no_grad():
             return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
 
-    def _serve(self, recipe: Any, group: Any) -> None:
-        super()._serve(recipe, group)
+    def _set_recipe(self, recipe: Any, group: Any) -> None:
+        super()._set_recipe(recipe, group)
         for i in range(self.num_groups):
             weight: Any = getattr(self, f"weight{i}", None)
             quantizer = self.get_quantizer("forward", 2 * i + 1)
