@@ -24,19 +24,19 @@ from ..runtime.device import autocast_dtype
 from .passes.contract import (
     BackwardResult,
     ForwardResult,
-    Given,
     InputFacts,
     OperationCall,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
-from .passes.patterns import BACKWARD, FORWARD
+from .passes.patterns import BACKWARD_PAIRS, FORWARD_PAIRS
 
 _SHAPES = (tuple, torch.Size)  # saved values that are not tensors
 
 
-class ForwardResults(NamedTuple):
+class ChainOutputs(NamedTuple):
     """Results of a chain's forward pass.
 
     Attributes:
@@ -77,7 +77,7 @@ def unfused() -> Iterator[None]:
         _Unfused.blocks -= 1
 
 
-def describe(
+def build_passes(
     ops: Sequence[Any],
     ctxs: Sequence[Any],
     x: Any,
@@ -122,27 +122,27 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
 
 @without_autocast
 def forward(
-    passes: Sequence[OperationPasses], x: Any, given: Sequence[Given], fuses: bool
-) -> tuple[ForwardResults, list[Sequence[Any]]]:
+    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OperationTensors], fuse: bool
+) -> tuple[ChainOutputs, list[Sequence[Any]]]:
     """Compute the forward pass of consecutive operations.
 
     Args:
         passes: Their passes.
         x: The input.
-        given: Their parameters and extra inputs.
-        fuses: Kernels may compute several operations.
+        tensors: Their parameters and extra inputs.
+        fuse: Kernels may compute several operations.
 
     Returns:
         The results, and by operation the values that its backward pass reads.
     """
     if runners:
-        return runners[-1]("forward pass of Sequential", _forward, (passes, x, given, fuses))
-    return _forward(passes, x, given, fuses)
+        return runners[-1]("forward pass of Sequential", _forward, (passes, x, tensors, fuse))
+    return _forward(passes, x, tensors, fuse)
 
 
 def _forward(
-    passes: Sequence[OperationPasses], x: Any, given: Sequence[Given], fuses: bool
-) -> tuple[ForwardResults, list[Sequence[Any]]]:
+    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OperationTensors], fuse: bool
+) -> tuple[ChainOutputs, list[Sequence[Any]]]:
     value = Value(x)
     offloads = offloading.synchronizer is not None
     if offloads:
@@ -150,23 +150,23 @@ def _forward(
     del x
     saved: list[Sequence[Any]] = [()] * len(passes)
     extra: list[tuple[Value, ...]] = [()] * len(passes)
-    computing = [i for i, own in enumerate(passes) if not own.keeps_input]
-    at = 0
-    while at < len(computing):
-        i = computing[at]
-        following = computing[at + 1] if fuses and at + 1 < len(computing) else None
+    remaining = [i for i, own in enumerate(passes) if not own.is_identity]
+    position = 0
+    while position < len(remaining):
+        i = remaining[position]
+        following = remaining[position + 1] if fuse and position + 1 < len(remaining) else None
         made: ForwardResult | None = None
         if following is not None:
-            pattern = FORWARD.get((type(passes[i]), type(passes[following])))
-            pair = pattern and pattern(passes[i], passes[following], value, given[i], given[following])
+            pattern = FORWARD_PAIRS.get((type(passes[i]), type(passes[following])))
+            pair = pattern and pattern(passes[i], passes[following], value, tensors[i], tensors[following])
             if pair:
                 saved[i], made = pair[0].saved, pair[1]
-                at += 1
+                position += 1
         if made is None:
             request = None
             if following is not None and passes[i].casts_output:
                 request = passes[following].input_request()
-            made = passes[i].fused_forward(value, given[i], request)
+            made = passes[i].fused_forward(value, tensors[i], request)
             saved[i], extra[i] = made.saved, made.extra
         value = made.output
         del made
@@ -174,10 +174,10 @@ def _forward(
             for tensor in saved[i]:
                 if type(tensor) not in _SHAPES:
                     mark_ready(tensor)
-        at += 1
-    tensors: dict[int, Any] = {}
-    output = _returned(value, tensors)
-    return ForwardResults(output, [tuple([_returned(own, tensors) for own in made]) for made in extra]), saved
+        position += 1
+    returned: dict[int, Any] = {}
+    output = _returned(value, returned)
+    return ChainOutputs(output, [tuple([_returned(own, returned) for own in made]) for made in extra]), saved
 
 
 def _returned(value: Value, tensors: dict[int, Any]) -> Any:
@@ -195,7 +195,7 @@ def backward(
     dy: list[Any],
     saved: list[Sequence[Any]],
     grads: Sequence[Sequence[Any]],
-    fuses: bool,
+    fuse: bool,
 ) -> list[Any]:
     """Compute the backward pass of consecutive operations.
 
@@ -204,14 +204,14 @@ def backward(
         dy: [gradient of the output]. The list is emptied, so that the gradient is freed after its last reader.
         saved: By operation the values that its forward pass saved. The list is emptied.
         grads: Gradients of the extra outputs by operation; None for an absent one.
-        fuses: Kernels may compute several operations.
+        fuse: Kernels may compute several operations.
 
     Returns:
         [gradient of the input, gradients of the parameters by operation, gradients of the extra inputs by operation].
     """
     if runners:
-        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuses))
-    return _backward(passes, dy, saved, grads, fuses)
+        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse))
+    return _backward(passes, dy, saved, grads, fuse)
 
 
 def _backward(
@@ -219,27 +219,27 @@ def _backward(
     dy: list[Any],
     saved: list[Sequence[Any]],
     grads: Sequence[Sequence[Any]],
-    fuses: bool,
+    fuse: bool,
 ) -> list[Any]:
     parameters: list[Sequence[Any]] = [own.absent_gradients for own in passes]
     extra: list[Sequence[Value | None]] = [()] * len(passes)
-    computing = [i for i, own in enumerate(passes) if not own.keeps_gradient(grads[i])]
+    remaining = [i for i, own in enumerate(passes) if not own.gradient_is_unchanged(grads[i])]
     operands, leading = dy, None
-    while computing:
-        i = computing.pop()
+    while remaining:
+        i = remaining.pop()
         operands += saved[i]
         saved[i] = ()
         if offloading.used and not passes[i].linears():  # a product waits for each operand before it reads it
             wait_for_saved(*[value for value in operands[1:] if type(value) not in _SHAPES])
         made: BackwardResult | None = None
-        if fuses and computing:
-            earlier = computing[-1]
-            pattern = BACKWARD.get((type(passes[earlier]), type(passes[i])))
+        if fuse and remaining:
+            earlier = remaining[-1]
+            pattern = BACKWARD_PAIRS.get((type(passes[earlier]), type(passes[i])))
             made = pattern and pattern(passes[earlier], passes[i], operands, leading, grads[earlier])  # pyright: ignore
             if made is not None:
-                computing.pop()
+                remaining.pop()
         if made is None:
-            request = _gradient_request(passes, computing) if fuses and passes[i].casts_gradient else None
+            request = _gradient_request(passes, remaining) if fuse and passes[i].casts_gradient else None
             made = passes[i].fused_backward(operands, leading, grads[i], request)
         parameters[i], extra[i] = made.parameters, made.extra
         operands = [None]
@@ -248,10 +248,10 @@ def _backward(
         del made
     saved.clear()
     (grad_input,) = operands
-    tensors: dict[int, Any] = {}
-    dx = None if grad_input is None else _returned(Value(grad_input, leading), tensors)
-    of_inputs = [[None if grad is None else _returned(grad, tensors) for grad in own] for own in extra]
-    return [dx, parameters, of_inputs]
+    returned: dict[int, Any] = {}
+    dx = None if grad_input is None else _returned(Value(grad_input, leading), returned)
+    extra_inputs = [[None if grad is None else _returned(grad, returned) for grad in own] for own in extra]
+    return [dx, parameters, extra_inputs]
 
 
 def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> ReaderCast | None:
@@ -285,10 +285,10 @@ def run_forward(
     """
     if records is None:
         records = bool(torch.is_grad_enabled() or ctxs[-1].requires_grad)
-    passes, parameters = describe(ops, ctxs, x, extra_inputs, options, records)
+    passes, parameters = build_passes(ops, ctxs, x, extra_inputs, options, records)
     passes = [own.bound(extra) for own, extra in zip(passes, extra_inputs, strict=True)]
-    given = [Given(own, extra) for own, extra in zip(parameters, extra_inputs, strict=True)]
-    results, saved = forward(passes, x, given, fusion_enabled())
+    tensors = [OperationTensors(own, extra) for own, extra in zip(parameters, extra_inputs, strict=True)]
+    results, saved = forward(passes, x, tensors, fusion_enabled())
     for ctx, own, values in zip(ctxs, passes, saved, strict=True):
         if ctx.requires_grad:
             _save(ctx, own, values)
@@ -297,7 +297,7 @@ def run_forward(
 
 def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
     """Save values in a context: tensors and operands by their tensors, shapes separately."""
-    tensors, forms, shapes = pack_saved(saved)
+    tensors, forms, shapes = pack_values(saved)
     if torch.compiler.is_compiling():
         # torch 2.13 cannot save a tensor of a traced function that shares memory with another one of its tensors.
         tensors = [
@@ -308,15 +308,15 @@ def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
     ctx.pass_state = PassState(passes, forms, shapes)
 
 
-def pack_saved(saved: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:
+def pack_values(saved: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:
     """Tensors of saved values, the forms of operands, and {place: shape} of values that are shapes."""
     shapes = {i: value for i, value in enumerate(saved) if type(value) in _SHAPES}
     tensors, forms = pack(*[None if i in shapes else value for i, value in enumerate(saved)])
     return tensors, forms, shapes
 
 
-def unpack_saved(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:
-    """The saved values that `pack_saved` took apart."""
+def unpack_values(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:
+    """The saved values that `pack_values` took apart."""
     values = unpack(tensors, forms)
     for i, shape in shapes.items():
         values[i] = shape
@@ -338,7 +338,7 @@ def run_backward(
     """
     saved: list[Sequence[Any]] = []
     for ctx in ctxs:
-        saved.append(unpack_saved(ctx.saved_tensors, ctx.pass_state.forms, ctx.pass_state.shapes))
+        saved.append(unpack_values(ctx.saved_tensors, ctx.pass_state.forms, ctx.pass_state.shapes))
         ctx.saved_tensors = None
     dy = [grad_output]
     del grad_output

@@ -25,7 +25,7 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
 from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
-from .chain import describe, fusion_enabled
+from .chain import build_passes, fusion_enabled
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
@@ -34,7 +34,7 @@ from .pass_operation import check_parameters, has_backward_pass, has_forward_pas
 from .prepared_chain import Fusions, PreparedChain, TensorCounts
 from .user_results import fused_operations
 
-_MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
+_MAX_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
 
 Fusion = Callable[..., list[FusibleOperation]]
 
@@ -74,16 +74,18 @@ class OperationFuser:
         self._fused_for: Any = None
         self._is_first_forward = True
         # Chains that may be prepared: every operation has passes, and no channel connects two of them.
-        self._has_passes = not self._links.sources and all(
+        self._can_prepare = not self._links.sources and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
-        self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
+        self._overrides_call_facts = [
+            type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops
+        ]
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
-        self._registered = self._registered_now()
+        self._registered = self._copy_registrations()
         self._applied_recipe = NOT_APPLIED
         self._state_without_gradients: AutocastState | None = None
 
-    def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
         """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
         both, forward = self.forward_backward_fusion_functions, self.forward_fusion_functions
         return [*both], [*forward], [*self.backward_fusion_functions]
@@ -137,7 +139,7 @@ class OperationFuser:
             for op in self._ops:
                 op.pre_first_fuser_forward()
             self._ops, self._is_first_forward = self._basic_ops, False
-        if self._has_passes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
+        if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = eager_thread_state()
             state = thread.state
             before = self._state_without_gradients
@@ -152,9 +154,9 @@ class OperationFuser:
                 self._applied_recipe = AppliedRecipe(
                     recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools()
                 )
-            repeats = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
-            if undisturbed() and not repeats:
-                key, given = self._key(state, input, extra_inputs)
+            is_recomputation = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
+            if undisturbed() and not is_recomputation:
+                key, inputs = self._key(state, input, extra_inputs)
                 chain = self._prepared.get(key)
                 if chain is None and key not in self._prepared:
                     chain = self._prepare(key, state, input, extra_inputs)
@@ -166,7 +168,7 @@ class OperationFuser:
                         self.first_op_requiring_backward = chain.first
                     for check in chain.checks:
                         check()
-                    return chain(given)
+                    return chain(inputs)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
 
     def _run_segments(
@@ -215,7 +217,7 @@ class OperationFuser:
             or self.forward_backward_fusion_functions != both
         ):
             self._prepared.clear()
-            self._registered = self._registered_now()
+            self._registered = self._copy_registrations()
         device = x.device
         key: list[Any] = [
             torch.is_grad_enabled(),
@@ -225,26 +227,26 @@ class OperationFuser:
             fusion_enabled(),
             (type(x), x.shape, x.dtype, device, x.requires_grad),
         ]
-        given: list[Any] = [x]
-        at = 0
+        inputs: list[Any] = [x]
+        offset = 0
         basic_ops: list[Any] = self._basic_ops  # each has passes
-        for op, has_facts in zip(basic_ops, self._with_facts, strict=True):
+        for op, has_facts in zip(basic_ops, self._overrides_call_facts, strict=True):
             key += (op._revision, op.training)
             for tensor in [getattr(op, name) for name in op.parameter_names]:
                 if tensor is None:
                     key.append(None)
                     continue
-                given.append(tensor)
+                inputs.append(tensor)
                 key.append((type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
             extra: tuple[Tensor, ...] = ()
             if op.num_extra_inputs:
-                extra = extra_inputs[at : at + op.num_extra_inputs]
-                at += op.num_extra_inputs
-                given += extra
+                extra = extra_inputs[offset : offset + op.num_extra_inputs]
+                offset += op.num_extra_inputs
+                inputs += extra
                 key += [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in extra]
             if has_facts:
                 key.append(op.call_facts(extra))
-        return tuple(key), given
+        return tuple(key), inputs
 
     def _prepare(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
@@ -267,10 +269,11 @@ class OperationFuser:
             contexts = contexts_of(self._num_basic_ops, first, x)
             options: list[dict[str, Any]] = [{}] * self._num_basic_ops
             records = torch.is_grad_enabled()
-            passes, read = describe(self._basic_ops, contexts, x, extra, options, records)  # pyright: ignore
+            passes, read = build_passes(self._basic_ops, contexts, x, extra, options, records)  # pyright: ignore
             # Gradients are returned in the order of the parameters.
             if all(
-                list(map(id, own)) == list(map(id, held)) for own, held in zip(read, parameters, strict=True)
+                list(map(id, own)) == list(map(id, expected))
+                for own, expected in zip(read, parameters, strict=True)
             ):
                 counts = [
                     TensorCounts(len(own), op.num_extra_inputs, op.num_extra_outputs)
@@ -289,7 +292,7 @@ class OperationFuser:
                         and getattr(op, "_accumulate_into_main_grad", True)
                     ]
                 )
-        if len(self._prepared) >= _MOST_PREPARED:
+        if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         self._prepared[key] = chain
         return chain
@@ -303,8 +306,8 @@ class OperationFuser:
         if x.requires_grad:
             return 0
         given = self._links.given(extra_inputs)
-        for i, held in enumerate(parameters):
-            tensors = [*held, *[tensor for tensor in given[i] if tensor is not None]]
+        for i, own_parameters in enumerate(parameters):
+            tensors = [*own_parameters, *[tensor for tensor in given[i] if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):
                 return i
         return self._num_basic_ops
@@ -314,30 +317,30 @@ class OperationFuser:
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
         override = getattr(recipe, "backward_override", None)
-        registered = self._registered_now()
-        kind = None if recipe is None else type(recipe)
+        registered = self._copy_registrations()
+        recipe_type = None if recipe is None else type(recipe)
         key = (length, override, first, registered)
         # Torch 2.11 traces the identity of two classes, and not their equality inside of a tuple.
-        if kind is self.recipe_type and key == self._fused_for:
+        if recipe_type is self.recipe_type and key == self._fused_for:
             return
-        both = self._fused(self._basic_ops, registered[0], recipe)
-        self._forward_ops = self._with_indices(self._fused(both, registered[1], recipe))
-        self._backward_ops = self._with_indices(self._fused(both, registered[2], recipe))
+        both = self._apply_fusions(self._basic_ops, registered[0], recipe)
+        self._forward_ops = self._with_indices(self._apply_fusions(both, registered[1], recipe))
+        self._backward_ops = self._with_indices(self._apply_fusions(both, registered[2], recipe))
         self.first_op_requiring_backward = first
-        self.recipe_type = kind
+        self.recipe_type = recipe_type
         self._fused_for = key
 
-    def _fused(
+    def _apply_fusions(
         self, ops: Sequence[FusibleOperation], functions: Sequence[Fusion], recipe: Recipe | None
     ) -> list[FusibleOperation]:
         ops = list(ops)
         for function in functions:
             ops = fused_operations(function, function(ops, recipe=recipe))
         basic = [member for op in ops for member in op.basic_operations()]
-        same = len(basic) == self._num_basic_ops and all(
+        covers_all = len(basic) == self._num_basic_ops and all(
             member is own for member, own in zip(basic, self._basic_ops, strict=True)
         )
-        if not same:
+        if not covers_all:
             raise RuntimeError(
                 f"mismatch after fusing: the operations {[type(op).__name__ for op in ops]} do not cover the basic "
                 f"operations {[type(op).__name__ for op in self._basic_ops]} once each in their order; a fusion "
@@ -347,11 +350,11 @@ class OperationFuser:
 
     def _with_indices(self, ops: Sequence[FusibleOperation]) -> Fused:
         fused: Fused = []
-        at = 0
+        offset = 0
         for op in ops:
             count = len(op.basic_operations())
-            fused.append((op, list(range(at, at + count))))
-            at += count
+            fused.append((op, list(range(offset, offset + count))))
+            offset += count
         return fused
 
 

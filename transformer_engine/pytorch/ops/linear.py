@@ -79,14 +79,14 @@ class Linear(PassFusedOperation):
         if has_bias:
             # Each rank of a row-parallel layer adds its own bias [out_features] before the reduction. `Bias` divides
             # its size by the number of ranks, hence the factor.
-            added = Bias(
+            bias_op = Bias(
                 out_features * (boundary.size if row else 1),
                 device=device,
                 dtype=linear.weight.dtype,
                 tensor_parallel=boundary.mode is not None,
                 tensor_parallel_group=tensor_parallel_group,
             )
-            ops.append(added)
+            ops.append(bias_op)
         if row:
             ops.append((ReduceScatter if boundary.sequence else AllReduce)(boundary.group))
         super().__init__(ops)
@@ -140,8 +140,8 @@ class Linear(PassFusedOperation):
             state_dict[prefix + name] = state_dict.pop(prefix + key)
         super()._load_from_state_dict(state_dict, prefix, *others)
         missing_keys: list[str] = others[2]
-        of_original = {prefix + name: prefix + key for name, key in _KEYS.items()}
-        missing_keys[:] = [of_original.get(key, key) for key in missing_keys]
+        saved_keys = {prefix + name: prefix + key for name, key in _KEYS.items()}
+        missing_keys[:] = [saved_keys.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"

@@ -26,7 +26,15 @@ from ...primitives.activation import (
 from ...primitives.gemm import as_matrix
 from ...tensor.quantizer import Quantizer
 from ...tensor.storage.quantized_tensor_storage import plain_values
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class ActivationPasses(OperationPasses):
@@ -61,13 +69,15 @@ class ActivationPasses(OperationPasses):
         self.casts_gradient = constants is self.gradient_dtype is interleave is None
         self.listed = constants is self.convert is interleave is cache is None and not scaled
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.converted(self.convert).matrix()
         if self.interleave is not None:
             x = Value(block_order(x.data, (-1, 2, self.interleave)), x.leading)
         saved = x.data if self.cache is None else self.cache.quantize(x.data)
         if self.scaled:
-            (scales,) = given.extra
+            (scales,) = tensors.extra
             y = row_scale(self._activation(x.data), scales)
             return ForwardResult(Value(y, x.leading), (saved, scales))
         if request is None:

@@ -30,10 +30,10 @@ from ...primitives.grouped_gemm import groups_of
 from .contract import (
     BackwardResult,
     ForwardResult,
-    Given,
     InputFacts,
     Leading,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
@@ -186,22 +186,22 @@ class GroupedPasses(OperationPasses):
         return made
 
     def fused_forward(
-        self, x: Value, given: Given, request: ReaderCast | None = None, multiplies: bool = True
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None, multiplies: bool = True
     ) -> ForwardResult:
         """Compute the products; without `multiplies` only the saved values, for recomputation."""
         call = self.call
         assert call is not None
         x = x.converted(self.converts_to).matrix()
-        weights = self.parameters.of_kind("weight", given.parameters)
+        weights = self.parameters.of_kind("weight", tensors.parameters)
         biases = added = None
         if self.has_bias:
-            biases = self.parameters.of_kind("bias", given.parameters)
+            biases = self.parameters.of_kind("bias", tensors.parameters)
             added = converted_weights(biases, call) if self.converts_bias else biases
-        tensors = (x.data, weights, None if self.scale_bias else added)
-        (y,), saved = grouped_linear_forward(tensors, call, call.spec.needs_grad, multiplies=multiplies)
+        layer_tensors = (x.data, weights, None if self.scale_bias else added)
+        (y,), saved = grouped_linear_forward(layer_tensors, call, call.spec.needs_grad, multiplies=multiplies)
         if self.scale_bias:
-            scales = given.extra[1].reshape(-1, 1)
-            saved = [*saved, scales, biases, tuple(given.extra[1].shape)]
+            scales = tensors.extra[1].reshape(-1, 1)
+            saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
             if multiplies:
                 y = scaled_bias(y, added, scales, call)
         if self.buffers[0] is not None:

@@ -29,10 +29,10 @@ from ...tensor.quantizer import Calibrating, Quantizer
 from .contract import (
     BackwardResult,
     ForwardResult,
-    Given,
     Leading,
     OperationCall,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
@@ -68,7 +68,7 @@ class LinearPasses(OperationPasses):
     def fused_forward(
         self,
         x: Value,
-        given: Given,
+        tensors: OperationTensors,
         request: ReaderCast | None = None,
         bias: Tensor | None = None,
         total: Tensor | None = None,
@@ -78,7 +78,7 @@ class LinearPasses(OperationPasses):
         if self.spec.plain:
             x = x.values()
         leading = x.leading_dimensions()
-        y, *saved = linear_forward(x.data, given.parameters[0], bias, self.spec, leading, total=total)
+        y, *saved = linear_forward(x.data, tensors.parameters[0], bias, self.spec, leading, total=total)
         summed = sums_over_ranks(self.spec.parallel, "row")
         return ForwardResult(Value(y, leading, total is None and not summed), saved)
 
@@ -93,10 +93,12 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        made = linear_backward(operands, self.spec, (self.dtype, self.dtype), total=total)
-        if made.input is None:
-            return BackwardResult(None, (made.weight,))
-        return BackwardResult(Value(made.input, leading).converted(self.gradient_dtype), (made.weight,))
+        gradients = linear_backward(operands, self.spec, (self.dtype, self.dtype), total=total)
+        if gradients.input is None:
+            return BackwardResult(None, (gradients.weight,))
+        return BackwardResult(
+            Value(gradients.input, leading).converted(self.gradient_dtype), (gradients.weight,)
+        )
 
 
 def fitting(
