@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support import programs
 
 model_arms = importlib.import_module("model_arms")
 model_trace = importlib.import_module("model_trace")
@@ -127,3 +130,24 @@ def test_kernels_belong_to_the_part_that_launched_them(monkeypatch):
         ("head", 1, 5, 0.2),
     ]
     assert [(row["group"], row["name"]) for row in table["kernels"]][-1] == ("head", "gemm")
+
+
+@pytest.mark.slow
+def test_tiny_sharded_models_train_on_two_ranks(tmp_path):
+    """Codes of FP8 parameters are gathered in about half the bytes of bfloat16 weights."""
+    path = tmp_path / "sharded.json"
+    script = Path(models.__file__).with_name("sharded_models.py")
+    arguments = ["--size", "tiny", "--eager", "--arms", "te:current", "te:current+codes", "--json", str(path)]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *arguments,
+    ]
+    programs.output(command, script.parent.parent, os.environ, patience=300)
+    values, codes = json.loads(path.read_text())["results"]
+    assert [values["arm"], codes["arm"]] == ["te:current", "te:current+codes"]
+    assert 0.5 < codes["gathered_mb"] / values["gathered_mb"] < 0.6
