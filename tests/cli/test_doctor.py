@@ -125,6 +125,14 @@ PROBLEMS = {
         replace(H200, distributions={name: each for name, each in LIBRARIES.items() if name != "triton"}),
         ("triton", "triton is not installed", "pip install triton"),
     ),
+    "a triton that does not compile for the GPU": (
+        replace(H200, gpu=Gpu((13, 0), "NVIDIA Thor", nvidia(11, 0), (9, 24, 0))),
+        (
+            "triton",
+            "Triton 3.6 does not compile for compute capability 11.0",
+            "pip install --upgrade 'triton>=3.7'",
+        ),
+    ),
     "another frontend of cuDNN": (
         with_another(H200, nvidia_cudnn_frontend="1.26.0"),
         ("libraries", "nvidia-cudnn-frontend 1.26.0 needs cuDNN 9.20, found 9.19.0", 'pip install ".[cuda]"'),

@@ -56,7 +56,10 @@ def test_unsupported_products_of_the_kernels_have_a_reason(change, sentence):
 @needs_bridge
 def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch):
     request = dataclasses.replace(REQUEST, hardware=nvidia(12, 1))
-    for release, sentence in (((3, 8), None), ((3, 7), "before Triton 3.8; upgrade triton")):
+    for release, sentence in (
+        ((3, 8), None),
+        ((3, 7), "before Triton 3.8; pip install --upgrade 'triton>=3.8'"),
+    ):
         monkeypatch.setattr(optional, "release", lambda name, found=release: found)
         reason = scaled_codes.unsupported_reason(request)
         assert reason is None if sentence is None else sentence in (reason or "")

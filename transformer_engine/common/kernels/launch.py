@@ -56,9 +56,38 @@ def _missing() -> str | None:
 MISSING: str | None = _missing()
 
 
-def missing() -> str | None:
-    """Return the reason why Triton is unavailable, or None; Triton is imported only after a GPU has been found."""
-    return optional.failure("triton", "jit") if MISSING is None else MISSING
+def missing(hardware: Hardware) -> str | None:
+    """Return the reason why Triton is unavailable on a GPU, or None.
+
+    Triton is imported only after a GPU has been found. A development build without metadata counts as new enough.
+    """
+    reason = optional.failure("triton", "jit") if MISSING is None else MISSING
+    if reason is not None:
+        return reason
+    release = optional.release("triton")
+    return outdated(hardware, release) if release != (0, 0) else None
+
+
+def outdated(hardware: Hardware, release: tuple[int, int]) -> str | None:
+    """Return the reason why a release of Triton does not compile for a GPU, or None."""
+    if release >= hardware.triton:
+        return None
+    found = ".".join(map(str, release))
+    return f"Triton {found} does not compile for {hardware.title}; {_upgrade(hardware.triton)}"
+
+
+def scaled_dot_outdated(hardware: Hardware, release: tuple[int, int]) -> str | None:
+    """Return the reason why tl.dot_scaled of a release of Triton is not the native product of a GPU, or None."""
+    if release >= hardware.scaled_dot:
+        return None
+    least = ".".join(map(str, hardware.scaled_dot))
+    place = f"{hardware.title} before Triton {least}"
+    return f"tl.dot_scaled multiplies in bfloat16 on {place}; {_upgrade(hardware.scaled_dot)}"
+
+
+def _upgrade(release: tuple[int, int]) -> str:
+    """Return the command that installs a release of Triton or a later one."""
+    return f"pip install --upgrade 'triton>={'.'.join(map(str, release))}'"
 
 
 class Machine(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...common import optional
 from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ...common.hardware import NO_GPU
+from ...common.kernels import launch
 from ..primitives.grouped_gemm import Groups, Matrices
 from ..primitives.grouped_quantize import (
     GroupedQuantized,
@@ -140,7 +141,9 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
 def _is_native(tensor_format: TensorFormat) -> bool:
     """Whether the GPU's tensor cores read the block scales, and the installed Triton emits their instruction."""
     needs, hardware = tensor_format.block_products, current_hardware()
-    return needs is not None and hardware.has(needs) and optional.release("triton") >= hardware.scaled_dot
+    if needs is None or not hardware.has(needs):
+        return False
+    return launch.scaled_dot_outdated(hardware, optional.release("triton")) is None
 
 
 def _is_outdated(tensor_format: TensorFormat) -> bool:

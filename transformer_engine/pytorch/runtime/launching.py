@@ -255,7 +255,7 @@ def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str |
     """Return the reason why a Triton kernel on 16- and 32-bit floats is unsupported on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if (reason := missing()) is not None:
+    if (reason := missing(current_hardware())) is not None:
         return reason
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
@@ -267,7 +267,7 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why Triton casts of a dtype do not match the reference's bits on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
-    if (reason := missing()) is not None:
+    if (reason := missing(current_hardware())) is not None:
         return reason
     if dtype not in DTYPE_NAMES:
         return f"it takes bfloat16, float16 and float32, not {dtype}"

@@ -22,6 +22,7 @@ from jax import Array
 from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, SWIZZLED_NAMES, TensorFormat
+from ....common.kernels import launch
 from ..launching import run, switched_off, unsupported_on
 from ..operand import Operand
 from ..quantize import unpack_e2m1
@@ -103,10 +104,9 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := _unsupported_pair(request)) is not None:
         return reason
     if request.swizzled:
-        least = request.hardware.scaled_dot
-        if optional.release("triton") < least:
-            place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
-            return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton"
+        reason = launch.scaled_dot_outdated(request.hardware, optional.release("triton"))
+        if reason is not None:
+            return reason
     if request.dtype not in _RESULTS:
         return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
     return None

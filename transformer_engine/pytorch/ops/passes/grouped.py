@@ -27,6 +27,7 @@ from ...functions.grouped_request import (
 from ...functions.linear_spec import LinearSpec
 from ...functions.weight_gradient import WeightGradient
 from ...primitives.grouped_gemm import groups_of
+from ...runtime.device import current_hardware
 from .contract import (
     BackwardResult,
     ForwardResult,
@@ -69,7 +70,7 @@ class GroupedKind:
             ValueError: Numbers of rows on the host are negative, or more than the input has.
         """
         spec = self.spec
-        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
+        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing(current_hardware()) is None
         if on_gpus and self._runs_together(sizes, ()):
             layout = groups_of(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)

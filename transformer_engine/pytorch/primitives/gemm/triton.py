@@ -49,7 +49,7 @@ NO_ACTIVATION = Activation()
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    reason = request.unsupported_on_gpu or launch.missing()
+    reason = request.unsupported_on_gpu or launch.missing(request.hardware)
     if reason is not None:
         return reason
     needs = request.block_products
@@ -57,10 +57,10 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         return f"it takes two operands of 1x128 or 128x128 blocks, {SWIZZLED_NAMES}"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
-    if request.swizzled and not _scales_in_instruction(request):
-        least = request.hardware.scaled_dot
-        place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
-        return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
+    if request.swizzled:
+        reason = launch.scaled_dot_outdated(request.hardware, optional.release("triton"))
+        if reason is not None:
+            return f"{reason}, or install nvmath-python"
     return _unsupported_result(request)
 
 
@@ -73,7 +73,7 @@ def _unsupported_result(request: GemmRequest) -> str | None:
 
 
 def _unsupported_by_decode(request: GemmRequest) -> str | None:
-    reason = request.unsupported_on_gpu or launch.missing()
+    reason = request.unsupported_on_gpu or launch.missing(request.hardware)
     if reason is not None:
         return reason
     for form in (request.a_format, request.b_format):
@@ -90,7 +90,7 @@ def _scales_in_instruction(request: GemmRequest) -> bool:
     """Whether the GPU's instruction reads the scales, and the installed Triton emits it."""
     needs = request.scaled_products
     native = needs is not None and request.hardware.has(needs)
-    return native and optional.release("triton") >= request.hardware.scaled_dot
+    return native and launch.scaled_dot_outdated(request.hardware, optional.release("triton")) is None
 
 
 def runner(request: GemmRequest) -> Callable[..., Tensor]:
