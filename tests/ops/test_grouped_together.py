@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.layers import RECIPES
+from tests.support.layers import QUANTIZED, RECIPES
 from tests.support.programs import output_without_gpu
-from transformer_engine.pytorch import autocast, checkpoint, explain, ops
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import autocast, checkpoint, explain, ops, quantized_model_init
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
 from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
@@ -251,3 +252,49 @@ def test_single_and_separate_parameters_load_each_other(to_single, device):
     one = loaded if to_single else saved
     for group in (one.weight, one.bias):
         assert isinstance(group, GroupedTensor) and isinstance(group, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("to_single", [False, True])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])
+def test_quantized_weights_in_one_parameter_have_the_bits_of_separate_ones(name, to_single, device):
+    recipe, layers = RECIPES[name], []
+    for single in (False, True):
+        torch.manual_seed(4)
+        with quantized_model_init(enabled=True, recipe=recipe):
+            layers.append(
+                ops.GroupedLinear(
+                    3, 64, 128, device=device, single_grouped_weight=single, dtype=torch.bfloat16
+                )
+            )
+    stack = layers[1].weight
+    assert isinstance(stack, GroupedTensor) and stack.shape == (3, 128, 64)
+    splits = torch.tensor([32, 0, 96])
+
+    def compute(layer: ops.GroupedLinear, x: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        with autocast(recipe=recipe):
+            y = layer(x, splits)
+        y.float().sin().sum().backward()
+        if layer.single_grouped_weight:
+            return [y, x.grad, layer.weight.grad]
+        grads = [getattr(layer, f"weight{i}").grad for i in range(3)]
+        return [y, x.grad, torch.stack([torch.zeros_like(grads[0]) if g is None else g for g in grads])]
+
+    values = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    for _ in range(2):  # as they are initialized, and after one has loaded the other's state
+        results = [compute(layer, values.clone().requires_grad_()) for layer in layers]
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+        source, target = layers if to_single else layers[::-1]
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(-0.5)
+        target.load_state_dict(source.state_dict())
+
+
+def test_scales_of_delayed_scaling_are_not_kept_in_one_parameter(device):
+    with (
+        quantized_model_init(enabled=True, recipe=DelayedScaling()),
+        pytest.raises(RuntimeError, match="leave it False inside of quantized_model_init"),
+    ):
+        ops.GroupedLinear(3, 16, 32, device=device, single_grouped_weight=True)

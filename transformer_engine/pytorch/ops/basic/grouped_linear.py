@@ -85,7 +85,7 @@ class GroupedLinear(PassOperation):
 
     Raises:
         ValueError: An unsupported dtype or size.
-        RuntimeError: `single_grouped_weight` inside of `quantized_model_init`.
+        RuntimeError: `single_grouped_weight` inside of `quantized_model_init` with DelayedScaling.
     """
 
     _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {"bias": "has_bias"}
@@ -123,10 +123,11 @@ class GroupedLinear(PassOperation):
         made = current_model_init()
         self._model_init_recipe: Recipe | None = made.recipe if made.enabled else None
         self._preserves_initial_values = made.preserve_high_precision_init_val
-        if self._model_init_recipe is not None and self.single_grouped_weight:
+        init_recipe = self._model_init_recipe
+        if init_recipe is not None and init_recipe.delayed() and self.single_grouped_weight:
             raise RuntimeError(
-                "single_grouped_weight=True cannot hold quantized weights; leave it False inside of "
-                "quantized_model_init"
+                "single_grouped_weight=True cannot hold weights of DelayedScaling, whose scales belong to the recipe "
+                "state; leave it False inside of quantized_model_init, or use another recipe"
             )
         place = torch.device("meta") if is_meta(device) else canonical_device(device)
         self._device = None if place.type == "meta" else place
@@ -173,12 +174,16 @@ class GroupedLinear(PassOperation):
                         torch.nn.init.kaiming_uniform_(member, a=math.sqrt(5))
             made: Any = values
             quantized = self._model_init_recipe is not None and name.startswith("weight")
-            if quantized:
-                made = self._quantized(values, int(name[6:]))
             stacked = name in ("weight", "bias")
-            parameter = torch.nn.Parameter(
-                GroupedTensor.of_stack(made) if stacked else made, requires_grad=before.requires_grad
-            )
+            if quantized and stacked:
+                made = GroupedTensor.of_members(
+                    [self._quantized(member, group) for group, member in enumerate(values)]
+                )
+            elif quantized:
+                made = self._quantized(values, int(name[6:]))
+            elif stacked:
+                made = GroupedTensor.of_stack(values)
+            parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
             for key, value in vars(before).items():
                 if not hasattr(parameter, key):
                     setattr(parameter, key, value)
