@@ -28,7 +28,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,13 +133,25 @@ def summary(names: list[Name]) -> str:
         "",
         f"Of the {len(used)} names that the original's documentation or published packages use, {share:.1f} % are",
     ]
-    lines += ["served.", "", "| absent | reason and replacement |", "| --- | --- |"]
+    lines += ["served.", "", *_reasons(names, "absent", reason_for)]
+    lines += ["", *_reasons(names, "raises", _error)]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(names: list[Name], status: str, reason_for: Callable[[str], Any]) -> list[str]:
+    """Return the names of a status by reason, as a table of Markdown."""
     by_reason: dict[str, list[str]] = {}
     for row in names:
-        if row.status == "absent":
+        if row.status == status:
             by_reason.setdefault(str(reason_for(row.name)), []).append(f"`{row.name}`")
-    lines += [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
-    return "\n".join(lines) + "\n"
+    lines = [f"| {status} | reason and replacement |", "| --- | --- |"]
+    return lines + [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
+
+
+def _error(name: str) -> str:
+    """Return the reason in the docstring of a function that raises."""
+    first_line = str(resolved(name).__doc__).partition("\n")[0]
+    return first_line.removeprefix("Raise NotImplementedError: ").removesuffix(".")
 
 
 def kind(value: Any) -> str:
