@@ -281,7 +281,7 @@ def test_quantized_weights_in_one_parameter_have_the_bits_of_separate_ones(name,
         return [y, x.grad, torch.stack([torch.zeros_like(grads[0]) if g is None else g for g in grads])]
 
     values = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    for _ in range(2):  # as they are initialized, and after one has loaded the other's state
+    for _ in range(2):  # after initialization, and after one layer has loaded the other's state
         results = [compute(layer, values.clone().requires_grad_()) for layer in layers]
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
