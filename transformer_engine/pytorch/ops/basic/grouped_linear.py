@@ -30,6 +30,7 @@ from ...functions.grouped_request import (
 from ...functions.linear_spec import LinearSpec, changed
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
+from ...quantization.family import family_of
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.grouped_checkpoints import convert_state
@@ -57,6 +58,12 @@ __all__ = [
     "GroupedLinear",
     "is_op_fuser_grouped_tensor_path_supported",
 ]
+
+
+_SCALES_OF_STATE = (
+    "single_grouped_weight=True cannot hold weights of delayed scaling, whose scales belong to the recipe state; leave "
+    "it False inside of quantized_model_init, or use another recipe"
+)
 
 
 class GroupedLinear(PassOperation):
@@ -123,12 +130,9 @@ class GroupedLinear(PassOperation):
         made = current_model_init()
         self._model_init_recipe: Recipe | None = made.recipe if made.enabled else None
         self._preserves_initial_values = made.preserve_high_precision_init_val
-        init_recipe = self._model_init_recipe
-        if init_recipe is not None and init_recipe.delayed() and self.single_grouped_weight:
-            raise RuntimeError(
-                "single_grouped_weight=True cannot hold weights of DelayedScaling, whose scales belong to the recipe "
-                "state; leave it False inside of quantized_model_init, or use another recipe"
-            )
+        family = None if self._model_init_recipe is None else family_of(self._model_init_recipe)
+        if family is not None and family.follows_history and self.single_grouped_weight:
+            raise RuntimeError(_SCALES_OF_STATE)
         place = torch.device("meta") if is_meta(device) else canonical_device(device)
         self._device = None if place.type == "meta" else place
         self._register_parameters(parameter_dtype(dtype))
@@ -196,6 +200,8 @@ class GroupedLinear(PassOperation):
             self.reset_recipe_state(recipe=self._model_init_recipe)
         quantizer = self.get_quantizer("forward", 2 * group + 1)
         assert quantizer is not None
+        if quantizer.stateful and self.single_grouped_weight:
+            raise RuntimeError(_SCALES_OF_STATE)
         quantizer = quantizer.copy()
         quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
         quantizer.internal = False
