@@ -23,14 +23,8 @@ from typing import NamedTuple
 from ...common.dispatch import Backend, Table
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
-from .linear_spec import (
-    LinearSpec,
-    gathers_values,
-    gradient_cast,
-    input_cast,
-    inspects,
-    sums_over_ranks,
-)
+from .linear_operands import gradient_cast, input_cast
+from .linear_spec import LinearSpec, gathers_values, inspects, sums_over_ranks
 
 IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 

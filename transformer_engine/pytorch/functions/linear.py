@@ -34,7 +34,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..primitives.column_sums import column_sums
-from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu_gradient
+from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu_gradient, multiply
 from ..primitives.quantize import Cast
 from ..runtime.autograd import Function
 from ..runtime.tracing import result_in
@@ -57,6 +57,7 @@ from .linear_operands import (
     converted,
     dense_values,
     dequantized,
+    gradient_cast,
     operand_of,
     weight_operands,
 )
@@ -67,9 +68,7 @@ from .linear_spec import (
     Dtypes,
     LinearSpec,
     gathers_gradient_codes,
-    gradient_cast,
     inspects,
-    sums_over_ranks,
 )
 from .saving import backward_of, wait_for_saved
 from .sequence import leading_shape
@@ -107,20 +106,22 @@ def linear_forward(
         y, the total or None; and the saved values, x for dw and the weight for dx, None without that gradient.
     """
     parallel = spec.parallel
+    sums = spec.communicates and parallel.mode == "row"  # y is a partial sum over the ranks
     x_rows, saved_input = forward_input(x, spec)
     w_rows, saved_weight = forward_weight(weight, spec)
     if not multiplies:
         return None, saved_input, saved_weight
     epilogue = _epilogue(spec, bias, total, spec.accumulation.forward)
-    cast = _result_cast(spec, spec.output, "output", "row")
-    if _scatters(spec, "output", "row") and bias is None:
+    cast = None if spec.output is None or sums else _result_cast(spec, spec.output, "output")
+    if sums and bias is None and _scatters(spec, "output"):
         y = scattered_product(x_rows, w_rows, epilogue, parallel).wait()
     else:
         # y [M, N] = x [M, K] @ weight [N, K].T + bias: both by rows.
         y = product(x_rows, w_rows, epilogue, cast)
         del x_rows, w_rows
-        y = _inspected(y, spec, "output")
-        if sums_over_ranks(parallel, "row"):
+        if spec.inspector is not None:
+            y = _inspected(y, spec, "output")
+        if sums:
             y = begin_sum(y, parallel).wait()
     if spec.output is not None:
         y = _quantized(y, spec, spec.output, cast, leading)
@@ -205,13 +206,14 @@ def linear_backward(
             w = Matrix(dequantized(w, spec.dtype))
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy by rows, the weight by columns. Partial sums are in transit while dw
         # is computed.
+        sums = spec.communicates and parallel.mode == "column"
         epilogue = _epilogue(spec, None, total, accumulation.grad_input)
-        cast = _result_cast(spec, spec.grad_input, "grad_input", "column")
+        cast = None if spec.grad_input is None or sums else _result_cast(spec, spec.grad_input, "grad_input")
         if gelu_input:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
             dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), gelu_input[0], epilogue)
             gelu_input.clear()
-        elif _scatters(spec, "grad_input", "column"):
+        elif sums and _scatters(spec, "grad_input"):
             dx = scattered_product(dy_rows, w, epilogue, parallel)
         elif isinstance(dy_rows, Pending) and cast is None and total is None:
             dx, dy_rows = gathered_product(dy_rows, w, epilogue)
@@ -220,8 +222,9 @@ def linear_backward(
             dx = product(dy_rows, w, epilogue, cast)
         del w
         if not isinstance(dx, Pending):
-            dx = _inspected(dx, spec, "grad_input")
-            if sums_over_ranks(parallel, "column"):
+            if spec.inspector is not None:
+                dx = _inspected(dx, spec, "grad_input")
+            if sums:
                 dx = begin_sum(dx, parallel)
             elif spec.grad_input is not None:
                 dx = _quantized(dx, spec, spec.grad_input, cast, leading)
@@ -295,31 +298,27 @@ def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any
         if cast is None and epilogue.out is None:
             return gathered_product(a, b, epilogue)[0]
         a = a.wait()
-    return gemm(operand_of(a), operand_of(b), epilogue, cast)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    left, right = operand_of(a), operand_of(b)
+    return multiply(left, right, epilogue) if cast is None else gemm(left, right, epilogue, cast)
 
 
 def _inspected(y: Any, spec: LinearSpec, result: str) -> Any:
-    """Let an inspector read or replace a result before it is summed over ranks."""
+    """Let the inspector read or replace a result before it is summed over ranks."""
     return spec.inspector.inspect(result, y) if inspects(spec, result) else y  # pyright: ignore
 
 
-def _scatters(spec: LinearSpec, result: str, mode: str) -> bool:
+def _scatters(spec: LinearSpec, result: str) -> bool:
     """Whether rows of a partial sum are sent while the product computes others."""
     parallel = spec.parallel
-    return (
-        parallel.overlap.scatter
-        and parallel.sequence
-        and sums_over_ranks(parallel, mode)
-        and not (spec.traced or inspects(spec, result))
-    )
+    return parallel.overlap.scatter and parallel.sequence and not (spec.traced or inspects(spec, result))
 
 
-def _result_cast(spec: LinearSpec, quantizer: Quantizer | None, result: str, mode: str) -> Cast | None:
-    """The cast by which a product quantizes its own result; None if nothing or another kernel quantizes it.
+def _result_cast(spec: LinearSpec, quantizer: Quantizer, result: str) -> Cast | None:
+    """The cast by which a product quantizes its own result; None if another kernel quantizes it.
 
     A product does so in FP8 with a scale that does not depend on the result.
     """
-    if quantizer is None or spec.traced or inspects(spec, result) or sums_over_ranks(spec.parallel, mode):
+    if spec.traced or inspects(spec, result):
         return None
     cast = quantizer.cast(True, False)
     return cast if cast is not None and cast.multiplier is not None else None

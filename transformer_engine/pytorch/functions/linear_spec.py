@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.quantize import Cast
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -287,29 +286,6 @@ def gathers_codes(spec: LinearSpec) -> bool:
 def gathers_gradient_codes(spec: LinearSpec) -> bool:
     """Return whether each rank quantizes its rows of the output gradient, whose codes are gathered."""
     return spec.gather_gradient in (CODES, ROW_CODES) and spec.parallel.gathers_gradient
-
-
-def input_cast(spec: LinearSpec) -> Cast | None:
-    """Return the cast with which the producer of a layer's input may quantize it; None if the layer must do it."""
-    if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):
-        return None
-    if spec.traced:
-        return None  # the compiler must trace writes to the scaling state
-    by_rows = gathers_codes(spec) and spec.gather_input == ROW_CODES  # columns are made of the gathered rows
-    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
-
-
-def gradient_cast(spec: LinearSpec) -> Cast | None:
-    """Return the same for the producer of the gradient of a layer's output."""
-    if (
-        spec.plain
-        or not spec.needs_grad_input
-        or spec.backward != "quantized"
-        or spec.traced
-        or (spec.communicates and spec.parallel.gathers_gradient)
-    ):
-        return None
-    return spec.grad_output.cast(True, spec.needs_grad_weight)
 
 
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:

@@ -24,8 +24,8 @@ from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradien
 from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, infer_with, record, run_backward
 from .linear import forward_input, forward_weight, linear_backward, linear_forward
-from .linear_operands import operand_of
-from .linear_spec import Dtypes, LayerSpec, LinearSpec, gradient_cast, input_cast
+from .linear_operands import gradient_cast, input_cast, operand_of
+from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, save, take_saved, wait_for_saved
 

@@ -64,7 +64,7 @@ def exported_products(
 
 def _check_warm(module: ProductsModule, state: Any) -> None:
     """Raise RuntimeError for a recipe with scales from earlier steps, of which the layer has none."""
-    active = module.numerics.active
+    active = module.numerics.cached.recipe
     served = active is not None and active.matches_recipe(state.recipe, state.group)
     if family_of(state.recipe).stateful and not served:
         raise RuntimeError(

@@ -36,10 +36,9 @@ from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured, early
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
-from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, parameter_of
+from .parameters import InitMethod, create_parameters, mark_parameters, parameter_of, weight_and_bias
 from .specs import Call, check_call, product_spec, quantizable, scale_update, with_compiled_passes
 
 # Beside the layer, names of the original that other libraries import from here.

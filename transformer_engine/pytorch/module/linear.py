@@ -27,9 +27,8 @@ from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
-from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .local_shards import output_of_shards
-from .parameters import InitMethod
+from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
     Call,
     check_call,

@@ -30,7 +30,7 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.autograd import gradients_expected, in_first_run
 from ..runtime.checks import floating
-from ..runtime.device import autocast_dtype
+from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
@@ -280,7 +280,8 @@ class ProductsModule(TransformerEngineBaseModule):
                 facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
             x = type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad
             targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
-            autocast, environment = autocast_dtype(device.type), env.generation()
+            autocast = autocast_dtype(device.type) if autocast_is_active() else None
+            environment = env.generation()
             traced, begin = False, None
             # fmt: off
             fields = (
@@ -321,11 +322,11 @@ class ProductsModule(TransformerEngineBaseModule):
     ) -> ModuleRecipe:
         """Return the settings of the computation; a rejected call creates nothing."""
         numerics = self.numerics
-        active = numerics.active
+        active = numerics.cached.recipe
         if active is None or not active.serves(state):
             self._check_call(inp, tensors, options)
             self._check_parameter_recipe(state.recipe)
-        elif state.enabled and (not active.has_state or active.pools is delayed_scaling.pools()):
+        elif state.enabled and (not active.has_state or active.pools is delayed_scaling.registry.pools):
             return active
         return numerics.of_call(self, state)
 

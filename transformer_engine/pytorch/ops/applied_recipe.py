@@ -57,7 +57,7 @@ class AppliedRecipe(NamedTuple):
             return False
         if recipe is not None and group is not self.group:
             return False
-        if self.stateful and self.pools is not delayed_scaling.pools():
+        if self.stateful and self.pools is not delayed_scaling.registry.pools:
             return False
         return [op._served for op in ops] == self.served
 

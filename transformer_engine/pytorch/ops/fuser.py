@@ -152,7 +152,7 @@ class OperationFuser:
                 stateful = any(op.has_scaling_state() for op in ops)
                 served = [op._served for op in ops]
                 self._applied_recipe = AppliedRecipe(
-                    recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools()
+                    recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.registry.pools
                 )
             is_recomputation = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
             if undisturbed() and not is_recomputation:

@@ -11,14 +11,13 @@ from torch import Tensor
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.linear import linear_backward, linear_forward
+from ...functions.linear_operands import gradient_cast, input_cast
 from ...functions.linear_spec import (
     HIGH_PRECISION,
     IDENTITY,
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
-    gradient_cast,
-    input_cast,
     sums_over_ranks,
 )
 from ...functions.linear_spec import linear_spec as build_linear_spec
