@@ -22,7 +22,6 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved_before_transfer, unpack
-from .sequence import leading_shape
 
 
 class LayerFunctions(NamedTuple):
@@ -184,6 +183,19 @@ def compiled_passes(
         CompiledPass(forward, device, quantizers),
         CompiledPass(backward, device if returned else None, of_backward),
     )
+
+
+def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Dimensions of a result with so many rows, for an input with these dimensions instead of its rows.
+
+    Sequence parallelism scales the rows; it then scales the first dimension.
+    """
+    before = 1
+    for size in leading:
+        before = before * size
+    if rows == before or not leading:
+        return leading
+    return (leading[0] * rows // before, *leading[1:])
 
 
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:

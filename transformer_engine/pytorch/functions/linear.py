@@ -50,7 +50,7 @@ from .gathered_operands import (
     gathered_input,
     gathers_again,
 )
-from .layer import LayerFunctions, infer_with, record, run_backward
+from .layer import LayerFunctions, infer_with, leading_shape, record, run_backward
 from .linear_operands import (
     cast_gradient,
     cast_input,
@@ -71,7 +71,6 @@ from .linear_spec import (
     inspects,
 )
 from .saving import backward_of, wait_for_saved
-from .sequence import leading_shape
 
 
 class LinearGradients(NamedTuple):

@@ -67,7 +67,7 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
     """Quantize the output gradient dy [M, N] in the requested directions; a plain layer reads dy itself."""
     if spec.plain:
         return Operands(dy, Matrix(dy))
-    if gathers_gradient_codes(spec):
+    if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
     return operands_for_products(spec.grad_output, matrix, rowwise, columnwise, spec.parallel.size > 1)

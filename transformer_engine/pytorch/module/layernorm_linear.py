@@ -24,7 +24,7 @@ from ..functions.linear_spec import changed
 from ..functions.norm_linear import NORM_LINEAR, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
-from ..runtime.checks import is_distributed
+from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -201,7 +201,7 @@ class LayerNormLinear(ProductsModule):
         weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
             return output_of_shards(self, options, inp, weight, bias, norm=norm)

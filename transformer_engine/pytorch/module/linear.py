@@ -18,7 +18,7 @@ from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
-from ..runtime.checks import is_distributed
+from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -195,7 +195,7 @@ class Linear(ProductsModule):
             return self.onnx_forward(inp, fp8_output, fp8_grad)
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             return output_of_shards(self, options, inp, weight, bias)
         if getattr(weight, "is_distributed_weight", False):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...fast.symbols import Symbol
+from ...functions.layer import leading_shape
 from ...functions.linear_spec import LinearSpec
-from ...functions.sequence import leading_shape
 from ...primitives.gemm import as_matrix
 from ...primitives.quantize import Cast
 from ...quantization.autocast import AutocastState
