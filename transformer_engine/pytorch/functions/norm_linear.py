@@ -2,7 +2,7 @@
 
 The linear products are those of `linear.py`. Between them a kernel can do more than one step: a norm, an activation or
 the gradient of one can quantize its result (`IN_CODES`), and a product can compute GELU or its gradient in its epilogue
-(`IN_PRODUCT`). `fusions.py` decides this when a spec is built; the functions here read the decision from the spec.
+(`IN_PRODUCT`). `fusions.py` decides this when a spec is built. F is the size of the MLP; a gated activation reads 2F.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def norm_forward(
     Returns:
         h, or its `Operands` for `linear` if the kernel of the norm quantizes it; and the statistics of the rows.
     """
+    # h = (x - mean) * rstdev * gamma + beta; mean and rstdev [M] of each row. An RMSNorm has neither mean nor beta.
     if mode != IN_CODES:
         return norm.forward(plain_matrix(x), gamma, beta)
-    cast = input_cast(linear)
+    cast = input_cast(linear)  # codes by rows for y and by columns for dw
     assert cast is not None
     codes, statistics = norm.forward(plain_matrix(x), gamma, beta, cast)
     return linear.input.adopt(codes, x.dtype), statistics
@@ -90,6 +91,8 @@ def norm_backward(
         wait_for_saved(x, gamma, mean, rstdev)
     if d_returned is not None:
         dh = dh + d_returned.reshape(dh.shape)
+    # n [M, K] = (x - mean) * rstdev and g [M, K] = dh * gamma; means of each row, without mean(g) in an RMSNorm:
+    # dx = rstdev * (g - mean(g) - n * mean(g * n)), dgamma [K] = sum of rows of dh * n, dbeta [K] = sum of rows of dh.
     return norm.backward(plain_matrix(dh), plain_matrix(x), NormStatistics(mean, rstdev), gamma)
 
 
@@ -110,6 +113,7 @@ def norm_linear_forward(
     x, gamma, beta, weight, bias = tensors
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     returned = h if spec.returns_norm_output else None
+    # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
     y, *operands = linear_forward(h, weight, bias, spec.linear, leading)
     of_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
     return [y, returned], [*of_norm, *operands]
@@ -130,7 +134,7 @@ def norm_linear_backward(
     dy, d_returned = operands[:2]
     saved, of_linear = operands[2:6], [dy, *operands[6:]]
     operands.clear()
-    del dy
+    del dy  # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K]
     dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
     of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
     return [*of_norm, dw, db]
@@ -256,8 +260,10 @@ def norm_mlp_forward(
         a, u, *operands = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
         del h
     else:
+        # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *operands = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
+        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] of a gated activation; or codes of a from the same kernel.
         if modes.activation == IN_CODES:
             cast = input_cast(fc2)
             codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
@@ -267,9 +273,11 @@ def norm_mlp_forward(
             a = activation_forward(spec.activation, u, spec.activation_params)
     saved = []
     if saves:
-        mark_ready(u)
+        if offloading.synchronizer is not None:
+            mark_ready(u)
         saved = [x, gamma, *statistics, u, *operands]
     del u, operands
+    # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
     y, *operands = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, multiplies)
     return [y, returned], [*saved, *operands] if saves else []
 
@@ -306,7 +314,7 @@ def norm_mlp_backward(
     saved = operands[2:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
     operands.clear()
-    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] = dy.T @ a [M, F].
     of_fc2 = [dy, a, fc2_weight]
     del dy, a, fc2_weight
     if offloading.used:
@@ -317,7 +325,7 @@ def norm_mlp_backward(
     da, dw2, db2 = linear_backward(of_fc2, spec.fc2, dtypes[1])
     of_fc1 = [da if u is None else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
     del da, u, h, fc1_weight
-    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]
+    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du's rows.
     dh, dw1, db1 = linear_backward(of_fc1, spec.fc1, dtypes[0])
     of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
     return [*of_norm, dw1, db1, dw2, db2]
@@ -328,6 +336,7 @@ def _activation_gradient(da: Tensor, u: Tensor, spec: NormMLPSpec, bias_dtype: A
     fc1 = spec.fc1
     if spec.fusion_modes.gradient != IN_CODES:
         return activation_backward(spec.activation, da, u, spec.activation_params)
+    # One kernel reads da and u, and writes the codes of du by rows for dh and by columns for dfc1, and db1 [F or 2F].
     cast = gradient_cast(fc1)
     assert cast is not None
     sums = bias_dtype if fc1.needs_grad_bias else None
