@@ -50,15 +50,15 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
             return partial(planned_quantize, request.spec)
         return _PLANNERS.get(table.operation, _results)(table, request)
 
-    pools, moment = delayed_scaling._registry.pools, snapshot()
+    pools, moment = delayed_scaling.registry.pools, snapshot()
     dummies = dict(weight_gradient._dummy_wgrads)
-    delayed_scaling._registry.pools = {}
+    delayed_scaling.registry.pools = {}
     weight_gradient._dummy_wgrads.clear()
     try:
         with binding(bind):
             yield
     finally:
-        delayed_scaling._registry.pools = pools
+        delayed_scaling.registry.pools = pools
         weight_gradient._dummy_wgrads.clear()
         weight_gradient._dummy_wgrads.update(dummies)
         reinstate(moment)

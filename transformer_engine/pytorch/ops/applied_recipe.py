@@ -57,11 +57,12 @@ class AppliedRecipe(NamedTuple):
             return False
         if recipe is not None and group is not self.group:
             return False
-        if self.stateful and self.pools is not delayed_scaling.pools():
+        if self.stateful and self.pools is not delayed_scaling.registry.pools:
             return False
         return [op._served for op in ops] == self.served
 
 
+# No recipe has been applied; the recipe of this record is an object that no call has.
 NOT_APPLIED = AppliedRecipe(object(), None, None, [], False, None)
 
 
