@@ -25,7 +25,6 @@ from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.autograd import gradients_expected
 from ..runtime.checks import floating
-from ..runtime.determinism import torch_determinism
 from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.warn_once import warn_once
 from .dot_product_attention import DotProductAttention
@@ -198,7 +197,7 @@ def check_layer_call(
         ours and core.training,
         torch.is_grad_enabled()
         or (ours and arguments.inference_params is None and gradients_expected(core.training)),
-        torch_determinism(),
+        torch.get_deterministic_debug_mode(),  # `torch_determinism()` in eager mode
         env.generation(),
         last_choice.renewed,
         checked.facts,
