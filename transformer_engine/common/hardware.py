@@ -53,6 +53,7 @@ Capability = Literal[
     "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
     "cudnn fp8 gradients of all heads",  # head sizes up to 128 other than 128
     "cudnn fp8 gradients of two sizes",  # heads of 192/128
+    "cudnn mxfp8 attention",
     "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "torch cudnn attention",
     "torch flash attention",
@@ -203,6 +204,7 @@ _B200 = _DATA_CENTER | {
     "cudnn deterministic packed attention",
     "cudnn fp8 gradients of two sizes",
     "cudnn linear attention",
+    "cudnn mxfp8 attention",
 }
 _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
     "cudnn deterministic attention",

@@ -200,8 +200,8 @@ def _triton_for_gpu(hardware: Hardware, version: str) -> Result:
 
 
 def _libraries(e: Installation) -> Results:
-    """Check the bindings of cuBLASLt and cuDNN."""
-    if e.gpu.name is None:
+    """Check the bindings of cuBLASLt and cuDNN, which GPUs of other vendors do not call."""
+    if e.gpu.name is None or e.gpu.hardware.lacks("cublaslt") is not None:
         return
     for module, name, brings in (
         ("nvmath", "nvmath-python", "the fastest products"),

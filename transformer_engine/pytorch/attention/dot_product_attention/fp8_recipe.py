@@ -109,7 +109,7 @@ def requested_backward(bf16_backward: bool | None) -> Any:
 
 
 def scaling_of(recipe: Recipe) -> str:
-    """Return "delayed", "current" or "block".
+    """Return "delayed", "current", "mxfp8" or "block".
 
     Args:
         recipe: Recipe of the attention.

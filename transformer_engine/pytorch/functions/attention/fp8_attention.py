@@ -73,7 +73,7 @@ class FP8Attention:
 
     Attributes:
         call: The attention, in its own dtype.
-        scaling: "delayed", "current" or "block".
+        scaling: "delayed", "current", "mxfp8" or "block".
         quantizers: Quantizers of its tensors.
         state: Delayed-scaling state of the forward pass if kernels may read and write it; otherwise None.
         passes: Implementations of the two passes.
