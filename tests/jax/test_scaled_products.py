@@ -132,6 +132,18 @@ def test_a_product_is_two_swizzles_and_one_kernel(architecture, forms, monkeypat
 
 
 @needs_bridge
+@pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
+def test_the_copy_engine_has_its_descriptors_in_a_workspace(form, monkeypatch):
+    texts = []
+    for architecture in ((10, 0), (12, 0)):
+        monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
+        texts.append(program(operand(form, 256, 512), operand(form, 384, 512)))
+    # Descriptors of five matrices for each of six programs, as a result behind the product.
+    workspace = f"-> (tensor<256x384xbf16>, tensor<{6 * 5 * 128}xui8>)"
+    assert [text.count(workspace) for text in texts] == [1, 0]
+
+
+@needs_bridge
 def test_without_kernels_xla_is_handed_the_scaled_product(monkeypatch):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(10, 0))
     monkeypatch.setattr(launching, "kernels_unsupported_reason", lambda: "triton is not installed")
