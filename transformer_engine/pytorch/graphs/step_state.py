@@ -71,7 +71,7 @@ class StepState:
             facts += _optimizer_facts(optimizer)
         candidates = [parameter for module in found.modules for parameter in module.parameters()]
         candidates += [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        parameters = list({id(p): p for p in candidates if p.requires_grad}.values())
+        parameters = list({id(p): p for p in candidates}.values())
         if any(getattr(p, kind, None) for p in parameters for kind in _PARAMETER_HOOKS):
             obstacle = obstacle or "a parameter has hooks, which a replay would not call"
         sums = [getattr(parameter, "main_grad", None) for parameter in parameters]
