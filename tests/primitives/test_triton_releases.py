@@ -17,9 +17,9 @@ from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.runtime import launching
 
-real = launch.missing, launch.outdated
+real = launch.missing, optional.triton_problem
 simulation = simulate(nvidia(11, 0), libraries=False)
-launch.missing, launch.outdated = real
+launch.missing, optional.triton_problem = real
 launching.missing = launch.missing
 launch.MISSING = None
 optional.failure = lambda *names: None

@@ -235,7 +235,7 @@ def _simulate_launches(simulation: Simulation) -> None:
     from transformer_engine.pytorch.runtime import zeros
 
     launches.missing = lambda hardware: None
-    launches.outdated = lambda hardware, release: None  # read by modules that imported `missing`
+    optional.triton_problem = lambda hardware, release: None  # read by modules that imported `missing`
     launches._compile = simulation.record
     launches.current_stream = zeros.current_stream = lambda device: 0
     # Modules that imported the function before.

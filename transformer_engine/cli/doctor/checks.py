@@ -16,7 +16,6 @@ from packaging.version import Version
 from ...common import frameworks, optional
 from ...common.documentation import page
 from ...common.hardware import Hardware
-from ...common.kernels import launch
 from . import clients
 from .clients import PACKAGE
 from .environment import FLASH4, Installation, gather
@@ -190,9 +189,9 @@ def _triton_for_gpu(hardware: Hardware, version: str) -> Result:
     """Compare a version of Triton with the first ones that support a GPU and its block-scaled products."""
     major, minor = (*Version(version).release, 0)[:2]
     status: Status = "problem"
-    reason = launch.outdated(hardware, (major, minor))
+    reason = optional.triton_problem(hardware, (major, minor))
     if reason is None and hardware.has("mxfp8 products"):
-        status, reason = "note", launch.scaled_dot_outdated(hardware, (major, minor))
+        status, reason = "note", optional.scaled_dot_problem(hardware, (major, minor))
     if reason is None:
         return "good", f"triton {version}", ""
     cause, _, remedy = reason.partition("; ")

@@ -66,29 +66,7 @@ def missing(hardware: Hardware) -> str | None:
     if reason is not None:
         return reason
     release = optional.release("triton")
-    return outdated(hardware, release) if release != (0, 0) else None
-
-
-def outdated(hardware: Hardware, release: tuple[int, int]) -> str | None:
-    """Return the reason why a release of Triton does not compile for a GPU, or None."""
-    if release >= hardware.triton:
-        return None
-    found = ".".join(map(str, release))
-    return f"Triton {found} does not compile for {hardware.title}; {_upgrade(hardware.triton)}"
-
-
-def scaled_dot_outdated(hardware: Hardware, release: tuple[int, int]) -> str | None:
-    """Return the reason why tl.dot_scaled of a release of Triton is not the native product of a GPU, or None."""
-    if release >= hardware.scaled_dot:
-        return None
-    least = ".".join(map(str, hardware.scaled_dot))
-    place = f"{hardware.title} before Triton {least}"
-    return f"tl.dot_scaled multiplies in bfloat16 on {place}; {_upgrade(hardware.scaled_dot)}"
-
-
-def _upgrade(release: tuple[int, int]) -> str:
-    """Return the command that installs a release of Triton or a later one."""
-    return f"pip install --upgrade 'triton>={'.'.join(map(str, release))}'"
+    return optional.triton_problem(hardware, release) if release != (0, 0) else None
 
 
 class Machine(NamedTuple):

@@ -12,7 +12,6 @@ from torch import Tensor
 from ...common import optional
 from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ...common.hardware import NO_GPU
-from ...common.kernels import launch
 from ..primitives.grouped_gemm import Groups, Matrices
 from ..primitives.grouped_quantize import (
     GroupedQuantized,
@@ -143,7 +142,7 @@ def _is_native(tensor_format: TensorFormat) -> bool:
     needs, hardware = tensor_format.block_products, current_hardware()
     if needs is None or not hardware.has(needs):
         return False
-    return launch.scaled_dot_outdated(hardware, optional.release("triton")) is None
+    return optional.scaled_dot_problem(hardware, optional.release("triton")) is None
 
 
 def _is_outdated(tensor_format: TensorFormat) -> bool:

@@ -121,7 +121,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := _unsupported_pair(request)) is not None:
         return reason
     if request.swizzled:
-        reason = launch.scaled_dot_outdated(request.hardware, optional.release("triton"))
+        reason = optional.scaled_dot_problem(request.hardware, optional.release("triton"))
         if reason is not None:
             return reason
     if request.dtype not in _RESULTS:

@@ -58,7 +58,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
     if request.swizzled:
-        reason = launch.scaled_dot_outdated(request.hardware, optional.release("triton"))
+        reason = optional.scaled_dot_problem(request.hardware, optional.release("triton"))
         if reason is not None:
             return f"{reason}, or install nvmath-python"
     return _unsupported_result(request)
@@ -90,7 +90,7 @@ def _scales_in_instruction(request: GemmRequest) -> bool:
     """Whether the GPU's instruction reads the scales, and the installed Triton emits it."""
     needs = request.scaled_products
     native = needs is not None and request.hardware.has(needs)
-    return native and launch.scaled_dot_outdated(request.hardware, optional.release("triton")) is None
+    return native and optional.scaled_dot_problem(request.hardware, optional.release("triton")) is None
 
 
 def runner(request: GemmRequest) -> Callable[..., Tensor]:

@@ -38,7 +38,7 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     hardware = current_hardware()
     if (reason := hardware.lacks(a.block_products)) is not None:
         return reason
-    if (reason := launch.scaled_dot_outdated(hardware, optional.release("triton"))) is not None:
+    if (reason := optional.scaled_dot_problem(hardware, optional.release("triton"))) is not None:
         return reason
     if request.clears:
         return "rows of no group are cleared, which its products leave undefined"
