@@ -20,9 +20,10 @@ from tests.support.programs import output_without_gpu
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import autocast, checkpoint, explain, ops, quantized_model_init
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
-from transformer_engine.pytorch.tensor import GroupedTensor
+from transformer_engine.pytorch.tensor import GroupedTensor, QuantizedTensor
 
 IN, OUT = 128, 64
 AT_ONCE = ("none", "delayed", "current", "block")
@@ -298,3 +299,39 @@ def test_scales_of_delayed_scaling_are_not_kept_in_one_parameter(device):
         pytest.raises(RuntimeError, match="leave it False inside of quantized_model_init"),
     ):
         ops.GroupedLinear(3, 16, 32, device=device, single_grouped_weight=True)
+
+
+def values_of(layer: Any, kind: str) -> torch.Tensor:
+    """Values of all weights or biases as one plain tensor [n, ..]."""
+    parameters = dict(layer.named_parameters())
+    held = [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
+    plain = [p.dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in held]
+    return plain[0] if kind in parameters else torch.stack(plain)
+
+
+FORMS = [{"single_grouped_weight": w, "single_grouped_bias": b} for w in (False, True) for b in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "names", [("none", "none"), ("mxfp8", "mxfp8"), ("block", "none"), ("nvfp4", "nvfp4")]
+)
+@pytest.mark.parametrize("source", ["module", "operation"])
+@pytest.mark.parametrize("target", ["module", "operation"])
+def test_states_load_across_layers_forms_and_formats(source, target, names, monkeypatch, device):
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+
+    def build(kind: str, name: str, form: dict[str, bool]) -> Any:
+        make, dtype = (GroupedLinear, "params_dtype") if kind == "module" else (ops.GroupedLinear, "dtype")
+        with quantized_model_init(enabled=name != "none", recipe=RECIPES[name]):
+            return make(3, 64, 32, device=device, **{dtype: torch.bfloat16}, **form)
+
+    for saved_form in FORMS:
+        saved = build(source, names[0], saved_form)
+        with torch.no_grad():
+            for parameter in saved.parameters():
+                parameter.copy_(torch.randn(parameter.shape, device=device))
+        for loaded_form in FORMS:
+            loaded = build(target, names[1], loaded_form)
+            loaded.load_state_dict(saved.state_dict())
+            for kind in ("weight", "bias"):
+                assert torch.equal(values_of(loaded, kind), values_of(saved, kind)), (saved_form, loaded_form)
