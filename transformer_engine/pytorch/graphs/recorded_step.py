@@ -151,6 +151,8 @@ class RecordedStep:
             if gradient is not None and not new
         ]
         self._replaced = [i for i, new in enumerate(gradients.replaced) if new]
+        for index in self._replaced:  # until the first replay, which computes the others
+            self._parameters[index].grad = gradients.before[index]
 
     @property
     def is_stale(self) -> bool:
