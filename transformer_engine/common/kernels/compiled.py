@@ -187,7 +187,7 @@ def _without_assembler() -> Iterator[None]:
 
 
 def _omit_assembler(*arguments: Any) -> Any:
-    """Hook of Triton's compiler: replace the stage of the binary, or, without arguments, return a cache key and hash."""
+    """Replace the stage of the binary; without arguments, return a cache key and hash (hook of Triton's compiler)."""
     omitted = _assembler.omitted
     if not arguments:
         return ("ptx only", "ptx only") if omitted else ("", "")
