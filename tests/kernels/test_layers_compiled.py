@@ -12,7 +12,9 @@ import pytest
 from tests.primitives.scaled_compile import INSTRUCTIONS
 from tests.support import programs
 from transformer_engine.common import optional
+from transformer_engine.common.formats import E4M3
 from transformer_engine.common.hardware import ROWS, Hardware
+from transformer_engine.common.kernels.launch import Machine
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
@@ -25,7 +27,7 @@ STACKS = {
     "attention_backward.grad_keys": 144,
     "grouped_gemm.columns_kernel": 96,
     "block_fused.backward_kernel": 256,
-    "block_cast.both_blocks_kernel": 208,  # on 11.0 with Triton 3.9; 16 elsewhere
+    "block_cast.both_blocks_kernel": 16,
     "delayed_scaling._advance": 8,
     "activation_cast.backward_kernel": 8,
 }
@@ -105,6 +107,17 @@ def test_a_sample_of_launches_of_a_training_step_compiles_as_planned():
     found = compiled("12.0", "--part", "5/8")
     assert len(found) >= 4
     check("12.0", found, optional.release("triton"))
+
+
+@pytest.mark.parametrize(("architecture", "warps"), [("9.0", 4), ("10.0", 4), ("11.0", 8), ("12.0", 8)])
+def test_blocks_of_both_directions_have_as_many_warps_as_need_no_stack(architecture, warps):
+    from transformer_engine.common.kernels import block_cast  # it imports triton
+
+    row = NVIDIA[architecture]
+    machine = Machine(132, row.shared_memory, 2, row.threads)
+    scaling = {"power_of_two": True, "epsilon": 0.0, "value_for_inf": 3.0e38}
+    launch = block_cast.row_blocks((1024, 1024), E4M3, True, True, **scaling, machine=machine)
+    assert launch.warps == warps and launch.grid[0] == min(132 * 8 // warps, 64)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from . import tile
 from .conversion import NATIVE
-from .launch import MEASURED_MEMORY, Launch, Machine, Output, codes_dtype
+from .launch import MEASURED_MEMORY, MEASURED_THREADS, Launch, Machine, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
 
 _WIDTH = 128
@@ -357,9 +357,11 @@ def row_blocks(
     )
     # H200, the same: two programs of 4 warps per processor, three tiles in flight, bands of 4: 0.1371 ms; without
     # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than
-    # an H200's has room for one program, whose 8 warps need no stack.
+    # an H200's has room for one program, whose 8 warps need no stack. On 11.0, which has 1536 threads, 4 warps need 208
+    # bytes of stack with Triton 3.9.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    resident, warps = (2, 4) if machine.shared_memory >= MEASURED_MEMORY else (1, 8)
+    as_measured = machine.shared_memory >= MEASURED_MEMORY and machine.threads >= MEASURED_THREADS
+    resident, warps = (2, 4) if as_measured else (1, 8)
     programs = min(resident * machine.processors, tiles_m * tiles_k)
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1
     tiles = (4, stages, rows % 2 == 0, even)

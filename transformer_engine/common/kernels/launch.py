@@ -43,6 +43,7 @@ LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # 256 rows are below 2^31.
 LARGEST_EXTENT = 1 << 23
 MEASURED_MEMORY = 227 << 10  # shared memory of an H200, on which plans were measured
+MEASURED_THREADS = 2048  # threads of its multiprocessors
 _EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not multiples of this
 
@@ -70,11 +71,15 @@ def missing(hardware: Hardware) -> str | None:
 
 
 class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, and bytes read per element of a tile."""
+    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, and threads.
+
+    The last field is the number of threads of a multiprocessor.
+    """
 
     processors: int
     shared_memory: int
     bytes_read: int
+    threads: int = 2048
 
     def stages(self, tile: int, stages: int) -> int:
         """Largest number of pipeline stages, at most `stages`, for tiles of this many elements.

@@ -22,7 +22,7 @@ from .....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, ceil_div
 from .....common.kernels.launch import Machine
 from .....common.warning import warn_once
 from ....checks import is_symbolic
-from ....platform import processors
+from ....platform import hardware, processors
 from ... import exact
 from ...kernels import Kernel
 from ...launching import run
@@ -187,7 +187,7 @@ class Tiles(Kernel):
             launch = block_cast.square_blocks(*options, **scaling)
         else:
             gpu = processors()
-            machine = Machine(gpu.count, gpu.shared_memory, x.dtype.itemsize)
+            machine = Machine(gpu.count, gpu.shared_memory, x.dtype.itemsize, hardware().threads)
             launch = block_cast.row_blocks(*options, **scaling, machine=machine)
         return tuple(array for array in run(launch, arrays) if array is not None)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .....common.formats import BLOCK_1D, BLOCK_1D_POWERS, BLOCK_2D, BLOCK_2D_POWERS, ceil_div, float32_max
 from .....common.kernels.launch import Launch, Machine
 from ....runtime import launching
+from ....runtime.device import current_hardware
 from .. import tiles
 from ..encodings import cast, scale_from_amax
 from ..spec import QuantizeSpec
@@ -42,7 +43,7 @@ def _row_blocks(
         spec.element,
         spec.rowwise,
         spec.columnwise,
-        machine=Machine(*launching.processors(device.index), dtype.itemsize),
+        machine=Machine(*launching.processors(device.index), dtype.itemsize, current_hardware().threads),
         **_scales(spec, dtype),
     )
 
