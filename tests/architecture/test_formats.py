@@ -15,8 +15,8 @@ from tests.architecture.source import modules, nodes, text
 # named after it), its files under quantize/formats, tensor and tensor/storage, quantization/families.py, its factory
 # for custom recipes, the alias with the names that callers of the original import, and the storage of groups, whose
 # public keywords name it, the cases of the self-test, whose report names formats, the list of absent names, and the
-# layouts of checkpoints for servers, with the page of its public function.
-MOST = 15
+# layouts of checkpoints for servers, with the page of its public function, and the backend of cuDNN's attention in it.
+MOST = 16
 # Public names and configurations of the original that hold the name of a format: features of debug sessions, recipe
 # factories and reference quantizers, functions of transformer_engine_torch, the schemas of exported operators.
 NAMED_BY_THE_ORIGINAL = (

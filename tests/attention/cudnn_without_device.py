@@ -4,7 +4,7 @@
 
 {version: {architecture: {case: {pass: "" or the library's reason}}}}; `cudnn_engines.json` has two versions. It needs a
 libcuda.so.1 whose functions may all fail, nvidia-cudnn-frontend from 1.32 on, nvidia-cudnn-cu13 and nvidia-cublas. The
-graphs are those of the backends `cudnn`, `cudnn_fp8` and `cudnn_mxfp8`, for a device that is described by its
+graphs are those of the backends `cudnn`, `cudnn_fp8` and `cudnn_blocks`, for a device that is described by its
 properties. An engine is a necessary condition: its kernels are neither compiled nor run.
 """
 
@@ -21,8 +21,8 @@ from tests.attention.test_cudnn import request
 from transformer_engine.common.hardware import ROWS, Hardware, hardware_named, number_of
 from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn,
+    cudnn_blocks,
     cudnn_fp8,
-    cudnn_mxfp8,
     cudnn_plan,
 )
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_graph import bindings_of, library
@@ -141,7 +141,7 @@ def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
         if call.fp8 is None:
             passes = (cudnn_plan.describe_forward, ()), (cudnn_plan.describe_backward, ())
         elif call.fp8 == "mxfp8":
-            passes = (cudnn_mxfp8.describe_forward, ()), (cudnn_mxfp8.describe_backward, ())
+            passes = (cudnn_blocks.describe_forward, ()), (cudnn_blocks.describe_backward, ())
         else:
             passes = (
                 (cudnn_fp8.describe_forward, (E4M3, E4M3)),

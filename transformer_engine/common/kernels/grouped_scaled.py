@@ -75,15 +75,15 @@ def rows_kernel(
     s = tl.arange(0, BLOCK_K // LENGTH)
     m = tl.arange(0, ROWS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if CLEARS:
-        group = group_or_none(layout, tile_m, TILES_M, GROUPS)
+    group = (
+        group_or_none(layout, tile_m, TILES_M, GROUPS) if CLEARS else group_of_tile(layout, tile_m, GROUPS)
+    )
+    if CLEARS:  # noqa: SIM102  (a constant, which removes the branch)
         if group >= GROUPS:
             first = first_padding_row(layout, tile_m, GROUPS)
             padding = out + first.to(tl.int64) * N + (m[:, None] * N + n[None, :])
             unused = (first + m < TOTAL)[:, None] & (n < N)[None, :]
             tl.store(padding, tl.zeros((ROWS, BLOCK_N), out.dtype.element_ty), mask=unused)
-    else:
-        group = group_of_tile(layout, tile_m, GROUPS)
     if group >= GROUPS:
         return
     start, rows, first_tile, _ = rows_of_group(layout, group, GROUPS)

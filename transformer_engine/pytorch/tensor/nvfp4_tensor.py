@@ -18,7 +18,8 @@ from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, hadamard_transform, pack_fp4, quantize
 from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.formats.nvfp4 import encode as encode_rows
-from ..primitives.quantize.maximum import maximum, transformed_maximum
+from ..primitives.quantize.formats.nvfp4 import transformed_maximum
+from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.launching import uniform
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of

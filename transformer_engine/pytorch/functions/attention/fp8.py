@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, Table, undisturbed
 from ....common.memory import Memory
-from ...primitives.attention.backends import cudnn, cudnn_fp8, cudnn_mxfp8
+from ...primitives.attention.backends import cudnn, cudnn_blocks, cudnn_fp8
 from ...primitives.attention.call import (
     Attended,
     AttentionCall,
@@ -27,7 +27,7 @@ from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import passes_when_traced
 from ...primitives.attention.passes import Passes
 from ...tensor.quantized_tensor import QuantizedTensorStorage
-from . import fp8_cudnn, fp8_emulation, mxfp8_cudnn
+from . import blocks_cudnn, fp8_cudnn, fp8_emulation
 from .fp8_attention import AttentionQuantizers, FP8Attention, FP8Passes, Rounded, values_of
 
 
@@ -56,12 +56,6 @@ def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
     return cudnn_fp8.unsupported_reason(call)
 
 
-def _unsupported_cudnn_mxfp8(call: AttentionCall) -> str | None:
-    if call.fp8 != "mxfp8":
-        return "it takes the recipe MXFP8BlockScaling"
-    return cudnn_mxfp8.unsupported_reason(call)
-
-
 EVERYTHING = frozenset(Feature)
 
 FORWARD: Table[AttentionCall] = Table(
@@ -74,10 +68,10 @@ FORWARD: Table[AttentionCall] = Table(
             bind=lambda request: fp8_cudnn.forward,
         ),
         Backend(
-            "cudnn_mxfp8",
-            takes=cudnn_mxfp8.TAKES,
-            unsupported_reason=_unsupported_cudnn_mxfp8,
-            bind=lambda request: mxfp8_cudnn.forward,
+            cudnn_blocks.NAME,
+            takes=cudnn_blocks.TAKES,
+            unsupported_reason=cudnn_blocks.unsupported_reason,
+            bind=lambda request: blocks_cudnn.forward,
         ),
         Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.forward),
     ),
@@ -99,20 +93,22 @@ def _unsupported_cudnn_backward(request: BackwardRequest) -> str | None:
     return cudnn_fp8.unsupported_backward(request.call)
 
 
-def _unsupported_cudnn_mxfp8_backward(request: BackwardRequest) -> str | None:
+def _unsupported_cudnn_blocks_backward(request: BackwardRequest) -> str | None:
     if request.requested is False:
         return "high precision is asked for (NVTE_FP8_DPA_BWD=0, or bf16_backward)"
-    if request.forward != "cudnn_mxfp8":
+    if request.forward != cudnn_blocks.NAME:
         return f"the forward pass is {request.forward!r}"
     if request.requested is None:
         return f"not measured on {request.call.hardware.title}; NVTE_FP8_DPA_BWD=1 asks for it"
-    return cudnn_mxfp8.unsupported_backward(request.call)
+    return cudnn_blocks.unsupported_backward(request.call)
 
 
 def _unsupported_high_precision(request: BackwardRequest) -> str | None:
-    # The emulated backward pass reads codes by rows, which the forward pass in MXFP8 does not save.
+    # The emulated backward pass reads codes by rows, which the forward pass with block scales does not save.
     return (
-        "NVTE_FP8_DPA_BWD=1 asks for FP8" if request.requested and request.forward != "cudnn_mxfp8" else None
+        "NVTE_FP8_DPA_BWD=1 asks for FP8"
+        if request.requested and request.forward != cudnn_blocks.NAME
+        else None
     )
 
 
@@ -140,10 +136,10 @@ BACKWARD: Table[BackwardRequest] = Table(
             bind=lambda request: fp8_cudnn.backward,
         ),
         Backend(
-            "cudnn_mxfp8",
-            takes=cudnn_mxfp8.TAKES,
-            unsupported_reason=_unsupported_cudnn_mxfp8_backward,
-            bind=lambda request: mxfp8_cudnn.backward,
+            cudnn_blocks.NAME,
+            takes=cudnn_blocks.TAKES,
+            unsupported_reason=_unsupported_cudnn_blocks_backward,
+            bind=lambda request: blocks_cudnn.backward,
         ),
         Backend(
             "high_precision",
@@ -185,10 +181,10 @@ def _chosen_passes(key: PassesKey) -> FP8Passes:
         plain = cudnn.bind(call)
     if not isinstance(plain, Passes):
         plain = passes_of(call)
-    return FP8Passes(forward, backward, plain, backward in (high_precision, mxfp8_cudnn.backward))
+    return FP8Passes(forward, backward, plain, backward in (high_precision, blocks_cudnn.backward))
 
 
-_FORWARD_NAMES: dict[Any, str] = {fp8_cudnn.forward: "cudnn", mxfp8_cudnn.forward: "cudnn_mxfp8"}
+_FORWARD_NAMES: dict[Any, str] = {fp8_cudnn.forward: "cudnn", blocks_cudnn.forward: cudnn_blocks.NAME}
 
 
 _PASSES: Memory[PassesKey, FP8Passes] = Memory(_chosen_passes, 1024)

@@ -104,7 +104,7 @@ def unsupported_backward(call: AttentionCall) -> str | None:
     return unsupported_reason(call)
 
 
-def _options(tensors: Tensors) -> dict[str, Any]:
+def fp8_options(tensors: Tensors) -> dict[str, Any]:
     """Return the shared options under their names in the FP8 operations."""
     options = tensors.options()
     for name in ("left_bound", "right_bound"):
@@ -125,7 +125,7 @@ def describe_forward(
         k=tensors.given("k", call.groups, call.head_dim_qk, strided.k, False),
         v=tensors.given("v", call.groups, call.head_dim_v, strided.v, False),
         **{role: description.scalar(role) for role in _FORWARD_SCALES},
-        **_options(tensors),
+        **fp8_options(tensors),
         scale_o=description.scalar("scale_output"),
         generate_stats=call.needs_gradient,
     )
@@ -174,7 +174,7 @@ def describe_backward(
         scale_dV=description.scalar("scale_grad_v"),
         scale_dP=description.scalar("scale_dp"),
         use_deterministic_algorithm=call.deterministic,
-        **_options(tensors),
+        **fp8_options(tensors),
     )
     tensors.dense("grad_q", call.heads, call.head_dim_qk, True, grads[0], grad_code)
     tensors.dense("grad_k", call.groups, call.head_dim_qk, False, grads[1], grad_code)

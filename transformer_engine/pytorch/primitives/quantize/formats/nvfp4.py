@@ -7,13 +7,16 @@ second level per row, are described in `common/formats.py` and in docs/numerics.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .....common.dispatch import Backend, Table
 from .....common.formats import E2M1, E4M3, NVFP4_FORMATS, TILED_FORMATS, TensorFormat, float32_max
 from .....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
-from ....runtime.launching import Performed
+from ....runtime.launching import Performed, run, unsupported_casts
 from ...operand import Operand
 from .. import tiles
 from ..encodings import (
@@ -192,6 +195,76 @@ def maxima(
     elif amax_t is None:
         amax_t = absolute_maximum(x) if per_row else amax
     return amax, amax_t
+
+
+class TransformedMaximumRequest(NamedTuple):
+    """A matrix [rows, columns] whose transpose is Hadamard transformed.
+
+    Attributes:
+        rows, columns: Extents of the matrix.
+        dtype: Its dtype.
+        device: Its device.
+        contiguous: Whether it is contiguous.
+        random_sign: Whether the transform applies signs.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+    contiguous: bool
+    random_sign: bool
+
+
+def _unsupported_transformed_maximum(request: TransformedMaximumRequest) -> str | None:
+    if (reason := unsupported_casts(request.device, request.dtype)) is not None:
+        return reason
+    if not request.rows * request.columns or request.rows % GROUP:
+        return (
+            f"M={request.rows} is not a positive multiple of {GROUP}, the group of the transform, or K is 0"
+        )
+    return None if request.contiguous else "it reads contiguous matrices"
+
+
+def _bind_transformed_maximum(request: TransformedMaximumRequest) -> Callable[[Tensor], Tensor]:
+    from .....common.kernels import nvfp4  # it imports triton
+
+    launch = nvfp4.transformed_maximum((request.rows, request.columns), request.random_sign)
+    return lambda x: run(launch, (x,))[0]
+
+
+def _largest_transformed(x: Tensor, random_sign: bool) -> Tensor:
+    return absolute_maximum(hadamard_transform(transposed(x), random_sign))
+
+
+TRANSFORMED_MAXIMUM: Table[TransformedMaximumRequest] = Table(
+    "hadamard_maximum",
+    (
+        Backend(
+            "triton", unsupported_reason=_unsupported_transformed_maximum, bind=_bind_transformed_maximum
+        ),
+        Backend(
+            "reference",
+            bind=lambda request: functools.partial(_largest_transformed, random_sign=request.random_sign),
+        ),
+    ),
+    describe=TransformedMaximumRequest,
+)
+
+
+def transformed_maximum(x: Tensor, random_sign: bool) -> Tensor:
+    """max|Hadamard transform of x.T| of a matrix x [M, K], as float32 [1].
+
+    Args:
+        x: The matrix.
+        random_sign: Whether the transform applies signs.
+
+    Raises:
+        ValueError: M is not a multiple of the transform's groups of 16.
+    """
+    if torch.compiler.is_compiling():
+        return _largest_transformed(x, random_sign)
+    return TRANSFORMED_MAXIMUM.bound((*x.shape, x.dtype, x.device, x.is_contiguous(), random_sign))(x)
 
 
 def _plan(request: QuantizeRequest) -> PlannedCall:

@@ -14,10 +14,10 @@ import transformer_engine.pytorch as te
 from tests.attention.test_cudnn import request
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.recipe import MXFP8BlockScaling
-from transformer_engine.pytorch.functions.attention import fp8, mxfp8_cudnn
+from transformer_engine.pytorch.functions.attention import blocks_cudnn, fp8
 from transformer_engine.pytorch.functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
-from transformer_engine.pytorch.primitives.attention.backends import cudnn_graph, cudnn_mxfp8
-from transformer_engine.pytorch.primitives.attention.backends.cudnn_mxfp8 import BlockCodes
+from transformer_engine.pytorch.primitives.attention.backends import cudnn_blocks, cudnn_graph
+from transformer_engine.pytorch.primitives.attention.backends.cudnn_blocks import BlockCodes
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_plan import Strided
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs, Gradients
 from transformer_engine.pytorch.runtime import self_tested
@@ -30,9 +30,9 @@ B200 = {"hardware": nvidia(10, 0), "fp8": "mxfp8", **SIZES}
 @pytest.fixture
 def installed(monkeypatch):
     """Simulate a machine with the libraries, on which the self-test has passed."""
-    monkeypatch.setattr(cudnn_mxfp8, "_unsupported_library", lambda: None)
-    monkeypatch.setattr(cudnn_mxfp8, "untested_reason", lambda path: None)
-    monkeypatch.setattr(cudnn_mxfp8, "get_cudnn_version", lambda: (9, 28, 1))
+    monkeypatch.setattr(cudnn_blocks, "_unsupported_library", lambda: None)
+    monkeypatch.setattr(cudnn_blocks, "untested_reason", lambda path: None)
+    monkeypatch.setattr(cudnn_blocks, "get_cudnn_version", lambda: (9, 28, 1))
 
 
 REJECTED = {
@@ -59,7 +59,7 @@ REJECTED = {
 @pytest.mark.parametrize("name", REJECTED)
 def test_unsupported_calls_have_a_reason_with_version_and_remedy(name, installed, monkeypatch):
     options, version, sentence = REJECTED[name]
-    monkeypatch.setattr(cudnn_mxfp8, "get_cudnn_version", lambda: version)
+    monkeypatch.setattr(cudnn_blocks, "get_cudnn_version", lambda: version)
     row = fp8.FORWARD.named("cudnn_mxfp8")
     assert row.rejection_reason(request(**B200)) is None or version != (9, 28, 1)
     reason = row.rejection_reason(request(**{**B200, **options})) or ""
@@ -69,14 +69,14 @@ def test_unsupported_calls_have_a_reason_with_version_and_remedy(name, installed
 
 
 def test_releases_with_zeros_compute_causal_attention(installed, monkeypatch):
-    monkeypatch.setattr(cudnn_mxfp8, "get_cudnn_version", lambda: (9, 24, 0))
+    monkeypatch.setattr(cudnn_blocks, "get_cudnn_version", lambda: (9, 24, 0))
     call = request(**B200, seqlen_q=4096, seqlen_kv=4096)
     assert fp8.FORWARD.named("cudnn_mxfp8").rejection_reason(call) is None
 
 
 def test_the_path_is_off_until_the_self_test_has_passed(monkeypatch):
-    monkeypatch.setattr(cudnn_mxfp8, "_unsupported_library", lambda: None)
-    monkeypatch.setattr(cudnn_mxfp8, "get_cudnn_version", lambda: (9, 28, 1))
+    monkeypatch.setattr(cudnn_blocks, "_unsupported_library", lambda: None)
+    monkeypatch.setattr(cudnn_blocks, "get_cudnn_version", lambda: (9, 28, 1))
     monkeypatch.setattr(self_tested, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     passed: dict[str, bool] = {}
@@ -147,7 +147,7 @@ def recording(monkeypatch):
     module.pygraph, module.create_handle, module.set_stream = Graph, None, None
     for cached in (cudnn_graph.data_type, cudnn_graph.library, cudnn_graph.bindings_of):
         cached.cache_clear()
-    for name in (cudnn_graph.__name__, cudnn_mxfp8.__name__.replace("cudnn_mxfp8", "cudnn_plan")):
+    for name in (cudnn_graph.__name__, cudnn_blocks.__name__.replace("cudnn_blocks", "cudnn_plan")):
         monkeypatch.setattr(f"{name}.library", lambda: module)
     yield
     cudnn_graph.data_type.cache_clear()
@@ -180,7 +180,7 @@ def strided(call, grad_output: bool = False) -> Strided:
 def test_descriptors_of_both_passes_have_the_layouts_of_the_documentation(recording):
     """E8M0 in F8_128x4: [b, h, s to 128, d / 32 to 4] along d, [b, h, s / 32 to 4, d to 128] along the tokens."""
     call = request(**B200, seqlen_q=160, seqlen_kv=192, needs_gradient=True, window=(64, 0))
-    description = cudnn_mxfp8.describe_forward(call, strided(call))
+    description = cudnn_blocks.describe_forward(call, strided(call))
     (given,) = description.graph.calls.values()
     assert description.graph.settings["io_data_type"] == "FP8_E4M3"
     along_d, tokens = ("FP8_E8M0", "F8_128x4"), ("FP8_E8M0", "F8_128x4")
@@ -192,7 +192,7 @@ def test_descriptors_of_both_passes_have_the_layouts_of_the_documentation(record
     assert given["generate_stats"] and given["attn_scale"] == call.scale
     assert given["diagonal_band_left_bound"] == 65 and given["diagonal_band_right_bound"] == 0
 
-    description = cudnn_mxfp8.describe_backward(call, strided(call, grad_output=True))
+    description = cudnn_blocks.describe_backward(call, strided(call, grad_output=True))
     (given,) = description.graph.calls.values()
     for role, wanted in {
         "descale_q": ((2, 4, 256, 4), (4096, 1024, 4, 1)),
@@ -248,7 +248,7 @@ def test_codes_and_scales_are_those_of_every_head_alone(tensor_format, tokens, d
     )
     quantizer = MXFP8Quantizer(E4M3)
     for along_tokens, made in zip(
-        (False, True), mxfp8_cudnn._directions(x, tensor_format, quantizer, True, True), strict=True
+        (False, True), blocks_cudnn._directions(x, tensor_format, quantizer, True, True), strict=True
     ):
         assert made is not None and made.codes.shape == x.shape and made.codes.is_contiguous()
         found = decoded(made, tensor_format, along_tokens)
@@ -288,13 +288,13 @@ def test_both_passes_reach_the_library_with_the_codes_of_their_products(installe
             found = torch.autograd.grad(exact(*inputs, call.scale)[0], inputs, grad)
         return Gradients(*[x.to(call.dtype) for x in found])
 
-    monkeypatch.setattr(cudnn_mxfp8, "forward", forward)
-    monkeypatch.setattr(cudnn_mxfp8, "backward", backward)
+    monkeypatch.setattr(cudnn_blocks, "forward", forward)
+    monkeypatch.setattr(cudnn_blocks, "backward", backward)
     call = request(**B200, seqlen_q=96, seqlen_kv=96, needs_gradient=True)
     call = replace(call, fp8=None)
     passes = fp8.choose_fp8(call, "mxfp8", requested)
-    assert passes.forward is mxfp8_cudnn.forward and passes.high_precision
-    assert (passes.backward is mxfp8_cudnn.backward) == (requested is True)
+    assert passes.forward is blocks_cudnn.forward and passes.high_precision
+    assert (passes.backward is blocks_cudnn.backward) == (requested is True)
     if not requested:
         return  # the backward pass in 16 bits is cuDNN's own
     quantizers = AttentionQuantizers(*[MXFP8Quantizer(E4M3)] * 6)

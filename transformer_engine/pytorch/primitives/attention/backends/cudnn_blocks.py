@@ -1,10 +1,9 @@
 """cuDNN's MXFP8 attention: from codes of q, k and v with block scales to an output in 16 bits, and its gradients.
 
 Every product contracts blocks of 32 elements. Codes with blocks along d serve the products that contract d; codes with
-blocks along the sequence, which are quantized from the values, serve the products that contract tokens:
-
-    forward     s = q k^T (d), o = p v (tokens of v)
-    backward    dp = do v^T (d), dv = p^T do (tokens of do), dq = ds k (tokens of k), dk = ds^T q (tokens of q)
+blocks along the sequence, which are quantized from the values, serve the products that contract tokens. The forward
+pass contracts d in q k^T and the tokens of v in p v. The backward pass contracts d in do v^T, and the tokens of do in
+p^T do, of k in ds k, and of q in ds^T q.
 
 The kernels round p and ds to MXFP8. Scales are exponents in swizzled order, one matrix per batch and head: [s, d / 32]
 along d and [d, s / 32] along the sequence, padded to tiles of 128 x 4.
@@ -25,7 +24,7 @@ from ....runtime.self_tested import untested_reason
 from ...operand import Operand
 from ...scale_order import TILE, swizzled
 from ..call import AttentionCall, Feature, Gradients
-from .cudnn_fp8 import DECODED
+from .cudnn_fp8 import DECODED, fp8_options
 from .cudnn_graph import (
     MOST_PLANS,
     REMEDY,
@@ -40,6 +39,7 @@ from .cudnn_graph import (
 from .cudnn_plan import Strided, Tensors, bottom_right
 from .limits import UPGRADE_CUDNN, unsupported_by_environment
 
+NAME, SCALING = "cudnn_mxfp8", "mxfp8"
 PATH = "mxfp8 attention"  # of the self-test
 TAKES = frozenset(
     {
@@ -66,6 +66,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the forward pass does not support the call; None if it does."""
+    if call.fp8 != SCALING:
+        return "it takes the recipe MXFP8BlockScaling"
     if (reason := unsupported_by_environment(call, "cudnn mxfp8 attention", other_kind="1")) is not None:
         return f"{reason}; {DECODED}"
     if (reason := _unsupported_version(call)) is not None:
@@ -161,11 +163,6 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
     of_q, of_k = (call.heads, call.head_dim_qk, True), (call.groups, call.head_dim_qk, False)
     of_v, of_output = (call.groups, call.head_dim_v, False), (call.heads, call.head_dim_v, True)
     shape, strides, ragged = tensors.row_statistics()
-    options = tensors.options()
-    for name in ("left_bound", "right_bound"):
-        bound = options.pop(f"diagonal_band_{name}", None)
-        if bound is not None:
-            options[name] = bound
     grads = description.graph.sdpa_mxfp8_backward(
         q=tensors.given("q", *of_q[:2], strided.q, True),
         q_T=tensors.given("q_t", *of_q[:2], strided.q, True),
@@ -185,7 +182,7 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
         descale_dO=_scales(tensors, "descale_grad_output", *of_output, False),
         descale_dO_T=_scales(tensors, "descale_grad_output_t", *of_output, True),
         use_deterministic_algorithm=call.deterministic,
-        **options,
+        **fp8_options(tensors),
     )
     tensors.dense("grad_q", *of_q, grads[0], dtype=call.dtype)
     tensors.dense("grad_k", *of_k, grads[1], dtype=call.dtype)

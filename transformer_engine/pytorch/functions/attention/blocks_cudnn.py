@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...primitives.attention.backends import cudnn_mxfp8
-from ...primitives.attention.backends.cudnn_mxfp8 import BlockCodes
+from ...primitives.attention.backends import cudnn_blocks
+from ...primitives.attention.backends.cudnn_blocks import BlockCodes
 from ...primitives.attention.call import AttentionInputs, Gradients
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
@@ -19,12 +19,12 @@ def _directions(
     x: Tensor, tensor_format: str, quantizer: Quantizer, along_depth: bool, along_tokens: bool
 ) -> tuple[BlockCodes | None, BlockCodes | None]:
     """Quantize x [.., h, d] with blocks along d and along the tokens, where requested."""
-    matrix = cudnn_mxfp8.as_matrix_of_tokens(x, tensor_format)
+    matrix = cudnn_blocks.as_matrix_of_tokens(x, tensor_format)
     operands = quantizer.operands(matrix, along_depth, along_tokens)
     depth, tokens = (
         None
         if operand is None
-        else cudnn_mxfp8.block_codes(operand, x.shape, tensor_format, contracts_tokens)
+        else cudnn_blocks.block_codes(operand, x.shape, tensor_format, contracts_tokens)
         for operand, contracts_tokens in zip(operands, (False, True), strict=True)
     )
     return depth, tokens
@@ -44,7 +44,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     k_codes, _ = _directions(k, call.kv_format, quantizers.qkv, True, False)
     _, v_codes = _directions(v, call.kv_format, quantizers.qkv, False, True)
     assert q_codes is not None and k_codes is not None and v_codes is not None
-    output, lse = cudnn_mxfp8.forward(call, q_codes, k_codes, v_codes)
+    output, lse = cudnn_blocks.forward(call, q_codes, k_codes, v_codes)
     codes = quantizers.output.encode(output.flatten(-2), True, False) if attention.fp8_output else None
     return Rounded(None, None, None, codes, output, lse, None, None)  # pyright: ignore[reportArgumentType]
 
@@ -72,4 +72,4 @@ def backward(
         if one is not None
     }
     assert rounded.output is not None and rounded.lse is not None
-    return cudnn_mxfp8.backward(call, codes, rounded.output.contiguous(), grad_output, rounded.lse)
+    return cudnn_blocks.backward(call, codes, rounded.output.contiguous(), grad_output, rounded.lse)
