@@ -62,6 +62,7 @@ class AppliedRecipe(NamedTuple):
         return [op._served for op in ops] == self.served
 
 
+# No recipe has been applied; the recipe of this record is an object that no call has.
 NOT_APPLIED = AppliedRecipe(object(), None, None, [], False, None)
 
 

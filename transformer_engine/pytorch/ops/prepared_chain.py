@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import backward, forward, pack_values, unpack_values
-from .chain_run import Fused, ShardPlaces, distinct, own_quantized
+from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
+from .chain_run import Fused, ShardPlaces, contexts_of, distinct, own_quantized, places_of_shards
+from .operation import BasicOperation, FusibleOperation
+from .pass_operation import has_backward_pass, has_forward_pass
 from .passes.contract import OperationPasses, OperationTensors
 
 
@@ -54,8 +57,6 @@ class PreparedChain:
         updates_scales: The backward pass ends with an update of delayed-scaling states.
         device: Device of the tensors.
         fuses: Kernels may compute several operations.
-
-    Attributes:
         fusions: The operations that the fuser shows after a call.
         checks: Functions that check parameters before every call.
         shards: Places of distributed weights among the tensors of a call.
@@ -83,13 +84,19 @@ class PreparedChain:
         updates_scales: bool,
         device: torch.device,
         fuses: bool,
+        fusions: Fusions,
+        checks: tuple[Callable[[], None], ...],
+        shards: ShardPlaces,
     ) -> None:
-        self.passes, self.counts, self.first = passes, counts, first
-        self.updates_scales, self.fuses = updates_scales, fuses
+        self.passes = passes
+        self.counts = counts
+        self.first = first
+        self.updates_scales = updates_scales
+        self.fuses = fuses
+        self.fusions = fusions
+        self.checks = checks
+        self.shards = shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
-        self.fusions = Fusions([], [], None, None)
-        self.checks: tuple[Callable[[], None], ...] = ()
-        self.shards = ShardPlaces()
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(own).bound is not OperationPasses.bound for own in passes)
 
@@ -110,32 +117,22 @@ class PreparedChain:
             at = between + extra
         return result
 
-    def __call__(self, inputs: list[Any]) -> Any:
+    def __call__(self, inputs: list[Any], gathered: bool = False) -> Any:
         """Run the chain.
 
         Args:
             inputs: The main input, then the parameters and the extra inputs of each operation.
+            gathered: Distributed weights among the inputs are gathered already.
 
         Returns:
             The main output, or a tuple of the main output and the extra outputs.
         """
-        if self.shards.groups:
-            inputs = list(inputs)
-            shards = [[inputs[place] for place in places] for places in self.shards.groups]
-            with whole_weights(shards, self.shards.fused, None) as wholes:
-                for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
-                    inputs[place] = whole
-                return self._results(inputs)
-        return self._results(inputs)
-
-    def _results(self, inputs: list[Any]) -> Any:
-        """Run the chain on whole weights."""
+        if self.shards.groups and not gathered:
+            return self._with_gathered_weights(list(inputs))
         passes = self.passes
         if self._binds:
-            passes = [
-                own.bound(read.extra)
-                for own, read in zip(passes, self.tensors_by_operation(inputs), strict=True)
-            ]
+            tensors = self.tensors_by_operation(inputs)
+            passes = [operation.bound(read.extra) for operation, read in zip(passes, tensors, strict=True)]
         if self.first < len(passes):
             results = _PreparedChain.apply(self, passes, *inputs)
             return results if self.outputs > 1 else results[0]
@@ -145,6 +142,77 @@ class PreparedChain:
         else:
             results = self.compiled.forward(inputs, self)[0]
         return results if self.outputs > 1 else results[0]
+
+    def _with_gathered_weights(self, inputs: list[Any]) -> Any:
+        """Run the chain on the full weights of distributed ones."""
+        shards = [[inputs[place] for place in places] for places in self.shards.groups]
+        with whole_weights(shards, self.shards.fused, None) as wholes:
+            for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
+                inputs[place] = whole
+            return self(inputs, gathered=True)
+
+
+def prepare_chain(
+    basic_ops: Sequence[BasicOperation],
+    fusions: Fusions,
+    first: int,
+    x: Tensor,
+    extra_inputs: Sequence[Sequence[Any]],
+    parameters: Sequence[Sequence[Any]],
+    updates_scales: bool,
+) -> PreparedChain | None:
+    """Prepare a chain whose basic operations all have passes.
+
+    Args:
+        basic_ops: The basic operations.
+        fusions: The operations after the registered fusion functions.
+        first: Index of the first operation that the backward pass reaches.
+        x: The main input.
+        extra_inputs: Extra inputs by operation.
+        parameters: Parameters by operation.
+        updates_scales: The backward pass ends with an update of delayed-scaling states.
+
+    Returns:
+        The chain; None if a user's fused operation must run by its own methods.
+    """
+    if not all(has_forward_pass(op) for op, _ in fusions.forward):
+        return None
+    if not all(has_backward_pass(op) for op, _ in fusions.backward):
+        return None
+    for op, indices in fusions.forward:
+        op.pre_fuser_forward(requires_grad=indices[-1] >= first)
+    contexts = contexts_of(len(basic_ops), first, x)
+    options: list[dict[str, Any]] = [{} for _ in basic_ops]
+    records = torch.is_grad_enabled()
+    passes, read_parameters = build_passes(basic_ops, contexts, x, extra_inputs, options, records)
+    if not all(map(_same_tensors, read_parameters, parameters)):
+        return None  # gradients are returned in the order of the parameters
+    # Checks that every call repeats, because they depend on more than the key (main_grad).
+    checks = [
+        partial(op.pre_fuser_forward, requires_grad=i >= first)
+        for i, op in enumerate(basic_ops)
+        if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
+        and getattr(op, "_accumulate_into_main_grad", True)
+    ]
+    counts = [
+        TensorCounts(len(tensors), op.num_extra_inputs, op.num_extra_outputs)
+        for op, tensors in zip(basic_ops, parameters, strict=True)
+    ]
+    return PreparedChain(
+        passes,
+        tuple(counts),
+        first,
+        updates_scales=updates_scales,
+        device=x.device,
+        fuses=fusion_enabled(),
+        fusions=fusions,
+        checks=tuple(checks),
+        shards=places_of_shards(basic_ops),
+    )
+
+
+def _same_tensors(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _forward_pass(
