@@ -31,9 +31,8 @@ class Sequential(CheckedLoading):
         super().__init__()
         # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        # The modules of these groups, and those that fuse.
+        # (modules, modules that fuse) for which _module_groups was computed.
         self._grouped: tuple[list[Any], list[Any]] = [], []
-        self._last_global_state: Any = None
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -172,12 +171,13 @@ class Sequential(CheckedLoading):
         return (x, *outputs) if outputs else x
 
     def _groups(self) -> list[OperationFuser | torch.nn.Module]:
-        """Fused chains, and modules that are called by themselves, in order.
+        """Split the modules into fused chains and single modules; cached until the modules or their hooks change.
 
-        Operations with hooks or with another `forward` are called by themselves, because fusion would skip both.
+        Operations with hooks or with another `forward` are single modules, because fusion would skip both.
         """
         modules = [module for module in self._modules.values() if module is not None]
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
+        # Usually all operations are bare, and one call finds that out.
         fused = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
         if self._module_groups is not None and (modules, fused) == self._grouped:
             return self._module_groups
@@ -187,16 +187,22 @@ class Sequential(CheckedLoading):
             if module in fused:
                 chain.append(module)  # pyright: ignore[reportArgumentType]
                 continue
-            groups += [OperationFuser(chain)] if chain else []
-            groups += [] if module is None else [module]
-            chain = []
+            if chain:
+                groups.append(OperationFuser(chain))
+                chain = []
+            if module is not None:
+                groups.append(module)
         self._module_groups, self._grouped = groups, (modules, fused)
         return groups
 
     def _kwargs_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None
     ) -> dict[int, dict[str, Any]]:
-        """Return keyword arguments by the identity of the operation."""
+        """Return {id(operation): keyword arguments}.
+
+        Raises:
+            ValueError: A key is not a basic operation of this container.
+        """
         result: dict[int, dict[str, Any]] = {}
         members = {id(module) for module in self}
         for target, options in (op_kwargs or {}).items():

@@ -1,4 +1,9 @@
-"""The fused operations and the functions that insert them, greedily from left to right."""
+"""Fused operations with the names of the original, and the functions that insert them, greedily from left to right.
+
+Each of these classes describes the basic operations that it replaces, for clients that inspect a chain. A class does
+not change what is computed: a chain runs the passes of the basic operations, and `passes/patterns.py` and the casts of
+`chain.py` determine what a kernel computes together.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +38,12 @@ def _present(*ops: BasicOperation | None) -> list[BasicOperation]:
 
 
 class ForwardLinearBiasActivation(PassFusedOperation):
-    """A product with its bias in the epilogue.
+    """A product with its bias in the epilogue. The name is the original's; an activation is a separate kernel.
 
     Args:
         linear: The product.
         bias: The bias.
-        activation: Must be None; activations are separate operations.
+        activation: Must be None.
     """
 
     def __init__(
@@ -152,7 +157,7 @@ class FusionRule(NamedTuple):
     """Consecutive operations that a fused operation replaces.
 
     Attributes:
-        fused: The fused operation.
+        fused: Class of the fused operation.
         kinds: Classes of the operations.
         names: Their keyword arguments in the constructor of the fused operation.
         sharded: Tensor-parallel mode of the product that excludes it.
@@ -170,11 +175,9 @@ class FusionRule(NamedTuple):
     userbuffers: bool = False
 
     def match(self, ops: Ops) -> PassFusedOperation | None:
-        """Return the fused operation of the first of some operations; None if they do not match."""
+        """Return the fused operation that replaces the first operations of a list; None if they do not match."""
         candidates: list[Any] = ops[: len(self.kinds)]
-        if [isinstance(op, kind) for op, kind in zip(candidates, self.kinds, strict=False)] != [True] * len(
-            self.kinds
-        ):
+        if len(candidates) < len(self.kinds) or not all(map(isinstance, candidates, self.kinds)):
             return None
         for op in candidates:
             if isinstance(op, BasicLinear):
@@ -204,7 +207,7 @@ def _userbuffers(fused: type[UserbuffersForwardLinear]) -> tuple[FusionRule, ...
 
 _ADD = ForwardLinearBiasAdd
 _LINEAR, _LINEAR_BIAS = (BasicLinear,), (BasicLinear, Bias)
-# Patterns in the order in which they are applied; the first of a row that matches replaces operations.
+# Rules in the order in which they are applied; the first rule of a row that matches replaces operations.
 FORWARD_RULES: tuple[tuple[FusionRule, ...], ...] = (
     _userbuffers(UserbuffersForwardLinear),
     (
@@ -241,15 +244,19 @@ NORM_RULES = (FusionRule(BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), ("add",
 
 
 def fuse(ops: Ops, *, recipe: Recipe | None, rules: tuple[FusionRule, ...]) -> Ops:
-    """Replace operations that match one of some rules, greedily from left to right."""
+    """Replace operations by the first rule that matches, greedily from left to right."""
     if rules[0].userbuffers and (world_size() == 1 or getattr(recipe, "backward_override", None) is not None):
         return ops
     result: Ops = []
     position = 0
     while position < len(ops):
         fused = next(filter(None, (rule.match(ops[position:]) for rule in rules)), None)
-        result.append(ops[position] if fused is None else fused)
-        position += 1 if fused is None else len(fused.basic_ops)
+        if fused is None:
+            result.append(ops[position])
+            position += 1
+        else:
+            result.append(fused)
+            position += len(fused.basic_ops)
     return result
 
 
@@ -260,7 +267,8 @@ def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
     result: Ops = []
     position = 0
     while position < len(ops):
-        bias, activation = [*ops[position : position + 2], None][:2]
+        bias = ops[position]
+        activation = ops[position + 1] if position + 1 < len(ops) else None
         quantizes = len(result) > 0 and result[-1].get_grad_output_quantizer() is not None
         if quantizes and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
             result.append(BackwardActivationBias(bias=bias, activation=activation))

@@ -189,7 +189,7 @@ class OperationPasses:
     listed: bool = True
 
     def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
-        """Whether the gradient of the input is the gradient of the output, and nothing else is computed.
+        """Whether the backward pass is the identity: dx is dy, and no other gradient is computed.
 
         Args:
             grads: Gradients of the extra outputs; None for an absent one.
@@ -209,7 +209,7 @@ class OperationPasses:
         return None
 
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
-        """The same for the gradient of the operation's output.
+        """The cast that the kernel computing the gradient of this operation's output may perform; None for no cast.
 
         Args:
             earlier: The request of the operation before this one, whose gradient is this operation's result.
