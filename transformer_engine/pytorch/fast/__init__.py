@@ -7,7 +7,7 @@ decisions (specs, plans, backends) stay: they are functions of their keys.
 | piece | used by | docstring with its gain |
 | --- | --- | --- |
 | a warm pass as one generated function | `functions/layer.py`, `ops` | `compiled.py` |
-| collectives in such a function | `functions/communication.py` | `listed_collectives.py` |
+| collectives in such a function | `functions/communication.py` | `recorded_collectives.py` |
 | the source of such a function | | `generated_pass.py` |
 | backward passes on the calling thread | specs of layers and attention plans | `run_backward_on_calling_thread` |
 | reads of environment variables | keys of caches | `_readers` in `common/env.py` |

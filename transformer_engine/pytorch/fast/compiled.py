@@ -29,14 +29,14 @@ from ..runtime.device import is_current_device
 from ..tensor.quantizer import Quantizer
 from . import ENABLED
 from .generated_pass import Generated, generate
-from .symbols import Instructions, NotAligned, NotListed
+from .symbols import Instructions, NotAligned, NotRecordable
 
-# (inputs, *facts) -> (results, metadata); the list of inputs is emptied
+# (inputs, *extra_arguments) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
 
-_COMPILED = 2  # the call of a kind that is compiled: shapes that occur once are not worth it
-_TRIES = 8
-_KEPT = 16
+_COMPILE_AT_CALL = 2  # the call of a kind that is compiled: shapes that occur once are not worth it
+_MAX_ATTEMPTS = 8
+_MAX_KINDS = 16
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -44,20 +44,20 @@ class Kind:
     """The calls of a pass whose tensors have the same strides.
 
     Attributes:
-        calls: Number of calls before the pass was compiled; _COMPILED + _TRIES if compilation has been given up.
+        calls: Calls before the pass was compiled; _COMPILE_AT_CALL + _MAX_ATTEMPTS if compilation has been given up.
         generated: The compiled pass; None before it is compiled, or if it cannot be.
         metadata: Non-tensor results of the pass: the forms of saved operands.
-        given: Positions of the results that are inputs of the pass.
+        input_results: Positions of the results that are inputs of the pass.
         reason: Why the pass cannot be compiled; None before that is tried.
     """
 
-    __slots__ = ("calls", "generated", "given", "metadata", "reason")
+    __slots__ = ("calls", "generated", "input_results", "metadata", "reason")
 
     def __init__(self, metadata: Any = None) -> None:
         self.calls = 0
         self.generated: Generated | None = None
         self.metadata = metadata
-        self.given: tuple[int, ...] = ()
+        self.input_results: tuple[int, ...] = ()
         self.reason: str | None = None
 
 
@@ -80,68 +80,85 @@ class CompiledPass:
         self.evaluate = evaluate
         self.device = device
         self.quantizers = tuple([quantizer for quantizer in quantizers if not quantizer.is_identity])
-        self.kinds: Memory[Any, Kind] = Memory(_kind, _KEPT)
+        self.kinds: Memory[Any, Kind] = Memory(_kind, _MAX_KINDS)
 
     def __call__(
-        self, key: list[Any], given: list[Any], facts: tuple[Any, ...], beside: Sequence[Tensor] = ()
+        self,
+        key: list[Any],
+        inputs: list[Any],
+        extra_arguments: tuple[Any, ...],
+        referenced_tensors: Sequence[Tensor] = (),
     ) -> tuple[tuple[Any, ...], Kind]:
         """Run the pass on its inputs; key and quantizers say which kind of call it is.
 
         Args:
             key: Facts of the inputs.
-            given: The inputs.
-            facts: Arguments of `evaluate` behind the inputs.
-            beside: Tensors that the facts refer to.
+            inputs: The inputs.
+            extra_arguments: Arguments of `evaluate` behind the inputs.
+            referenced_tensors: Tensors that the extra arguments refer to.
         """
-        states = [*beside]
+        states = [*referenced_tensors]
         for quantizer in self.quantizers:
-            kept = quantizer.kept()
-            if kept is None:
-                return self.by_steps(given, facts)
-            key.append(kept[0])
-            states += kept[1]
+            state = quantizer.kept()
+            if state is None:
+                return self.run_uncompiled(inputs, extra_arguments)
+            key.append(state[0])
+            states += state[1]
         kind = self.kinds[tuple(key)]
-        if kind.generated is None and kind.calls < _COMPILED + _TRIES and self.device is not None:
-            self._compile(kind, given, states, facts, self.device)
+        if (
+            kind.generated is None
+            and kind.calls < _COMPILE_AT_CALL + _MAX_ATTEMPTS
+            and self.device is not None
+        ):
+            self._compile(kind, inputs, states, extra_arguments, self.device)
         if kind.generated is not None:
-            given += (
+            inputs += (
                 states  # one list, which the function empties: no other reference keeps saved tensors alive
             )
-            results = kind.generated(given)
+            results = kind.generated(inputs)
             if results is not None:
                 return results, kind
-            del given[len(given) - len(states) :]
-        return self.by_steps(given, facts)
+            del inputs[len(inputs) - len(states) :]
+        return self.run_uncompiled(inputs, extra_arguments)
 
-    def by_steps(self, given: list[Any], facts: tuple[Any, ...]) -> tuple[tuple[Any, ...], Kind]:
+    def run_uncompiled(
+        self, inputs: list[Any], extra_arguments: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Kind]:
         """Run the steps one by one."""
-        results, metadata = self.evaluate(given, *facts)
+        results, metadata = self.evaluate(inputs, *extra_arguments)
         return results, Kind(metadata)
 
     def _compile(
-        self, kind: Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...], device: torch.device
+        self,
+        kind: Kind,
+        inputs: list[Any],
+        states: list[Tensor],
+        extra_arguments: tuple[Any, ...],
+        device: torch.device,
     ) -> None:
         """Compile the pass in the second call of a kind, or keep the reason why it cannot be compiled."""
         if device.type == "cuda" and not is_current_device(device.index):
             return  # Triton loads kernels on the current device
         kind.calls += 1
-        if kind.calls < _COMPILED or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if kind.calls < _COMPILE_AT_CALL or (
+            device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
             return
         try:
-            instructions = Instructions([*given, *states], device)
+            instructions = Instructions([*inputs, *states], device)
             symbols: list[Any] = instructions.symbols()
-            results, metadata = self.evaluate(symbols[: len(given)], *facts)
-            made = [instructions.symbol(result) for result in results]
-            generated = generate(instructions, made)
-        except NotListed as error:
+            results, metadata = self.evaluate(symbols[: len(inputs)], *extra_arguments)
+            results_as_symbols = [instructions.symbol(result) for result in results]
+            generated = generate(instructions, results_as_symbols)
+        except NotRecordable as error:
             kind.reason = str(error)
             if not isinstance(error, NotAligned):
-                kind.calls = _COMPILED + _TRIES
+                kind.calls = _COMPILE_AT_CALL + _MAX_ATTEMPTS
             return
         kind.metadata, kind.generated, kind.reason = metadata, generated, None
-        count = len(instructions.given)
-        kind.given = tuple(
-            [i for i, result in enumerate(made) if result is not None and result.buffer < count]
+        count = len(instructions.inputs)
+        kind.input_results = tuple(
+            [i for i, result in enumerate(results_as_symbols) if result is not None and result.buffer < count]
         )
 
 
@@ -164,47 +181,47 @@ class CompiledLayer:
         return self._forward, self._backward
 
     def forward(
-        self, given: list[Any], spec: Any, beside: Sequence[Tensor] = ()
+        self, inputs: list[Any], spec: Any, referenced_tensors: Sequence[Tensor] = ()
     ) -> tuple[tuple[Any, ...], Kind]:
         """Return results and saved tensors, and the kind of the call.
 
         Args:
-            given: The inputs; the spec decides everything of them but their strides.
+            inputs: The inputs; the spec decides everything of them but their strides.
             spec: Spec of the layer.
-            beside: Tensors of the spec's cached quantized weights.
+            referenced_tensors: Tensors of the spec's cached quantized weights.
         """
         if offloading.synchronizer is not None or not undisturbed_in_eager_mode():
-            return self._forward.by_steps(given, (spec,))
-        key = [None if tensor is None else tensor.stride() for tensor in given]
-        if not beside:
-            return self._forward(key, given, (spec,))
-        key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in beside]
-        return self._forward(key, given, (spec,), beside)
+            return self._forward.run_uncompiled(inputs, (spec,))
+        key = [None if tensor is None else tensor.stride() for tensor in inputs]
+        if not referenced_tensors:
+            return self._forward(key, inputs, (spec,))
+        key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in referenced_tensors]
+        return self._forward(key, inputs, (spec,), referenced_tensors)
 
-    def record(self, ctx: Any, kind: Kind) -> None:
+    def save_kind(self, ctx: Any, kind: Kind) -> None:
         """Record the kind of the forward pass in its node, whose saved tensors it determines."""
         ctx.forms = kind.metadata
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
-    def backward(self, ctx: Any, given: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
+    def backward(self, ctx: Any, inputs: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
         """Gradients of the inputs.
 
         Args:
             ctx: The node.
-            given: The gradients of the results, then the saved tensors.
+            inputs: The gradients of the results, then the saved tensors.
             grads: Number of gradients.
             spec: Spec of the layer.
         """
         kind: Kind = ctx.kind
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
         if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
-            return self._backward.by_steps(given, (spec, ctx))[0]
+            return self._backward.run_uncompiled(inputs, (spec, ctx))[0]
         key: list[Any] = [kind]
-        compared = given if ctx.hooked else [*given[:grads], *[given[i] for i in kind.given]]
+        compared = inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]
         for tensor in compared:
             key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         del compared
-        return self._backward(key, given, (spec, ctx))[0]
+        return self._backward(key, inputs, (spec, ctx))[0]
 
 
 def compiles_on(device: torch.device) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..distributed.common_scale import with_common_scale
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
-from ..fast.listed_collectives import is_listed, list_check
-from ..fast.listed_products import SymbolicOperand
+from ..fast.recorded_collectives import is_symbolic, record_check
+from ..fast.recorded_products import SymbolicOperand
 from ..fast.symbols import Symbol
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
@@ -104,7 +104,7 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 
 def _check_shard(parallel: TensorParallel, x: Any) -> None:
     """Compare the quantization of a shard over the ranks: some quantizers take maxima over the ranks."""
-    (list_check if is_listed(x) else check_collective)(parallel, "quantization of a shard", x)
+    (record_check if is_symbolic(x) else check_collective)(parallel, "quantization of a shard", x)
 
 
 def dequantized(x: Any, dtype: torch.dtype) -> Tensor:

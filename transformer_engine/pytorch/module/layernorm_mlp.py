@@ -293,7 +293,9 @@ class LayerNormMLP(ProductsModule):
             self.begin_microbatch(is_first_microbatch)
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
-            spec = changed(spec, fc1=fc1, fc2=fc2, beside=fc1.beside + fc2.beside)
+            spec = changed(
+                spec, fc1=fc1, fc2=fc2, referenced_tensors=fc1.referenced_tensors + fc2.referenced_tensors
+            )
         if _replaced.names or _common._replaced.names:
             # The norm is this module's apply_normalization, which another library has replaced.
             spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))

@@ -391,4 +391,4 @@ class ProductsModule(TransformerEngineBaseModule):
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])
-        return changed(spec, cached_weight=cached, beside=parts)
+        return changed(spec, cached_weight=cached, referenced_tensors=parts)

@@ -270,7 +270,7 @@ class _PreparedChain(Function):
             results, ctx.forms = _forward_pass([*tensors], chain, passes)
         else:
             results, kind = chain.compiled.forward([*tensors], chain)
-            chain.compiled.record(ctx, kind)
+            chain.compiled.save_kind(ctx, kind)
         keep(ctx, results[chain.outputs :])
         outputs = distinct(results[: chain.outputs], tensors)
         constant = [y for y in outputs if not y.is_floating_point()]

@@ -23,7 +23,7 @@ from ..primitives.gemm.cublaslt_fused import plan_behind
 from ..primitives.gemm.cublaslt_plan import CublasPlan
 from ..primitives.gemm.request import key_of
 from ..primitives.operand import Operand, OwnedOperand
-from .symbols import Form, Instructions, NotListed, Symbol
+from .symbols import Instructions, NotRecordable, Symbol, TensorLayout
 
 
 class SymbolicOperand(OwnedOperand):
@@ -32,44 +32,44 @@ class SymbolicOperand(OwnedOperand):
     def multiplied(self, other: Operand, epilogue: Epilogue) -> Tensor:
         """Append self [M, K] @ other [N, K].T (+ bias [N]); return the symbol of the result."""
         if epilogue.out is not None:
-            raise NotListed("a product writes to a tensor of its caller")
-        instructions, b = _same(self, other)
+            raise NotRecordable("a product writes to a tensor of its caller")
+        instructions, b = _symbolic(self, other)
         call = TABLE.bound_in_eager_mode(_native(key_of(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
             return _apply(call, self, b, epilogue, 1)[0]
-        result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         scales = _scales(b, self)
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
         return result  # pyright: ignore[reportReturnType]
 
     def multiplied_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
         """Append a product with GELU; return the symbols of gelu(x) and x."""
-        instructions, b = _same(self, other)
+        instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU, self, b, epilogue, keeps_input))
         if call is None:
             return None
         plan = plan_behind(call)
         if plan is None or plan.problem.swizzled:
-            out, *kept = _apply(call, self, b, epilogue, 2 if keeps_input else 1)
-            return out, kept[0] if kept else None
-        form = Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
-        result = instructions.made(form)
-        x = instructions.made(form) if keeps_input else None
+            out, *saved_input = _apply(call, self, b, epilogue, 2 if keeps_input else 1)
+            return out, saved_input[0] if saved_input else None
+        layout = TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
+        result = instructions.allocate(layout)
+        x = instructions.allocate(layout) if keeps_input else None
         pointers = (*_scales(b, self), _bias(plan, epilogue), x)
         instructions.multiply(plan, b.codes, self.codes, result, pointers)
         return result, x
 
     def multiplied_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
         """Append a product with the gradient of GELU at x; return the symbol of the result."""
-        instructions, b = _same(self, other)
+        instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
         if call is None:
             return None
         plan = plan_behind(call)
         if plan is None or plan.problem.swizzled:
             return _apply(call, self, b, epilogue, 1, x)[0]
-        result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         instructions.multiply(plan, b.codes, self.codes, result, (*_scales(b, self), None, x))
         return result
 
@@ -80,7 +80,7 @@ def _fused_call(key: tuple[Any, ...]) -> Callable[..., Any] | None:
     return None if _is_composed(call) else call
 
 
-def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
+def _symbolic(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
     """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
@@ -111,26 +111,26 @@ def _apply(
             Operand(tensors[i], tensors[i + 1], formats[i // 3], tensors[i + 2], dtypes[i // 3])
             for i in (0, 3)
         )
-        found = call(left, right, settings._replace(bias=tensors[6]), *tensors[7:])
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple([result.contiguous() for result in found[:count]])
+        results = call(left, right, settings._replace(bias=tensors[6]), *tensors[7:])
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple([result.contiguous() for result in results[:count]])
 
-    form = Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
+    layout = TensorLayout((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
     tensors = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, epilogue.bias, *others)
-    return instructions.apply(multiply, tensors, [form] * count)
+    return instructions.apply(multiply, tensors, [layout] * count)
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a product's key in which symbols count as tensors."""
     if torch.float32 in (key[2], key[8]):
-        raise NotListed("whether a float32 product uses TF32 may change from call to call")
+        raise NotRecordable("whether a float32 product uses TF32 may change from call to call")
     return tuple([Tensor if part is Symbol else part for part in key])
 
 
 def _bias(plan: CublasPlan, epilogue: Epilogue) -> Any:
     bias = epilogue.bias
     if bias is not None and bias.dtype != plan.bias_dtype():
-        raise NotListed(f"a bias is converted from {bias.dtype}")
+        raise NotRecordable(f"a bias is converted from {bias.dtype}")
     return bias
 
 
@@ -143,7 +143,7 @@ def _scales(*operands: Operand) -> tuple[Any, ...]:
         elif operand.format in (None, FLOAT8):
             scales.append(operand.scale)
         else:
-            raise NotListed(f"a product of {operand.format.name}")
+            raise NotRecordable(f"a product of {operand.format.name}")
     return tuple(scales)
 
 
@@ -160,5 +160,5 @@ def _block_scales(operand: Operand) -> Any:
     (expected,) = in_library_layout(scale.meta)
     if expected is scale.meta:
         return scale
-    (copied,) = instructions.apply(in_library_layout, [scale], [Form.of(expected)])
+    (copied,) = instructions.apply(in_library_layout, [scale], [TensorLayout.of(expected)])
     return copied
