@@ -9,7 +9,8 @@ import torch
 
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Handle, Launch, Output
-from transformer_engine.pytorch.fast.generated_pass import Lifetime, generate, plan_scratch
+from transformer_engine.pytorch.fast.generated_pass import generate
+from transformer_engine.pytorch.fast.scratch_plan import Lifetime, plan_scratch
 from transformer_engine.pytorch.fast.symbols import Instructions, NotRecordable
 from transformer_engine.pytorch.runtime.launching import run, run_into
 
@@ -156,10 +157,10 @@ KEPT = torch.zeros(8, 16)
         (filled, "__setitem__"),
         (copied, "copied because it is not contiguous"),
         (into, "data_ptr"),
-        (remembered, "a tensor that the pass was not given"),
+        (remembered, "a tensor that is neither an input nor a result"),
     ),
 )
-def test_a_function_that_does_more_than_start_kernels_is_not_listed(work, reason, started):
+def test_a_function_that_does_more_than_start_kernels_is_not_recorded(work, reason, started):
     with pytest.raises(NotRecordable, match=reason):
         listed(work, tensors(2))
     assert started == [] and all(not tensor.any() for tensor in tensors(2))

@@ -1,13 +1,12 @@
 """Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A compiled pass is generated from the functions of a pass. They are evaluated on symbols (`fast/symbols.py`), which
-lists the launches and products, and the calls that collectives are; the list becomes one function
-(`fast/generated_pass.py`). The functions remain the only place that decides anything. A call that something else may
-influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the functions.
+The functions of a pass run on symbols (`fast/symbols.py`), which record launches, products and calls of collectives.
+The record becomes one function (`fast/generated_pass.py`). All choices are made by the functions of the pass. If a
+forced backend, an observer, a dispatch mode or an offloading context is active, the call runs these functions directly.
 
-The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
-these are the key of a kind of call. A backward pass also compares the saved tensors that belong to the caller, whose
-memory may have changed, and all saved tensors where hooks returned them.
+A kind of call is identified by the strides of its tensors and the settings of its quantizers; the spec of the layer
+fixes the rest. A backward pass also compares the saved tensors that belong to the caller, whose memory may have
+changed, and all saved tensors if saved-tensor hooks are active.
 
 Gain in host time of a warm forward and backward pass (`benchmarks/fast_pieces.py`): 44 % of a small Linear with current
 scaling (199 us instead of 358), 49 % of LayerNormLinear, 57 % of LayerNormMLP, 45 % of a chain of RMSNorm and Linear in
@@ -34,9 +33,9 @@ from .symbols import Instructions, NotAligned, NotRecordable
 # (inputs, *extra_arguments) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
 
-_COMPILE_AT_CALL = 2  # the call of a kind that is compiled: shapes that occur once are not worth it
-_MAX_ATTEMPTS = 8
-_MAX_KINDS = 16
+_COMPILE_AT_CALL = 2  # shapes that occur once are not worth compiling
+_MAX_ATTEMPTS = 8  # calls whose tensors may be unaligned before compilation is given up
+_MAX_KINDS = 16  # cached kinds per pass
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -44,17 +43,19 @@ class Kind:
     """The calls of a pass whose tensors have the same strides.
 
     Attributes:
-        calls: Calls before the pass was compiled; _COMPILE_AT_CALL + _MAX_ATTEMPTS if compilation has been given up.
+        calls: Calls before the pass was compiled.
+        given_up: The pass cannot be compiled; every call runs its functions.
         generated: The compiled pass; None before it is compiled, or if it cannot be.
         metadata: Non-tensor results of the pass: the forms of saved operands.
         input_results: Positions of the results that are inputs of the pass.
-        reason: Why the pass cannot be compiled; None before that is tried.
+        reason: Why the pass cannot be compiled; None before the first attempt.
     """
 
-    __slots__ = ("calls", "generated", "input_results", "metadata", "reason")
+    __slots__ = ("calls", "generated", "given_up", "input_results", "metadata", "reason")
 
     def __init__(self, metadata: Any = None) -> None:
         self.calls = 0
+        self.given_up = False
         self.generated: Generated | None = None
         self.metadata = metadata
         self.input_results: tuple[int, ...] = ()
@@ -62,7 +63,7 @@ class Kind:
 
 
 def _kind(key: tuple[Any, ...]) -> Kind:
-    return Kind()
+    return Kind()  # `Memory` calls this with the key, which a new Kind does not need
 
 
 class CompiledPass:
@@ -105,16 +106,11 @@ class CompiledPass:
             key.append(state[0])
             states += state[1]
         kind = self.kinds[tuple(key)]
-        if (
-            kind.generated is None
-            and kind.calls < _COMPILE_AT_CALL + _MAX_ATTEMPTS
-            and self.device is not None
-        ):
+        if kind.generated is None and not kind.given_up and self.device is not None:
             self._compile(kind, inputs, states, extra_arguments, self.device)
         if kind.generated is not None:
-            inputs += (
-                states  # one list, which the function empties: no other reference keeps saved tensors alive
-            )
+            # One list, which the function empties: no other reference keeps saved tensors alive.
+            inputs += states
             results = kind.generated(inputs)
             if results is not None:
                 return results, kind
@@ -124,7 +120,7 @@ class CompiledPass:
     def run_uncompiled(
         self, inputs: list[Any], extra_arguments: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Kind]:
-        """Run the steps one by one."""
+        """Run the functions of the pass."""
         results, metadata = self.evaluate(inputs, *extra_arguments)
         return results, Kind(metadata)
 
@@ -136,7 +132,7 @@ class CompiledPass:
         extra_arguments: tuple[Any, ...],
         device: torch.device,
     ) -> None:
-        """Compile the pass in the second call of a kind, or keep the reason why it cannot be compiled."""
+        """Compile the pass in the second call of a kind; on failure set `kind.reason`."""
         if device.type == "cuda" and not is_current_device(device.index):
             return  # Triton loads kernels on the current device
         kind.calls += 1
@@ -152,8 +148,9 @@ class CompiledPass:
             generated = generate(instructions, results_as_symbols)
         except NotRecordable as error:
             kind.reason = str(error)
-            if not isinstance(error, NotAligned):
-                kind.calls = _COMPILE_AT_CALL + _MAX_ATTEMPTS
+            # Tensors of later calls may be aligned.
+            attempts_left = kind.calls < _COMPILE_AT_CALL + _MAX_ATTEMPTS
+            kind.given_up = not (isinstance(error, NotAligned) and attempts_left)
             return
         kind.metadata, kind.generated, kind.reason = metadata, generated, None
         count = len(instructions.inputs)
@@ -186,7 +183,7 @@ class CompiledLayer:
         """Return results and saved tensors, and the kind of the call.
 
         Args:
-            inputs: The inputs; the spec decides everything of them but their strides.
+            inputs: The inputs; the spec fixes everything about them but their strides.
             spec: Spec of the layer.
             referenced_tensors: Tensors of the spec's cached quantized weights.
         """
@@ -199,7 +196,7 @@ class CompiledLayer:
         return self._forward(key, inputs, (spec,), referenced_tensors)
 
     def save_kind(self, ctx: Any, kind: Kind) -> None:
-        """Record the kind of the forward pass in its node, whose saved tensors it determines."""
+        """Store the kind of the forward pass in its node, whose saved tensors it determines."""
         ctx.forms = kind.metadata
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
@@ -219,11 +216,14 @@ class CompiledLayer:
         key: list[Any] = [kind]
         compared = inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]
         for tensor in compared:
-            key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+            if tensor is None:
+                key.append(None)
+            else:
+                key += (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         del compared
         return self._backward(key, inputs, (spec, ctx))[0]
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Whether passes are compiled, and consist of launches on a device. On a CPU torch computes them."""
+    """Whether passes on a device are compiled: on a GPU, unless TE_FAST=0."""
     return ENABLED and device.type == "cuda"

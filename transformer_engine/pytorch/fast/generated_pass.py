@@ -1,4 +1,4 @@
-"""results = generated(given): the instructions of a pass as one function that allocates, launches and multiplies.
+"""Generate Python source for the instructions of a pass: results = generated(given) allocates, launches, multiplies.
 
 The source of the function is generated from the instructions. Handles, dtypes and other objects are names; shapes,
 strides, numbers and flags are literals. Every buffer is a local variable that is deleted after its last reader. Small
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.formats import round_up
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from ..runtime.device import only_device
 from ..runtime.zeros import numbers
+from .scratch_plan import Lifetime, ScratchPlan, plan_scratch
 from .symbols import (
     Allocate,
     AllocateBy,
@@ -72,47 +72,56 @@ class _Writer:
         self.num_inputs = len(instructions.inputs)
         self.handles = _handles(instructions)
         self.named: dict[int, str] = {}
-        # The index of the last instruction that reads each buffer that is not a result.
+        self.last = self._last_readers()
+        self.layouts = self._allocated_layouts()
+        self.scratch = self._scratch_plan()
+
+    def _last_readers(self) -> dict[int, int]:
+        """The index of the last instruction that reads each buffer that is not a result."""
         returned = {result.buffer for result in self.results if result is not None}
-        self.last: dict[int, int] = {}
-        for number, step in enumerate(instructions.steps):
-            self.last.update((buffer, number) for buffer in _buffers_used(step) if buffer not in returned)
-        # Each buffer is allocated in the layout of the result, if it is returned in one layout.
-        allocated_layouts = {
-            step.buffer: step.layout for step in instructions.steps if isinstance(step, Allocate)
-        }
+        last: dict[int, int] = {}
+        for number, step in enumerate(self.instructions.steps):
+            last.update((buffer, number) for buffer in _buffers_used(step) if buffer not in returned)
+        return last
+
+    def _allocated_layouts(self) -> dict[int, TensorLayout]:
+        """The layout in which each buffer is allocated: that of the result, if it is returned in one layout."""
         result_layouts: dict[int, set[TensorLayout]] = {}
         for result in self.results:
             if result is not None:
                 result_layouts.setdefault(result.buffer, set()).add(result.layout)
-        self.layouts = dict(allocated_layouts)
-        for buffer, buffer_layouts in result_layouts.items():
-            if buffer in allocated_layouts and len(buffer_layouts) == 1:
-                (layout,) = buffer_layouts
-                if layout.dtype is allocated_layouts[buffer].dtype and _span(layout) == _span(
-                    allocated_layouts[buffer]
-                ):
-                    self.layouts[buffer] = layout
-        # The offsets of small buffers that are not results in one shared allocation.
-        as_tensors = {
+        layouts: dict[int, TensorLayout] = {}
+        for step in self.instructions.steps:
+            if not isinstance(step, Allocate):
+                continue
+            layouts[step.buffer] = recorded = step.layout
+            returned = result_layouts.get(step.buffer, set())
+            if len(returned) == 1:
+                (layout,) = returned
+                if layout.dtype is recorded.dtype and _span(layout) == _span(recorded):
+                    layouts[step.buffer] = layout
+        return layouts
+
+    def _scratch_plan(self) -> ScratchPlan:
+        """The offsets of small buffers that are not results in one shared allocation."""
+        passed_as_tensors = {
             argument[0]
             for step in self.instructions.steps
             if isinstance(step, Apply)
             for argument in step.arguments
             if argument is not None
         }
-        lifetimes = [
-            Lifetime(
-                step.buffer, number, self.last[step.buffer], _span(step.layout) * step.layout.dtype.itemsize
-            )
-            for number, step in enumerate(self.instructions.steps)
-            if isinstance(step, Allocate) and step.buffer in self.last and step.buffer not in as_tensors
-        ]
-        small_lifetimes = [life for life in lifetimes if life.bytes <= _MAX_SCRATCH // 4]
-        planned = plan_scratch(small_lifetimes)
-        self.scratch = (
-            planned if len(small_lifetimes) > 1 and planned.bytes <= _MAX_SCRATCH else ScratchPlan({}, 0)
-        )
+        small: list[Lifetime] = []
+        for number, step in enumerate(self.instructions.steps):
+            if not isinstance(step, Allocate) or step.buffer not in self.last:
+                continue
+            size = _span(step.layout) * step.layout.dtype.itemsize
+            if step.buffer not in passed_as_tensors and size <= _MAX_SCRATCH // 4:
+                small.append(Lifetime(step.buffer, number, self.last[step.buffer], size))
+        plan = plan_scratch(small)
+        if len(small) < 2 or plan.bytes > _MAX_SCRATCH:
+            return ScratchPlan({}, 0)
+        return plan
 
     def compile(self) -> Generated:
         delete_lines: dict[int, list[str]] = {}  # lines that delete buffers, by the instruction before them
@@ -195,6 +204,7 @@ class _Writer:
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
     def _emit(self, step: Any) -> list[str]:
+        """Return the lines of one instruction."""
         if isinstance(step, Allocate) and step.buffer in self.scratch.offsets:
             return [f"p{step.buffer} = of_scratch + {self.scratch.offsets[step.buffer]}"]
         if isinstance(step, Allocate):
@@ -210,6 +220,7 @@ class _Writer:
             return self._emit_apply(step)
         if isinstance(step, Multiply):
             return self._emit_multiply(step)
+        assert isinstance(step, Start)
         handle = self.handles[id(step)]
         before = ", ".join(map(str, handle.grid))
         values = [self._constant(value) for value in handle.middle]
@@ -218,14 +229,7 @@ class _Writer:
         return [f"{self._name(handle.run)}({before}, stream, {', '.join(values)})"]
 
     def _emit_apply(self, step: Apply) -> list[str]:
-        arguments = [
-            "None"
-            if argument is None
-            else f"b{argument[0]}"
-            if argument[1] is None
-            else self._return_value(Result(argument[0], argument[1]))
-            for argument in step.arguments
-        ]
+        arguments = [self._emit_argument(argument) for argument in step.arguments]
         result_names = "".join([f"b{buffer}, " for buffer in step.results])
         call = f"{self._name(step.function)}({', '.join(arguments)})"
         tensors = [
@@ -235,6 +239,14 @@ class _Writer:
             f"{result_names}= {call}" if result_names else call,
             *[f"p{b} = b{b}.data_ptr()" for b in tensors],
         ]
+
+    def _emit_argument(self, argument: tuple[int, TensorLayout | None] | None) -> str:
+        if argument is None:
+            return "None"
+        buffer, layout = argument
+        if layout is None:  # an object of another function
+            return f"b{buffer}"
+        return self._return_value(Result(buffer, layout))
 
     def _emit_multiply(self, step: Multiply) -> list[str]:
         call = step.plan.library_call()
@@ -279,9 +291,8 @@ class _Writer:
         if same_size and layout == TensorLayout(
             allocated_layout.shape[::-1], allocated_layout.strides[::-1], layout.dtype
         ):
-            return (
-                f"b{buffer}.t(){as_dtype}"  # column-wise codes of a cached weight, which are stored by rows
-            )
+            # Column-wise codes of a cached weight, which are stored by rows.
+            return f"b{buffer}.t(){as_dtype}"
         tensor = torch.empty_strided(
             allocated_layout.shape, allocated_layout.strides, dtype=allocated_layout.dtype, device="meta"
         )
@@ -336,7 +347,7 @@ def _handles(instructions: Instructions) -> dict[int, Handle]:
 
 
 def _buffers_used(step: Any) -> list[int]:
-    """Return the buffers whose addresses an instruction reads, including its own results."""
+    """Return the buffers whose addresses an instruction uses, including its own results."""
     if isinstance(step, Start):
         return [buffer for buffer in step.buffers if buffer is not None]
     if isinstance(step, Multiply):
@@ -347,50 +358,6 @@ def _buffers_used(step: Any) -> list[int]:
 
 
 def _span(layout: TensorLayout) -> int:
-    """Return the number of elements from the first to the last of a layout."""
+    """Return the span of a layout in elements, gaps of its strides included."""
     reach = [(size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True)]
     return sum(reach) + 1
-
-
-_SCRATCH_ALIGNMENT = 256  # bytes; the largest alignment that a product's algorithm requires
-
-
-class Lifetime(NamedTuple):
-    """A buffer of this many bytes, from the step that allocates it to its last reader."""
-
-    buffer: int
-    first: int
-    last: int
-    bytes: int
-
-
-class ScratchPlan(NamedTuple):
-    """The offset of each buffer in one allocation of this many bytes."""
-
-    offsets: dict[int, int]
-    bytes: int
-
-
-def plan_scratch(lifetimes: Sequence[Lifetime]) -> ScratchPlan:
-    """Place buffers of a few steps in one allocation, at distinct offsets if their lifetimes overlap.
-
-    Each buffer gets the lowest offset that is free during its whole lifetime, in the order of the first steps.
-    """
-    offsets: dict[int, int] = {}
-    placed: list[Lifetime] = []
-    for lifetime in sorted(lifetimes, key=lambda lifetime: lifetime.first):
-        taken = sorted(
-            (offsets[other.buffer], offsets[other.buffer] + other.bytes)
-            for other in placed
-            if lifetime.first <= other.last
-        )
-        offset = 0
-        for begin, end in taken:
-            if offset + lifetime.bytes <= begin:
-                break
-            offset = max(offset, round_up(end, _SCRATCH_ALIGNMENT))
-        offsets[lifetime.buffer] = offset
-        placed.append(lifetime)
-    return ScratchPlan(
-        offsets, max((offsets[lifetime.buffer] + lifetime.bytes for lifetime in placed), default=0)
-    )

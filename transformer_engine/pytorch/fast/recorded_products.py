@@ -1,7 +1,7 @@
-"""Products of a pass that is being listed: operands are symbols, and products are appended to instructions.
+"""Products of a pass that is being recorded: operands are symbols, and products are appended to instructions.
 
 A plan of cuBLASLt becomes a direct library call. Every other backend, such as cuBLASLt with swizzled scales, which
-prepares them in each call, is called as in eager mode.
+prepares them in each call, is called as in eager mode. `compiled.py` states the gain of compiled passes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from ..primitives.gemm.cublaslt_plan import CublasPlan
 from ..primitives.gemm.request import key_of
 from ..primitives.operand import Operand, OwnedOperand
 from .symbols import Instructions, NotRecordable, Symbol, TensorLayout
+
+# Positions in the keys of products: `request.key_of` follows 5 fields of `composed.key_of`; dtypes of both operands.
+_FUSED_FIELDS = 5
+_DTYPES = (2, 8)
 
 
 class SymbolicOperand(OwnedOperand):
@@ -76,12 +80,12 @@ class SymbolicOperand(OwnedOperand):
 
 def _fused_call(key: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The bound product with a fused epilogue; None if it is a product followed by the activation."""
-    call = fused_products.TABLE.bound((*key[:5], *_native(key[5:])))
+    call = fused_products.TABLE.bound((*key[:_FUSED_FIELDS], *_native(key[_FUSED_FIELDS:])))
     return None if _is_composed(call) else call
 
 
 def _symbolic(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
-    """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
+    """Return the instructions of the pass, and b with symbols in place of inputs of the pass."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
     codes, scale, amax = (instructions.symbol(part) for part in (b.codes, b.scale, b.amax))
@@ -103,15 +107,24 @@ def _apply(
     """
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
-    formats, dtypes = (a.format, b.format), (a.dtype, b.dtype)
+    # The function holds no symbols, which would keep the tensors of this call alive.
+    a_format, a_dtype = a.format, a.dtype
+    b_format, b_dtype = b.format, b.dtype
     settings = epilogue._replace(bias=None)
 
-    def multiply(*tensors: Any) -> tuple[Tensor, ...]:
-        left, right = (
-            Operand(tensors[i], tensors[i + 1], formats[i // 3], tensors[i + 2], dtypes[i // 3])
-            for i in (0, 3)
-        )
-        results = call(left, right, settings._replace(bias=tensors[6]), *tensors[7:])
+    def multiply(
+        a_codes: Any,
+        a_scale: Any,
+        a_amax: Any,
+        b_codes: Any,
+        b_scale: Any,
+        b_amax: Any,
+        bias: Any,
+        *others: Any,
+    ) -> tuple[Tensor, ...]:
+        left = Operand(a_codes, a_scale, a_format, a_amax, a_dtype)
+        right = Operand(b_codes, b_scale, b_format, b_amax, b_dtype)
+        results = call(left, right, settings._replace(bias=bias), *others)
         results = results if isinstance(results, tuple) else (results,)
         return tuple([result.contiguous() for result in results[:count]])
 
@@ -121,8 +134,12 @@ def _apply(
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a product's key in which symbols count as tensors."""
-    if torch.float32 in (key[2], key[8]):
+    """Return a product's key in which symbols count as tensors.
+
+    Raises:
+        NotRecordable: A float32 product.
+    """
+    if torch.float32 in [key[position] for position in _DTYPES]:
         raise NotRecordable("whether a float32 product uses TF32 may change from call to call")
     return tuple([Tensor if part is Symbol else part for part in key])
 
@@ -152,7 +169,8 @@ def _block_scales(operand: Operand) -> Any:
     codes: Any = operand.codes
     instructions: Instructions = codes.instructions
     scale: Any = instructions.symbol(operand.scale)
-    settings, shape = operand._replace(codes=None, scale=None, amax=None), (operand.rows, operand.depth)  # pyright: ignore
+    settings = operand._replace(codes=None, scale=None, amax=None)  # pyright: ignore
+    shape = (operand.rows, operand.depth)
 
     def in_library_layout(given: Tensor) -> tuple[Tensor]:
         return (block_scale_memory(settings._replace(scale=given), shape),)

@@ -1,9 +1,9 @@
-"""Symbols of the tensors of a pass, with which its launches and products are listed before any is started.
+"""Symbolic tensors: running a pass on them records its launches and products without starting any.
 
-A pass of steps is evaluated on `Symbol`s. Operations append the work that they would start (a `Program`, a `Launch`, a
-product of cuBLASLt, the call of a collective) to the `Instructions` of their symbols, and return symbols of the
-results. Views of a symbol are symbols of the same buffer. Any other use of a symbol, such as a computation by torch,
-raises `NotRecordable` with the reason; such a pass runs step by step. Nothing is computed, and no tensor is written.
+Operations append the work that they would start (a `Program`, a `Launch`, a product of cuBLASLt, the call of a
+collective) to the `Instructions` of their symbols, and return symbols of the results. Views of a symbol are symbols of
+the same buffer. Any other use of a symbol, such as a computation by torch, raises `NotRecordable` with the reason; such
+a pass runs step by step. Nothing is computed, and no tensor is written. `compiled.py` states the gain.
 
 `generated_pass.py` compiles the instructions into one function.
 """
@@ -46,35 +46,35 @@ class TensorLayout(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """An instruction that allocates a buffer of a layout."""
+    """Allocate a buffer with this layout."""
 
     buffer: int
     layout: TensorLayout
 
 
 class AllocateBy(NamedTuple):
-    """An instruction that allocates a buffer by a function without arguments."""
+    """Allocate a buffer by a function without arguments."""
 
     buffer: int
     make: Callable[[], Tensor]
 
 
 class AllocateScalars(NamedTuple):
-    """An instruction that allocates buffers float32 [1], some of which must be zero."""
+    """Allocate buffers float32 [1] each, some of which must be zero."""
 
     buffers: tuple[int, ...]
     zeroed: tuple[bool, ...]
 
 
 class Start(NamedTuple):
-    """An instruction that starts a kernel on buffers; None for an absent argument."""
+    """Start a kernel on buffers; None for an absent argument."""
 
     launch: Launch
     buffers: tuple[int | None, ...]
 
 
 class Multiply(NamedTuple):
-    """An instruction that starts a product of cuBLASLt: operands, result, and the buffers of its other pointers."""
+    """Start a product of cuBLASLt: operands, result, and the buffers of its other pointers."""
 
     plan: Any
     left: int
@@ -84,7 +84,7 @@ class Multiply(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """An instruction that calls a function of tensors and objects, such as a half of a collective.
+    """Call a function of tensors and objects, such as a half of a collective.
 
     Attributes:
         function: The function; it returns a tuple.
@@ -131,29 +131,29 @@ class Instructions:
             self.layouts.append(TensorLayout.of(tensor))
 
     def symbols(self) -> list[Symbol | None]:
-        """Return the symbols of the given tensors."""
+        """Return the symbols of the inputs."""
         return [
             None if layout is None else Symbol(self, number, _meta(layout))
             for number, layout in enumerate(self.layouts)
         ]
 
     def symbol(self, value: Any) -> Symbol | None:
-        """Return the symbol of an argument: itself, or that of the given tensor with its address.
+        """Return `value` if it is a Symbol, otherwise the symbol of the input at its address.
 
         Raises:
-            NotRecordable: The pass was not given this tensor.
+            NotRecordable: The tensor is not an input of the pass.
         """
         if value is None or type(value) is Symbol:
             return value
         number = self._by_address.get(value.data_ptr())
         if number is None or type(value) not in (Tensor, torch.nn.Parameter):
             raise NotRecordable(
-                "an operation reads a tensor that the pass was not given and that no kernel of it made"
+                "an operation reads a tensor that is neither an input nor a result of this pass"
             )
         return Symbol(self, number, _meta(TensorLayout.of(value)))
 
     def is_aligned(self, number: int) -> bool:
-        """Return whether the address of a given tensor has the alignment on which kernels rely."""
+        """Return whether the address of an input has the alignment on which kernels rely."""
         tensor = self.inputs[number]
         return tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
 
@@ -207,7 +207,7 @@ class Instructions:
         Args:
             function: Called with the tensors and objects of the arguments; it returns a tuple of aligned tensors and of
                 objects. It may write to its arguments.
-            arguments: Symbols, tensors that the pass was given, objects of other calls, and None.
+            arguments: Symbols, inputs of the pass, objects of other calls, and None.
             layouts: Layouts of the results; None for an object.
 
         Returns:
@@ -250,7 +250,7 @@ _OF_META = frozenset({"shape", "dtype", "stride", "dim", "numel", "is_contiguous
 
 
 class Symbol:
-    """A tensor of a pass that is being listed: a buffer, and the layout in which an operation uses it."""
+    """A tensor of a pass that is being recorded: a buffer, and the layout in which an operation uses it."""
 
     __slots__ = ("buffer", "instructions", "meta")
 
@@ -308,7 +308,7 @@ class Symbol:
         )
 
 
-def _not_listed(name: str) -> Callable[..., Any]:
+def _not_recordable(name: str) -> Callable[..., Any]:
     def operator(self: Symbol, *_: Any) -> Any:
         raise NotRecordable(f"torch computes with a tensor of the pass ({name})")
 
@@ -330,10 +330,10 @@ for _name in (
     "int",
     "len",
 ):
-    setattr(Symbol, f"__{_name}__", _not_listed(f"__{_name}__"))
+    setattr(Symbol, f"__{_name}__", _not_recordable(f"__{_name}__"))
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
-    setattr(Symbol, f"__r{_name}__", _not_listed(f"__r{_name}__"))
-    setattr(Symbol, f"__i{_name}__", _not_listed(f"__i{_name}__"))
+    setattr(Symbol, f"__r{_name}__", _not_recordable(f"__r{_name}__"))
+    setattr(Symbol, f"__i{_name}__", _not_recordable(f"__i{_name}__"))
 
 
 def _meta(layout: TensorLayout) -> Tensor:

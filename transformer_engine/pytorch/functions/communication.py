@@ -3,7 +3,7 @@
 Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies the
 rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
 
-A pass that is traced on Symbols appends the same calls to its instructions (`fast/recorded_collectives.py`).
+A pass that is recorded on Symbols appends the same calls to its instructions (`fast/recorded_collectives.py`).
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParall
     if is_symbolic(a):
         started = record_scattered_product(
             lambda first, second: scattered_product(first, second, epilogue, parallel).work,
-            (a, b),
+            a,
+            b,
             (left.rows, right.rows),
             epilogue.dtype,
             parallel.size,
