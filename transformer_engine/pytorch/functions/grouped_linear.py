@@ -36,7 +36,7 @@ from .grouped_products import (
     trained_groups,
     weight_gradients,
 )
-from .layer import LayerFunctions, infer_with, record, run_backward
+from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear_operands import dense_values
 from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED, Dtypes
 from .saving import backward_of, wait_for_saved
@@ -47,7 +47,7 @@ def grouped_linear_forward(
     call: GroupedCall,
     saves: bool,
     leading: tuple[int, ...] = (),
-    multiplies: bool = True,
+    compute_output: bool = True,
 ) -> tuple[list[Any], list[Any]]:
     """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] of each group g.
 
@@ -56,7 +56,7 @@ def grouped_linear_forward(
         call: Settings.
         saves: A backward pass follows.
         leading: Not used: x is a matrix.
-        multiplies: Compute y. Recomputation needs the other results only.
+        compute_output: Compute y. Recomputation needs the other results only.
 
     Returns:
         [y [M, N] or None]; and the saved values: x for dw_g, and the weights for dx.
@@ -82,7 +82,7 @@ def grouped_linear_forward(
     saved_weight = w_rows if layer.backward == DEQUANTIZED else w_columns
     del w_columns
     y = None
-    if multiplies:
+    if compute_output:
         # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both by rows; the rows of all groups form y [M, N].
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
@@ -120,14 +120,14 @@ def grouped_linear_backward(
     layer = call.spec.layer
     (weight_dtype, bias_dtype), *_ = dtypes
     # Unquantized matrices are read without conversion by rows, and as their transpose by columns.
-    values = layer.plain or layer.backward != QUANTIZED
+    unquantized = layer.plain or layer.backward != QUANTIZED
     if type(dy) is not Tensor or not dy.is_contiguous():
         dy = dense_values(dy)
     # db_g [N] = sum of dy_g [M_g, N] over M_g.
     db = bias_gradients(dy, call, bias_dtype) if layer.needs_grad_bias else None
     # dy_g [M_g, N] by rows for dx_g, and by columns [N, M_g] for dw_g.
     rows = columns = dy
-    if not values and (layer.needs_grad_input or layer.needs_grad_weight):
+    if not unquantized and (layer.needs_grad_input or layer.needs_grad_weight):
         needs = layer.needs_grad_input, layer.needs_grad_weight
         rows, columns = cast_groups(dy, call, "grad_output", *needs)
     del dy
@@ -138,7 +138,7 @@ def grouped_linear_backward(
         if layer.backward == DEQUANTIZED and not layer.plain:
             w = dequantized_groups(w, call)
         # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g by rows, w_g by columns.
-        dx = product_of_groups(rows, w, call, "grad_input", transposed=values)
+        dx = product_of_groups(rows, w, call, "grad_input", transposed=unquantized)
         if "grad_input" in call.spec.inspected:
             dx = inspected_groups(dx, call, "grad_input")
     del rows, w
@@ -146,14 +146,14 @@ def grouped_linear_backward(
     if layer.needs_grad_weight:
         if offloading.used:
             wait_for_saved(x)
-        saved_values = layer.plain or layer.keep_input or layer.backward == HIGH_PRECISION
-        if layer.backward != QUANTIZED and not saved_values:
+        saved_unquantized = layer.plain or layer.keep_input or layer.backward == HIGH_PRECISION
+        if layer.backward != QUANTIZED and not saved_unquantized:
             x = dequantized_groups(x, call)
         elif layer.backward == QUANTIZED and layer.keep_input and not layer.plain:
             x = cast_groups(x, call, "input", False, True)[1]
         # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both by columns. It is returned, accumulated into main_grad, or
         # delayed.
-        dw = weight_gradients(columns, x, call, weight_dtype, (values, values))
+        dw = weight_gradients(columns, x, call, weight_dtype, (unquantized, unquantized))
     return [dx, dw, db]
 
 
@@ -176,7 +176,7 @@ def grouped_linear(
     spec = call.spec
     bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
     tensors = (x, weights[0] if spec.stacked_weight else list(weights), bias)
-    return infer_with(FUNCTIONS, call, tensors)[0]  # pyright: ignore[reportArgumentType]
+    return run_without_saving(FUNCTIONS, call, tensors)[0]  # pyright: ignore[reportArgumentType]
 
 
 class _GroupedLinear(Function):
@@ -197,9 +197,9 @@ class _GroupedLinear(Function):
         buffer = call.buffers.grad_input
         if buffer is not None:
             grad_output = readable(grad_output, buffer)
-        grad_input, *of_parameters = run_backward(FUNCTIONS, ctx, (grad_output,))
+        grad_input, *parameter_gradients = run_backward(FUNCTIONS, ctx, (grad_output,))
         grads: list[Tensor | None] = []
-        for gradient, count in zip(of_parameters, ctx.counts, strict=True):
+        for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
             if isinstance(gradient, list):
                 grads += gradient
             else:

@@ -47,7 +47,7 @@ class LayerFunctions(NamedTuple):
 runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]] = []
 
 
-def infer_with(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
     """Run the forward pass without saving; return its results."""
     check_transforms(functions.name, tensors)
     if spec.compiled is not None:

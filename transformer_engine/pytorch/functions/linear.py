@@ -43,14 +43,14 @@ from .communication import Pending, begin_sum, gathered_product, scattered_produ
 from .gathered_operands import (
     QuantizedGradient,
     begin_gather,
-    begin_gather_again,
-    columns_again,
+    begin_gather_saved,
+    column_operand,
     columns_of_rows,
     gathered_gradient_codes,
     gathered_input,
-    gathers_again,
+    gathers_saved_input,
 )
-from .layer import LayerFunctions, infer_with, leading_shape, record, run_backward
+from .layer import LayerFunctions, leading_shape, record, run_backward, run_without_saving
 from .linear_operands import (
     cast_gradient,
     cast_input,
@@ -87,8 +87,8 @@ def linear_forward(
     bias: Tensor | None,
     spec: LinearSpec,
     leading: tuple[int, ...],
-    multiplies: bool = True,
-    total: Tensor | None = None,
+    compute_output: bool = True,
+    accumulate_into: Tensor | None = None,
 ) -> tuple[Any, Any, Any]:
     """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N].
 
@@ -98,19 +98,19 @@ def linear_forward(
         bias: Bias [N], or None.
         spec: Settings.
         leading: Dimensions of x before K, which a quantized y gets.
-        multiplies: Compute y. Recomputation needs the other results only.
-        total: Matrix [M, N] into which y is accumulated in place; None to allocate y.
+        compute_output: Compute y. Recomputation needs the other results only.
+        accumulate_into: Matrix [M, N] into which y is accumulated in place; None to allocate y.
 
     Returns:
         y, the total or None; and the saved values, x for dw and the weight for dx, None without that gradient.
     """
     parallel = spec.parallel
     sums = spec.communicates and parallel.mode == "row"  # y is a partial sum over the ranks
-    x_rows, saved_input = forward_input(x, spec)
-    w_rows, saved_weight = forward_weight(weight, spec)
-    if not multiplies:
+    x_rows, saved_input = quantize_input(x, spec)
+    w_rows, saved_weight = quantize_weight(weight, spec)
+    if not compute_output:
         return None, saved_input, saved_weight
-    epilogue = _epilogue(spec, bias, total, spec.accumulation.forward)
+    epilogue = _epilogue(spec, bias, accumulate_into, spec.accumulation.forward)
     cast = None if spec.output is None or sums else _result_cast(spec, spec.output, "output")
     if sums and bias is None and _scatters(spec, "output"):
         y = scattered_product(x_rows, w_rows, epilogue, parallel).wait()
@@ -119,15 +119,15 @@ def linear_forward(
         y = product(x_rows, w_rows, epilogue, cast)
         del x_rows, w_rows
         if spec.inspector is not None:
-            y = _inspected(y, spec, "output")
+            y = _inspect(y, spec, "output")
         if sums:
             y = begin_sum(y, parallel).wait()
     if spec.output is not None:
-        y = _quantized(y, spec, spec.output, cast, leading)
+        y = _wrap_result(y, spec, spec.output, cast, leading)
     return y, saved_input, saved_weight
 
 
-def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
+def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K], by rows for y and by columns for dw.
 
     Returns:
@@ -152,7 +152,7 @@ def forward_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     return x_rows, saved
 
 
-def forward_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
+def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize the weight [N, K], or read the cached codes or the codes of a quantized parameter.
 
     Returns:
@@ -175,7 +175,7 @@ def linear_backward(
     spec: LinearSpec,
     dtypes: tuple[torch.dtype, torch.dtype],
     leading: tuple[int, ...] = (),
-    total: Tensor | None = None,
+    accumulate_into: Tensor | None = None,
 ) -> LinearGradients:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N] = sum of dy's rows.
 
@@ -186,16 +186,16 @@ def linear_backward(
         spec: Settings.
         dtypes: Dtypes of dw and db.
         leading: Dimensions of x before K, which a quantized dx gets.
-        total: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
+        accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
     """
     parallel, accumulation = spec.parallel, spec.accumulation
     dy, x, w = operands[:3]
     gelu_input = operands[3:]  # torch 2.11 would trace a starred target as a tuple
     operands.clear()
-    if spec.communicates and gathers_again(spec):
+    if spec.communicates and gathers_saved_input(spec):
         # This rank's rows of x are sent to all ranks while dx is computed.
-        x = begin_gather_again(x, spec)
-    dy_rows, dy_columns, db = output_gradient(dy, spec, dtypes[1])
+        x = begin_gather_saved(x, spec)
+    dy_rows, dy_columns, db = quantize_output_gradient(dy, spec, dtypes[1])
     del dy
     dx: Any = None
     if spec.needs_grad_input:
@@ -206,7 +206,7 @@ def linear_backward(
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy by rows, the weight by columns. Partial sums are in transit while dw
         # is computed.
         sums = spec.communicates and parallel.mode == "column"
-        epilogue = _epilogue(spec, None, total, accumulation.grad_input)
+        epilogue = _epilogue(spec, None, accumulate_into, accumulation.grad_input)
         cast = None if spec.grad_input is None or sums else _result_cast(spec, spec.grad_input, "grad_input")
         if gelu_input:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
@@ -214,7 +214,7 @@ def linear_backward(
             gelu_input.clear()
         elif sums and _scatters(spec, "grad_input"):
             dx = scattered_product(dy_rows, w, epilogue, parallel)
-        elif isinstance(dy_rows, Pending) and cast is None and total is None:
+        elif isinstance(dy_rows, Pending) and cast is None and accumulate_into is None:
             dx, dy_rows = gathered_product(dy_rows, w, epilogue)
         else:
             dy_rows = dy_rows.wait() if isinstance(dy_rows, Pending) else dy_rows
@@ -222,11 +222,11 @@ def linear_backward(
         del w
         if not isinstance(dx, Pending):
             if spec.inspector is not None:
-                dx = _inspected(dx, spec, "grad_input")
+                dx = _inspect(dx, spec, "grad_input")
             if sums:
                 dx = begin_sum(dx, parallel)
             elif spec.grad_input is not None:
-                dx = _quantized(dx, spec, spec.grad_input, cast, leading)
+                dx = _wrap_result(dx, spec, spec.grad_input, cast, leading)
     dw = None
     if spec.needs_grad_weight:
         if dy_columns is None:
@@ -235,7 +235,7 @@ def linear_backward(
         # dw [N, K] = dy [M, N].T @ x [M, K]: both by columns. It is returned, accumulated into main_grad, or delayed.
         left = operand_of(dy_columns.wait() if isinstance(dy_columns, Pending) else dy_columns)
         if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
-            x = columns_again(x, spec)
+            x = column_operand(x, spec)
         elif offloading.used:
             wait_for_saved(x)
         right = operand_of(x)
@@ -244,18 +244,20 @@ def linear_backward(
     if isinstance(dx, Pending):
         dx = dx.wait()
         if spec.grad_input is not None:
-            dx = _quantized(dx, spec, spec.grad_input, None, leading)
+            dx = _wrap_result(dx, spec, spec.grad_input, None, leading)
     return LinearGradients(dx, dw, db)
 
 
-def _epilogue(spec: LinearSpec, bias: Tensor | None, total: Tensor | None, exact: bool) -> Epilogue:
+def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
     """Epilogue of a product that returns y + bias, or accumulates y into a total."""
-    if total is None:
+    if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
-    return Epilogue(total.dtype, bias, total, True, exact)
+    return Epilogue(accumulate_into.dtype, bias, accumulate_into, True, exact)
 
 
-def output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> tuple[Any, Any, Tensor | None]:
+def quantize_output_gradient(
+    dy: Any, spec: LinearSpec, bias_dtype: torch.dtype
+) -> tuple[Any, Any, Tensor | None]:
     """Quantize dy [M, N], by rows for dx and by columns for dw, and sum its columns.
 
     Returns:
@@ -301,7 +303,7 @@ def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any
     return multiply(left, right, epilogue) if cast is None else gemm(left, right, epilogue, cast)
 
 
-def _inspected(y: Any, spec: LinearSpec, result: str) -> Any:
+def _inspect(y: Any, spec: LinearSpec, result: str) -> Any:
     """Let the inspector read or replace a result before it is summed over ranks."""
     return spec.inspector.inspect(result, y) if inspects(spec, result) else y  # pyright: ignore
 
@@ -323,7 +325,7 @@ def _result_cast(spec: LinearSpec, quantizer: Quantizer, result: str) -> Cast | 
     return cast if cast is not None and cast.multiplier is not None else None
 
 
-def _quantized(
+def _wrap_result(
     y: Any, spec: LinearSpec, quantizer: Quantizer, cast: Cast | None, leading: tuple[int, ...]
 ) -> Any:
     """Quantized tensor [.., N] of a result y [M, N], or of its codes if the product has made them."""
@@ -352,7 +354,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
-    return infer_with(FUNCTIONS, spec, (x, weight, bias))[0]
+    return run_without_saving(FUNCTIONS, spec, (x, weight, bias))[0]
 
 
 class _Linear(Function):

@@ -280,7 +280,7 @@ class GroupedLinear(ProductsModule):
                 encode = partial(quantizer.matrices, Matrices.of(members), True)
                 for i in range(count if is_first_microbatch else 0):
                     self.numerics.workspaces.pop(f"weight{i}", None)
-                cached = self.numerics.workspaces.weight_of_call(
+                cached = self.numerics.workspaces.get_or_quantize(
                     _ALL_WEIGHTS, members, encode, groups[0].needs_grad_input, is_first_microbatch
                 )
             return GroupedCall(spec, groups, (), layout, buffers, cached)

@@ -33,7 +33,7 @@ from .specs import (
     Call,
     check_call,
     product_spec,
-    quantizable,
+    quantizers_of_call,
     rows_of_shard,
     scale_update,
     with_compiled_passes,
@@ -52,7 +52,7 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     shard = rows_of_shard(call, parallel)
-    (quantizers,) = quantizable(call, ((in_features, weight.shape[0]),), parallel)
+    (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.records and call.input.requires_grad,

@@ -21,7 +21,7 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
-from ..functions.linear_spec import LinearSpec, ProductQuantizers, changed
+from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import begin_first_microbatch
@@ -39,7 +39,7 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import Call, built, check_call, facts_of, quantizable, repeated_facts, tensor_facts
+from .specs import Call, built, check_call, facts_of, quantizers_of_call, repeated_facts, tensor_facts
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -369,7 +369,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
         """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
-        return quantizable(self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
+        return quantizers_of_call(
+            self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
+        )
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """Return norm(x) of a fused layer: of the whole sequence if requested, otherwise of this rank's part."""
@@ -391,4 +393,4 @@ class ProductsModule(TransformerEngineBaseModule):
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])
-        return changed(spec, cached_weight=cached, referenced_tensors=parts)
+        return replace_fields(spec, cached_weight=cached, referenced_tensors=parts)

@@ -280,7 +280,7 @@ class Numerics:
             # There is one flag, on the GPU if the machine has one; a layer on the CPU reads a copy.
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
             return cached
-        return self.workspaces.weight_of_call(
+        return self.workspaces.get_or_quantize(
             key, (weight,), lambda columns: quantizer.encode(weight, True, columns), columnwise, first
         )
 

@@ -27,7 +27,7 @@ from ...functions.grouped_request import (
     GroupedRequest,
     requested_by_environment,
 )
-from ...functions.linear_spec import LinearSpec, changed
+from ...functions.linear_spec import LinearSpec, replace_fields
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
@@ -316,10 +316,10 @@ class GroupedLinear(PassOperation):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
             gradient = WeightGradient((weight,), self._accumulate_into_main_grad, False, store)
             spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, given is None and plain)
-            groups.append(changed(spec, needs_grad_bias=sums))
+            groups.append(replace_fields(spec, needs_grad_bias=sums))
             if given is not None and enabled:
                 spec = linear_spec(call, dtype, None, TensorParallel(), gradient, needs, plain)
-                unquantized.append(changed(spec, needs_grad_bias=sums, backward=groups[-1].backward))
+                unquantized.append(replace_fields(spec, needs_grad_bias=sums, backward=groups[-1].backward))
         quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)

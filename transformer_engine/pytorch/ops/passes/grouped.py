@@ -187,9 +187,13 @@ class GroupedPasses(OperationPasses):
         return made
 
     def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None, multiplies: bool = True
+        self,
+        x: Value,
+        tensors: OperationTensors,
+        request: ReaderCast | None = None,
+        compute_output: bool = True,
     ) -> ForwardResult:
-        """Compute the products; without `multiplies` only the saved values, for recomputation."""
+        """Compute the products; without `compute_output` only the saved values, for recomputation."""
         call = self.call
         assert call is not None
         x = x.converted(self.converts_to).matrix()
@@ -199,11 +203,13 @@ class GroupedPasses(OperationPasses):
             biases = self.parameters.of_kind("bias", tensors.parameters)
             added = converted_weights(biases, call) if self.converts_bias else biases
         layer_tensors = (x.data, weights, None if self.scale_bias else added)
-        (y,), saved = grouped_linear_forward(layer_tensors, call, call.spec.needs_grad, multiplies=multiplies)
+        (y,), saved = grouped_linear_forward(
+            layer_tensors, call, call.spec.needs_grad, compute_output=compute_output
+        )
         if self.scale_bias:
             scales = tensors.extra[1].reshape(-1, 1)
             saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
-            if multiplies:
+            if compute_output:
                 y = scaled_bias(y, added, scales, call)
         if self.buffers[0] is not None:
             self.buffers[0].copy_(y)

@@ -77,7 +77,9 @@ class LinearPasses(OperationPasses):
         if self.spec.plain:
             x = x.values()
         leading = x.leading_dimensions()
-        y, *saved = linear_forward(x.data, tensors.parameters[0], bias, self.spec, leading, total=total)
+        y, *saved = linear_forward(
+            x.data, tensors.parameters[0], bias, self.spec, leading, accumulate_into=total
+        )
         summed = sums_over_ranks(self.spec.parallel, "row")
         return ForwardResult(Value(y, leading, total is None and not summed), saved)
 
@@ -92,7 +94,7 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        gradients = linear_backward(operands, self.spec, (self.dtype, self.dtype), total=total)
+        gradients = linear_backward(operands, self.spec, (self.dtype, self.dtype), accumulate_into=total)
         if gradients.input is None:
             return BackwardResult(None, (gradients.weight,))
         return BackwardResult(
