@@ -78,18 +78,22 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     return x_rows, saved_value(saved, spec.needs_grad_weight)
 
 
-def gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
-    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes."""
+def gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any]:
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes.
+
+    Returns:
+        (row-wise operand, column-wise operand), each the `Pending` gather or None; see `linear.OutputGradient`.
+    """
     by_rows = spec.gather_gradient == ROW_CODES
     rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
     if not (spec.needs_grad_input or spec.needs_grad_weight):
-        return None, None, None
+        return None, None
     rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
     rows = begin_gather(rows, spec) if rowwise else None
     columns = begin_gather(columns, spec, axis=1) if columnwise else None
     if rows is not None and not spec.needs_grad_input:
         rows = rows.wait()
-    return rows, columns, None
+    return rows, columns
 
 
 def columns_of_rows(rows: Any) -> Operand | Matrix:

@@ -142,7 +142,7 @@ def norm_linear_backward(
     saved, linear_operands = operands[2:6], [dy, *operands[6:]]
     operands.clear()
     del dy  # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K]
-    dh, dw, db = linear_backward(linear_operands, spec.linear, dtypes[0])
+    dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0])
     norm_gradients = [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved, spec.norm)
     return [*norm_gradients, dw, db]
 
@@ -331,11 +331,11 @@ def norm_mlp_backward(
     if spec.fusion_modes.gradient == IN_PRODUCT:
         fc2_operands.append(u)
         u = None
-    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, dtypes[1])
+    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1])
     fc1_operands = [da if u is None else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du's rows.
-    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, dtypes[0])
+    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0])
     norm_gradients = [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved, spec.norm)
     return [*norm_gradients, dw1, db1, dw2, db2]
 

@@ -94,7 +94,7 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        gradients = linear_backward(operands, self.spec, (self.dtype, self.dtype), accumulate_into=total)
+        gradients = linear_backward(operands, self.spec, self.dtype, self.dtype, accumulate_into=total)
         if gradients.input is None:
             return BackwardResult(None, (gradients.weight,))
         return BackwardResult(
