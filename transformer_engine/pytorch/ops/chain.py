@@ -27,7 +27,7 @@ from .passes.contract import (
     InputFacts,
     OperationCall,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -154,7 +154,7 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
 
 @without_autocast
 def forward(
-    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OperationTensors], fuse: bool
+    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OpTensors], fuse: bool
 ) -> tuple[ChainOutputs, list[Sequence[Any]]]:
     """Compute the forward pass of consecutive operations.
 
@@ -173,7 +173,7 @@ def forward(
 
 
 def _forward(
-    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OperationTensors], fuse: bool
+    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OpTensors], fuse: bool
 ) -> tuple[ChainOutputs, list[Sequence[Any]]]:
     value = Value(x)
     offloads = offloading.synchronizer is not None
@@ -326,7 +326,7 @@ def run_forward(
         records = bool(torch.is_grad_enabled() or ctxs[-1].requires_grad)
     passes, parameters = build_passes(ops, ctxs, x, extra_inputs, options, records)
     passes = [operation.bound(extra) for operation, extra in zip(passes, extra_inputs, strict=True)]
-    tensors = [OperationTensors(*pair) for pair in zip(parameters, extra_inputs, strict=True)]
+    tensors = [OpTensors(*pair) for pair in zip(parameters, extra_inputs, strict=True)]
     outputs, saved = forward(passes, x, tensors, fusion_enabled())
     for ctx, operation, values in zip(ctxs, passes, saved, strict=True):
         if ctx.requires_grad:

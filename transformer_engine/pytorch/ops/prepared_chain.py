@@ -27,7 +27,7 @@ from .chain import backward, build_passes, forward, fusion_enabled, pack_values,
 from .chain_run import Fused, ShardPlaces, contexts_of, distinct, own_quantized, places_of_shards
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import has_backward_pass, has_forward_pass
-from .passes.contract import OperationPasses, OperationTensors
+from .passes.contract import OperationPasses, OpTensors
 
 
 class Fusions(NamedTuple):
@@ -107,13 +107,13 @@ class PreparedChain:
             return None
         return compiled_passes(specs, device, _forward_pass, _backward_pass)
 
-    def tensors_by_operation(self, tensors: Sequence[Any]) -> list[OperationTensors]:
+    def tensors_by_operation(self, tensors: Sequence[Any]) -> list[OpTensors]:
         """Parameters and extra inputs of each operation among the tensors behind the main input."""
-        result: list[OperationTensors] = []
+        result: list[OpTensors] = []
         at = 1
         for parameters, extra, _ in self.counts:
             between = at + parameters
-            result.append(OperationTensors(tensors[at:between], tensors[between : between + extra]))
+            result.append(OpTensors(tensors[at:between], tensors[between : between + extra]))
             at = between + extra
         return result
 

@@ -29,7 +29,7 @@ from ..passes.contract import (
     Leading,
     OperationCall,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -53,9 +53,7 @@ class OperatorPasses(OperationPasses):
         # Of the input, each parameter and each extra input, whether its gradient is computed.
         self.present = gradients_of_key(key)
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         values = x.shaped()
         inputs = (*tensors.parameters, *tensors.extra)
         y, scales = forward_in_graph(self.key, values, inputs[self.count], inputs, self.states[0])
@@ -167,7 +165,7 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
         return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: held).call(rows)
 
     def forward(call: GroupedCall, inputs: list[Any], compute_output: bool) -> ForwardResult:
-        given = OperationTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
+        given = OpTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
         return passes.with_call(call).fused_forward(Value(inputs[0]), given, compute_output=compute_output)
 
     def backward(call: GroupedCall, operands: list[Any]) -> list[Any]:

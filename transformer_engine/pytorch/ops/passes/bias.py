@@ -17,7 +17,7 @@ from .contract import (
     ForwardResult,
     Leading,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -41,7 +41,7 @@ class BiasPasses(OperationPasses):
     def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return not self.grad
 
-    def bias(self, tensors: OperationTensors) -> Tensor:
+    def bias(self, tensors: OpTensors) -> Tensor:
         """The bias in the dtype of the input."""
         (bias,) = tensors.parameters
         return bias if self.convert is None else bias.to(self.convert)
@@ -49,9 +49,7 @@ class BiasPasses(OperationPasses):
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         return None if earlier is None else earlier._replace(sums=self.dtype)
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = x.matrix()
         return ForwardResult(Value(x.data + self.bias(tensors), x.leading, True))
 

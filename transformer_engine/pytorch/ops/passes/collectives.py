@@ -15,7 +15,7 @@ from .contract import (
     ForwardResult,
     Leading,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -36,9 +36,7 @@ class CollectivePasses(OperationPasses):
     def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         y = x.shaped()
         if self.collective == "all_reduce" and not x.owned:
             y = y.clone(memory_format=torch.contiguous_format)  # the sum is written in place

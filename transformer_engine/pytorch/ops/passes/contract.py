@@ -121,7 +121,7 @@ class Value(NamedTuple):
         return self if dtype is None else Value(self.values().data.to(dtype), self.leading)
 
 
-class OperationTensors(NamedTuple):
+class OpTensors(NamedTuple):
     """The tensors of one operation in a call: its parameters in the order of their names, and its extra inputs."""
 
     parameters: Sequence[Tensor]
@@ -216,9 +216,7 @@ class OperationPasses:
         """
         return None
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         """Compute the forward pass.
 
         Args:
@@ -250,9 +248,7 @@ class IdentityPasses(OperationPasses):
 
     is_identity = True
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         return ForwardResult(x)
 
     def fused_backward(

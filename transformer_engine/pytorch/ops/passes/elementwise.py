@@ -16,7 +16,7 @@ from .contract import (
     ForwardResult,
     Leading,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -30,9 +30,7 @@ class ReshapePasses(OperationPasses):
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         data = x.shaped()
         return ForwardResult(Value(data.reshape(self.shape)), (tuple(data.shape),))
 
@@ -54,9 +52,7 @@ class ScalePasses(OperationPasses):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = x.values()
         return ForwardResult(Value(x.data * self.scale, x.leading))
 
@@ -75,9 +71,7 @@ class DropoutPasses(OperationPasses):
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = x.values()
         y, mask = dropout_forward(x.data, self.p, seed=draw_seed(x.data.device))
         return ForwardResult(Value(y, x.leading), (mask,))
@@ -103,9 +97,7 @@ class QuantizePasses(OperationPasses):
     def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         if self.output is None or isinstance(x.data, QuantizedTensorStorage):
             return ForwardResult(x)
         return ForwardResult(Value(self.output.quantize(x.shaped())))

@@ -17,7 +17,7 @@ from .contract import (
     ForwardResult,
     Leading,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -36,16 +36,14 @@ class AddPasses(OperationPasses):
         self.shared = shared
         self.listed = not (in_place and shared)
 
-    def total(self, tensors: OperationTensors) -> Tensor:
+    def total(self, tensors: OpTensors) -> Tensor:
         """The matrix [M, N] in the memory of the extra input, or in a copy, to which x is added."""
         (extra,) = tensors.extra
         if self.shared:
             return as_matrix(plain_values(extra).clone(memory_format=torch.contiguous_format))
         return as_matrix(extra.detach())
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = x.matrix()
         if self.in_place:
             return ForwardResult(Value(self.total(tensors).add_(x.data), x.leading))
@@ -75,9 +73,7 @@ class ExtraOutputPasses(OperationPasses):
         """A copy [M, N] of the extra output's gradient, because autograd may pass the same tensor to others."""
         return as_matrix(extra.clone(memory_format=torch.contiguous_format))
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = Value(x.data, x.leading)
         return ForwardResult(x, (), (x,))
 

@@ -34,7 +34,7 @@ from .contract import (
     InputFacts,
     Leading,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -189,7 +189,7 @@ class GroupedPasses(OperationPasses):
     def fused_forward(
         self,
         x: Value,
-        tensors: OperationTensors,
+        tensors: OpTensors,
         request: ReaderCast | None = None,
         compute_output: bool = True,
     ) -> ForwardResult:

@@ -31,7 +31,7 @@ from .contract import (
     Leading,
     OperationCall,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -67,7 +67,7 @@ class LinearPasses(OperationPasses):
     def fused_forward(
         self,
         x: Value,
-        tensors: OperationTensors,
+        tensors: OpTensors,
         request: ReaderCast | None = None,
         bias: Tensor | None = None,
         total: Tensor | None = None,

@@ -19,7 +19,7 @@ from .contract import (
     ForwardResult,
     Leading,
     OperationPasses,
-    OperationTensors,
+    OpTensors,
     ReaderCast,
     Value,
 )
@@ -47,9 +47,7 @@ class NormPasses(OperationPasses):
         self.casts_output = self.rows_only
         self.listed = self.rows_only and convert is None
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = x.converted(self.convert)
         weight, bias = [*tensors.parameters, None][:2]
         assert weight is not None
@@ -107,9 +105,7 @@ class L2Passes(OperationPasses):
     def __init__(self, eps: float) -> None:
         self.eps = eps
 
-    def fused_forward(
-        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
-    ) -> ForwardResult:
+    def fused_forward(self, x: Value, tensors: OpTensors, request: ReaderCast | None = None) -> ForwardResult:
         x = x.matrix()
         y, rstdev = l2_norm(x.data, self.eps)
         return ForwardResult(Value(y, x.leading), (x.data, rstdev))

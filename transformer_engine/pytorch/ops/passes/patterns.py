@@ -24,14 +24,12 @@ from ...functions.linear_spec import sums_over_ranks
 from ...primitives.gemm import as_matrix
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from .bias import BiasPasses
-from .contract import BackwardResult, ForwardResult, Leading, OperationTensors, Value
+from .contract import BackwardResult, ForwardResult, Leading, OpTensors, Value
 from .extra_tensors import AddPasses, ExtraOutputPasses
 from .linear import LinearPasses
 from .normalization import NormPasses
 
-Forward = Callable[
-    [Any, Any, Value, OperationTensors, OperationTensors], "tuple[ForwardResult, ForwardResult] | None"
-]
+Forward = Callable[[Any, Any, Value, OpTensors, OpTensors], "tuple[ForwardResult, ForwardResult] | None"]
 Backward = Callable[[Any, Any, list[Any], Leading, Sequence[Any]], "BackwardResult | None"]
 
 
@@ -39,8 +37,8 @@ def _linear_bias(
     linear: LinearPasses,
     bias: BiasPasses,
     x: Value,
-    linear_tensors: OperationTensors,
-    bias_tensors: OperationTensors,
+    linear_tensors: OpTensors,
+    bias_tensors: OpTensors,
 ) -> tuple[ForwardResult, ForwardResult] | None:
     if sums_over_ranks(linear.spec.parallel, "row"):
         return None  # the bias is added to the sum
@@ -52,8 +50,8 @@ def _linear_add(
     linear: LinearPasses,
     add: AddPasses,
     x: Value,
-    linear_tensors: OperationTensors,
-    add_tensors: OperationTensors,
+    linear_tensors: OpTensors,
+    add_tensors: OpTensors,
 ) -> tuple[ForwardResult, ForwardResult] | None:
     if not add.in_place or sums_over_ranks(linear.spec.parallel, "row"):
         return None
