@@ -124,7 +124,7 @@ class RecordedStep:
         # Updates of scales write to the states of all modules, also of modules that other models own.
         self._scales = [
             (member.scale_in_place, member.amax_history)
-            for pool in delayed_scaling.pools().values()
+            for pool in delayed_scaling.registry.pools.values()
             for member in pool.states
         ]
 

@@ -28,7 +28,8 @@ from .signature import ArgumentLeaves, Standing, signature_of, unsupported_leaf_
 from .step_state import Facts, StepState, change_between, host_random_state, observed_optimizers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "pytorch"))
+_PACKAGE = Path(__file__).parents[2]
+_OWN = (str(Path(torch.__file__).parent), str(_PACKAGE / "pytorch"), str(_PACKAGE / "common"))
 _NO_WAITING = (
     "a capture cannot wait for the GPU or copy from pageable memory: move .item(), .tolist(), .cpu(), print(tensor), "
     "indexing by a mask, and torch.tensor(...) on the GPU out of the step"
@@ -36,7 +37,7 @@ _NO_WAITING = (
 
 
 @dataclass(eq=False)
-class _Entry:
+class _StepEntry:
     """The state of one signature.
 
     Attributes:
@@ -69,7 +70,7 @@ class TrainingStep:
     signatures: int
     optimizers: Sequence[torch.optim.Optimizer] = ()
     reason: str | None = "the step has not been called yet"
-    _entries: dict[Any, _Entry] = field(default_factory=dict)
+    _entries: dict[Any, _StepEntry] = field(default_factory=dict)
     _facts: Facts | None = None
     _change: str | None = None
     _pool: Any = None
@@ -86,7 +87,7 @@ class TrainingStep:
             or self._obstacle_now(leaves, state, (args, kwargs))
         )
         if obstacle is not None:
-            self._choose(obstacle, _Entry())
+            self._choose(obstacle, _StepEntry())
             return self.function(*args, **kwargs)
         standing = Standing(state.signature, None)
         entry = self._entry(signature_of(leaves, standing, thread.state, caches=False))
@@ -116,7 +117,7 @@ class TrainingStep:
         self._entries.clear()
         self._facts = self._change = None
 
-    def _choose(self, obstacle: str | None, entry: _Entry) -> str:
+    def _choose(self, obstacle: str | None, entry: _StepEntry) -> str:
         """Choose between a graph and an eager call, and note the reason."""
         situation = automatic.Situation(
             obstacle,
@@ -129,7 +130,7 @@ class TrainingStep:
         self.reason = automatic.unsupported_reason(situation)
         return automatic.TABLE.choose(situation)
 
-    def _changed(self, entry: _Entry, state: StepState) -> str | None:
+    def _changed(self, entry: _StepEntry, state: StepState) -> str | None:
         """Return what the previous call changed on the host, or what changed since, as a reason; or None."""
         if entry.graph is not None:
             return None
@@ -138,9 +139,9 @@ class TrainingStep:
         between = None if self._facts is None else change_between(self._facts, state.facts)
         return None if between is None else f"since the previous call, this changed: {between}"
 
-    def _entry(self, signature: Any) -> _Entry:
+    def _entry(self, signature: Any) -> _StepEntry:
         """Return the entry of a signature, and limit the number of those that only count calls."""
-        entry = self._entries.pop(signature, None) or _Entry()
+        entry = self._entries.pop(signature, None) or _StepEntry()
         counting = [key for key, e in self._entries.items() if e.graph is None and e.failure is None]
         if len(counting) >= automatic.EAGER_SIGNATURES:
             del self._entries[counting[0]]
@@ -148,7 +149,7 @@ class TrainingStep:
         return entry
 
     def _run_eagerly(
-        self, entry: _Entry, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: _StepEntry, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the step, and count the call if it leaves the state on the host unchanged.
 
@@ -172,7 +173,7 @@ class TrainingStep:
         self._change, self._facts = change, after.facts
         return result
 
-    def _capture(self, entry: _Entry, leaves: ArgumentLeaves, state: StepState) -> RecordedStep | None:
+    def _capture(self, entry: _StepEntry, leaves: ArgumentLeaves, state: StepState) -> RecordedStep | None:
         """Capture the graph of a signature; if the capture fails, warn once and return None."""
         recorder = build.graph_recorder(self._pool)
         assert recorder is not None, "the table chooses a capture only with a GPU"
