@@ -10,6 +10,7 @@ from torch import Tensor
 from ...primitives.attention.backends import cudnn_blocks
 from ...primitives.attention.backends.cudnn_blocks import BlockCodes
 from ...primitives.attention.call import AttentionInputs, Gradients
+from ...primitives.operand import Operand
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
 from .fp8_attention import FP8Attention, Rounded
@@ -21,13 +22,15 @@ def _directions(
     """Quantize x [.., h, d] with blocks along d and along the tokens, where requested."""
     matrix = cudnn_blocks.as_matrix_of_tokens(x, tensor_format)
     operands = quantizer.operands(matrix, along_depth, along_tokens)
-    depth, tokens = (
-        None
-        if operand is None
-        else cudnn_blocks.block_codes(operand, x.shape, tensor_format, contracts_tokens)
-        for operand, contracts_tokens in zip(operands, (False, True), strict=True)
-    )
-    return depth, tokens
+    made: list[BlockCodes | None] = []
+    for operand, contracts_tokens in zip(operands, (False, True), strict=True):
+        assert operand is None or isinstance(operand, Operand)
+        made.append(
+            None
+            if operand is None
+            else cudnn_blocks.block_codes(operand, x.shape, tensor_format, contracts_tokens)
+        )
+    return made[0], made[1]
 
 
 def _values(attention: FP8Attention, inputs: AttentionInputs) -> list[Tensor]:
