@@ -88,14 +88,9 @@ class PreparedChain:
         checks: tuple[Callable[[], None], ...],
         shards: ShardPlaces,
     ) -> None:
-        self.passes = passes
-        self.counts = counts
-        self.first = first
-        self.updates_scales = updates_scales
-        self.fuses = fuses
-        self.fusions = fusions
-        self.checks = checks
-        self.shards = shards
+        self.passes, self.counts, self.first = passes, counts, first
+        self.updates_scales, self.fuses = updates_scales, fuses
+        self.fusions, self.checks, self.shards = fusions, checks, shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(own).bound is not OperationPasses.bound for own in passes)
