@@ -298,7 +298,7 @@ def _gelu_product(
         h_rows = h_rows.wait()
     epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
     # Checkpointing may repeat this call with gradients. Both runs must round u alike, so u is written in both.
-    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)
+    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)  # pyright: ignore[reportArgumentType]
     return a, u if saves else None, saved_input, saved_weight
 
 

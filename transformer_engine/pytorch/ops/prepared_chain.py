@@ -179,7 +179,7 @@ def prepare_chain(
     contexts = contexts_of(len(basic_ops), first, x)
     options: list[dict[str, Any]] = [{} for _ in basic_ops]
     records = torch.is_grad_enabled()
-    passes, read_parameters = build_passes(basic_ops, contexts, x, extra_inputs, options, records)
+    passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
     if not all(map(_same_tensors, read_parameters, parameters)):
         return None  # gradients are returned in the order of the parameters
     # Checks that every call repeats, because they depend on more than the key (main_grad).
