@@ -119,7 +119,7 @@ class GroupedCall:
 
     # Numbers of rows change from call to call, so a compiled pass would serve one call only.
     compiled = None
-    referenced_tensors = ()
+    cached_tensors = ()
 
     def rows_of(self, x: Any) -> Sequence[Any]:
         """Return each group's rows of a matrix; values that are given per group are returned unchanged."""

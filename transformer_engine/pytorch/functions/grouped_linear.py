@@ -47,7 +47,7 @@ def grouped_linear_forward(
     call: GroupedCall,
     saves: bool,
     leading: tuple[int, ...] = (),
-    compute_output: bool = True,
+    compute_y: bool = True,
 ) -> tuple[list[Any], list[Any]]:
     """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] of each group g.
 
@@ -56,7 +56,7 @@ def grouped_linear_forward(
         call: Settings.
         saves: A backward pass follows.
         leading: Not used: x is a matrix.
-        compute_output: Compute y. Recomputation needs the other results only.
+        compute_y: Compute y. Recomputation needs the other results only.
 
     Returns:
         [y [M, N] or None]; and the saved values: x for dw_g, and the weights for dx.
@@ -82,7 +82,7 @@ def grouped_linear_forward(
     saved_weight = w_rows if layer.backward == DEQUANTIZED else w_columns
     del w_columns
     y = None
-    if compute_output:
+    if compute_y:
         # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both by rows; the rows of all groups form y [M, N].
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:

@@ -51,7 +51,7 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
     """Run the forward pass without saving; return its results."""
     check_transforms(functions.name, tensors)
     if spec.compiled is not None:
-        return spec.compiled.forward([*tensors], spec, spec.referenced_tensors)[0]
+        return spec.compiled.forward([*tensors], spec, spec.cached_tensors)[0]
     return _forward_without_autocast(functions, spec, tensors, False)[0]
 
 
@@ -69,7 +69,7 @@ def record(
     """
     ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
-        outputs, kind = spec.compiled.forward([*tensors], spec, spec.referenced_tensors)
+        outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
         keep(ctx, outputs[functions.results :])
         spec.compiled.save_kind(ctx, kind)
         ctx.scale_update = spec.scale_update

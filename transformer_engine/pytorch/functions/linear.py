@@ -77,7 +77,7 @@ class LinearResult(NamedTuple):
     """Results of `linear_forward`.
 
     Attributes:
-        y: Output [M, N], or `accumulate_into`; None without `compute_output`.
+        y: Output [M, N], or `accumulate_into`; None without `compute_y`.
         saved_input: Operand of x that dw reads; None if dw is not needed.
         saved_weight: Operand of the weight that dx reads; None if dx is not needed.
     """
@@ -115,7 +115,7 @@ def linear_forward(
     bias: Tensor | None,
     spec: LinearSpec,
     leading: tuple[int, ...],
-    compute_output: bool = True,
+    compute_y: bool = True,
     accumulate_into: Tensor | None = None,
 ) -> LinearResult:
     """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N].
@@ -126,14 +126,14 @@ def linear_forward(
         bias: Bias [N], or None.
         spec: Quantizers, dtype, communication and required gradients of this kind of call.
         leading: Shape of x without K. Only used to shape a quantized y.
-        compute_output: Compute y. Recomputation needs the other results only.
+        compute_y: Compute y. Recomputation needs the other results only.
         accumulate_into: Matrix [M, N] into which y is accumulated in place; None to allocate y.
     """
     parallel = spec.parallel
     sums = spec.communicates and parallel.mode == "row"  # y is a partial sum over the ranks
     x_rows, saved_input = quantize_input(x, spec)
     w_rows, saved_weight = quantize_weight(weight, spec)
-    if not compute_output:
+    if not compute_y:
         return LinearResult(None, saved_input, saved_weight)
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     cast = None if spec.output is None or sums else _result_cast(spec, spec.output, "output")
@@ -186,8 +186,7 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     Returns:
         (operand of y; operand saved for dx: column-wise codes, or values under `backward_override`).
     """
-    columns = spec.needs_grad_input and spec.backward == QUANTIZED
-    w_rows, w_columns = weight_operands(weight, spec, columns)
+    w_rows, w_columns = weight_operands(weight, spec, spec.needs_grad_input and spec.backward == QUANTIZED)
     if not spec.needs_grad_input:
         return w_rows, None
     saved: Any = w_rows if spec.backward == DEQUANTIZED else w_columns
@@ -219,7 +218,6 @@ def linear_backward(
         leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
     """
-    parallel, accumulation = spec.parallel, spec.accumulation
     dy, x, w = operands[:3]
     gelu_input = operands[3:]  # torch 2.11 would trace a starred target as a tuple
     operands.clear()
@@ -236,28 +234,26 @@ def linear_backward(
             w = Matrix(dequantized(w, spec.dtype))
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise. With column parallelism, dx is a
         # partial sum; the ranks sum it while dw is computed.
-        sums = spec.communicates and parallel.mode == "column"
-        epilogue = _epilogue(spec, None, accumulate_into, exact=accumulation.grad_input)
+        sums = spec.communicates and spec.parallel.mode == "column"
+        epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         cast = None if spec.grad_input is None or sums else _result_cast(spec, spec.grad_input, "grad_input")
+        if isinstance(dy_rows, Pending) and (gelu_input or cast is not None or accumulate_into is not None):
+            dy_rows = dy_rows.wait()  # these products read all rows at once
         if gelu_input:
-            if isinstance(dy_rows, Pending):
-                dy_rows = dy_rows.wait()
             dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), gelu_input[0], epilogue)
             gelu_input.clear()
         elif sums and _scatters(spec, "grad_input"):
-            dx = scattered_product(dy_rows, w, epilogue, parallel)
-        elif isinstance(dy_rows, Pending) and cast is None and accumulate_into is None:
+            dx = scattered_product(dy_rows, w, epilogue, spec.parallel)
+        elif isinstance(dy_rows, Pending):
             dx, dy_rows = gathered_product(dy_rows, w, epilogue)
         else:
-            if isinstance(dy_rows, Pending):
-                dy_rows = dy_rows.wait()
             dx = product(dy_rows, w, epilogue, cast)
         del w
         if not isinstance(dx, Pending):
             if spec.inspector is not None:
                 dx = _inspect(dx, spec, "grad_input")
             if sums:
-                dx = begin_sum(dx, parallel)
+                dx = begin_sum(dx, spec.parallel)
             elif spec.grad_input is not None:
                 dx = _wrap_result(dx, spec, spec.grad_input, cast, leading)
     dw = None
@@ -275,7 +271,8 @@ def linear_backward(
             wait_for_saved(x)
         right = operand_of(x)
         del dy_columns, x
-        dw = spec.weight_gradient.compute(left, right, accumulation.grad_weight, weight_dtype, spec.inspector)
+        exact = spec.accumulation.grad_weight
+        dw = spec.weight_gradient.compute(left, right, exact, weight_dtype, spec.inspector)
     if isinstance(dx, Pending):
         dx = dx.wait()
         if spec.grad_input is not None:
@@ -287,8 +284,7 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     """Return the epilogue y + bias, or accumulate_into += y + bias. `exact` promotes partial sums to float32."""
     if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
-    out = accumulate_into
-    return Epilogue(out.dtype, bias=bias, out=out, accumulate=True, exact=exact)
+    return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
 def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> OutputGradient:
@@ -316,8 +312,7 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype)
         return OutputGradient(dy, Matrix(dy), db)
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return OutputGradient(None, None, db)
-    operands = cast_gradient(dy, spec, rowwise=spec.needs_grad_input, columnwise=spec.needs_grad_weight)
-    return OutputGradient(*operands, db)
+    return OutputGradient(*cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
 
 
 def product(a: Any, b: Any, epilogue: Epilogue, cast: Cast | None = None) -> Any:

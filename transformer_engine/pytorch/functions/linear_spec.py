@@ -76,13 +76,13 @@ class LayerSpec:
 
     Attributes:
         compiled: `compiled.CompiledLayer` of the layer's passes; None if they are not compiled.
-        referenced_tensors: The tensors of cached quantized weights (`cached_weight`).
+        cached_tensors: The tensors of cached quantized weights (`cached_weight`).
         scale_update: The scales that delayed scaling updates after the backward pass.
         needs_grad: Some tensor of the layer needs a gradient.
     """
 
     compiled: Any = field(default=None, kw_only=True)
-    referenced_tensors: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    cached_tensors: tuple[Tensor, ...] = field(default=(), kw_only=True)
     scale_update: ScaleUpdate | None = field(default=None, kw_only=True)
     needs_grad: bool = field(default=True, kw_only=True)
 

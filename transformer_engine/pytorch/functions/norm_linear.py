@@ -2,7 +2,8 @@
 
 The linear products are those of `linear.py`. The kernel of a norm, an activation or an activation's gradient can also
 quantize its output (`FUSED_CAST`), and a product can compute GELU or its gradient in its epilogue (`IN_PRODUCT`).
-`fusions.py` decides this when a spec is built. F is the size of the MLP; a gated activation reads 2F.
+`fusions.py` decides this when a spec is built. F is the size of the MLP; a gated activation reads 2F. Longer than 400
+lines, because both layers share the norm's passes and their order of saved values.
 """
 
 from __future__ import annotations
@@ -19,15 +20,9 @@ from ..primitives.activation import ActivationParams, activation_backward, activ
 from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
 from ..runtime.autograd import Function
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
+from . import fusions
 from .communication import Pending
-from .fusions import (
-    FUSED_CAST,
-    IN_PRODUCT,
-    SEPARATE,
-    choose_activation_mode,
-    choose_gradient_mode,
-    choose_norm_mode,
-)
+from .fusions import FUSED_CAST, IN_PRODUCT, SEPARATE
 from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
@@ -54,11 +49,11 @@ class NormLinearSpec(LayerSpec):
     norm_mode: str = SEPARATE
 
     def with_fusion_modes(self) -> NormLinearSpec:
-        """The spec with its fusion mode."""
-        return replace(self, norm_mode=choose_norm_mode(self.linear, self.returns_norm_output))
+        """Return the spec with the mode that the table of `fusions` chooses."""
+        return replace(self, norm_mode=fusions.choose_norm_mode(self.linear, self.returns_norm_output))
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
-        """The spec with another norm, which quantizes nothing."""
+        """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
         return replace(self, norm=norm, compiled=None, norm_mode=SEPARATE)
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -71,12 +66,12 @@ def norm_forward(
     """Compute h [M, K] = normalize(x [M, K]) * gamma [K] + beta [K].
 
     Returns:
-        h, or its `Operands` for `linear` if the kernel of the norm quantizes it; and the statistics of the rows.
+        (h, or its quantized `Operands` if mode is FUSED_CAST; mean and rstdev of each row).
     """
     # h = (x - mean) * rstdev * gamma + beta; mean and rstdev [M] of each row. An RMSNorm has neither mean nor beta.
     if mode != FUSED_CAST:
         return norm.forward(plain_matrix(x), gamma, beta)
-    cast = input_cast(linear)  # codes by rows for y and by columns for dw
+    cast = input_cast(linear)  # row-wise codes for y and column-wise codes for dw
     assert cast is not None
     codes, statistics = norm.forward(plain_matrix(x), gamma, beta, cast)
     return linear.input.adopt(codes, x.dtype), statistics
@@ -89,7 +84,7 @@ def norm_backward(
 
     Args:
         dh: Gradient of h from the linear layer.
-        grad_norm_output: Gradient of h where the caller has used it; None if h is not returned.
+        grad_norm_output: Gradient of the returned norm(x), or None.
         saved: x, gamma, mean and rstdev.
         norm: The norm.
     """
@@ -110,20 +105,20 @@ def norm_linear_forward(
 
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
-        spec: Settings.
+        spec: Norm, linear layer and fusion mode of this kind of call.
         saves: Not read: the saved values are returned in either case.
-        leading: Dimensions of x before K.
+        leading: Shape of x without K.
 
     Returns:
-        (y, norm(x) or None); and the saved values: x, gamma, the statistics, norm(x) and the weight.
+        [y, norm(x) or None] and [x, gamma, mean, rstdev, operand of norm(x), operand of the weight]. The backward pass
+        reads the second list in this order.
     """
     x, gamma, beta, weight, bias = tensors
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
-    returned = h if spec.returns_norm_output else None
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
     y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear, leading)
     saved_by_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
-    return [y, returned], [*saved_by_norm, *saved_by_linear]
+    return [y, h if spec.returns_norm_output else None], [*saved_by_norm, *saved_by_linear]
 
 
 def norm_linear_backward(
@@ -133,17 +128,18 @@ def norm_linear_backward(
 
     Args:
         operands: dy [.., N], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
-        spec: Settings.
+        spec: Norm, linear layer and fusion mode of this kind of call.
         dtypes: Dtypes of the gradients of weight and bias.
-        leading: Dimensions of x before K.
+        leading: Shape of x without K.
     """
-    # Slices: torch 2.11 traces a starred target as a tuple, from which nothing can be deleted.
-    dy, grad_norm_output = operands[:2]
-    saved, linear_operands = operands[2:6], [dy, *operands[6:]]
+    grad_norm_output, *saved_by_norm = operands[1:6]
+    linear_operands = [operands[0], *operands[6:]]
     operands.clear()
-    del dy  # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K]
+    # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K]
     dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0])
-    norm_gradients = [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved, spec.norm)
+    norm_gradients = (
+        [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
+    )
     return [*norm_gradients, dw, db]
 
 
@@ -177,7 +173,7 @@ class _NormLinear(Function):
 
 
 class FusionModes(NamedTuple):
-    """How norm(x), the activation's output and the gradient of fc1's output are made: modes of `fusions`."""
+    """Fusion modes (see `fusions`) of norm(x), act(u) and du."""
 
     norm: str
     activation: str
@@ -212,16 +208,16 @@ class NormMLPSpec(LayerSpec):
     fusion_modes: FusionModes = UNFUSED
 
     def with_fusion_modes(self) -> NormMLPSpec:
-        """The spec with its fusion modes: kernels do several steps where that pays."""
-        gradient_mode = (
-            choose_gradient_mode(self.activation, self.fc1, self.fc2) if self.needs_grad else SEPARATE
-        )
-        norm_mode = choose_norm_mode(self.fc1, self.returns_norm_output)
-        activation_mode = choose_activation_mode(self.activation, self.fc1, self.fc2)
+        """Return the spec with the modes that the tables of `fusions` choose."""
+        norm_mode = fusions.choose_norm_mode(self.fc1, self.returns_norm_output)
+        activation_mode = fusions.choose_activation_mode(self.activation, self.fc1, self.fc2)
+        gradient_mode = SEPARATE
+        if self.needs_grad:
+            gradient_mode = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
         return replace(self, fusion_modes=FusionModes(norm_mode, activation_mode, gradient_mode))
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
-        """The spec with another norm, which quantizes nothing."""
+        """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
         return replace(self, norm=norm, compiled=None, fusion_modes=self.fusion_modes._replace(norm=SEPARATE))
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -241,24 +237,20 @@ class NormMLPTensors(NamedTuple):
 
 
 def norm_mlp_forward(
-    tensors: Sequence[Any],
-    spec: NormMLPSpec,
-    saves: bool,
-    leading: tuple[int, ...],
-    compute_output: bool = True,
+    tensors: Sequence[Any], spec: NormMLPSpec, saves: bool, leading: tuple[int, ...], compute_y: bool = True
 ) -> tuple[list[Any], list[Any]]:
     """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
 
     Args:
         tensors: `NormMLPTensors`.
-        spec: Settings.
+        spec: Norm, linear layers, activation and fusion modes of this kind of call.
         saves: A backward pass follows.
-        leading: Dimensions of x before H.
-        compute_output: Compute y. Recomputation needs the saved values only.
+        leading: Shape of x without H.
+        compute_y: Compute y. Recomputation needs the saved values only.
 
     Returns:
-        (y, norm(x) or None); and the saved values: x, gamma, the statistics, u, and the operands of fc1
-        (norm(x), weight) and of fc2 (a, weight).
+        [y, norm(x) or None] and [x, gamma, mean, rstdev, u, operands of fc1 (norm(x), weight), operands of fc2
+        (a, weight)]. The backward pass reads the second list in this order.
     """
     x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
@@ -266,11 +258,11 @@ def norm_mlp_forward(
     returned = h if spec.returns_norm_output else None
     if modes.activation == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
-        a, u, *operands = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
+        a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
         del h
     else:
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
-        u, *operands = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
+        u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] of a gated activation; or codes of a from the same kernel.
         if modes.activation == FUSED_CAST:
@@ -284,11 +276,11 @@ def norm_mlp_forward(
     if saves:
         if offloading.synchronizer is not None:
             mark_ready(u)
-        saved = [x, gamma, *statistics, u, *operands]
-    del u, operands
+        saved = [x, gamma, *statistics, u, *saved_by_fc1]
+    del u, saved_by_fc1
     # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
-    y, *operands = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_output)
-    return [y, returned], [*saved, *operands] if saves else []
+    y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_y)
+    return [y, returned], [*saved, *saved_by_fc2] if saves else []
 
 
 def _gelu_product(
@@ -297,14 +289,16 @@ def _gelu_product(
     """Compute a = gelu(u), u = h @ weight.T + bias in one product.
 
     Returns:
-        a, u if it is saved, and what the backward pass reads of h and of the weight.
+        (gelu(u), u or None, operand of h that dw reads, operand of the weight that dh reads).
     """
+    h_rows: Any
     h_rows, saved_input = quantize_input(h, spec)
     w_rows, saved_weight = quantize_weight(weight, spec)
-    h_rows = h_rows.wait() if isinstance(h_rows, Pending) else h_rows
+    if isinstance(h_rows, Pending):
+        h_rows = h_rows.wait()
     epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
-    # A call that may run again with gradients rounds u as that run does.
-    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)
+    # Checkpointing may repeat this call with gradients. Both runs must round u alike, so u is written in both.
+    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)  # pyright: ignore[reportArgumentType]
     return a, u if saves else None, saved_input, saved_weight
 
 
@@ -315,37 +309,39 @@ def norm_mlp_backward(
 
     Args:
         operands: dy [.., H], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
-        spec: Settings.
+        spec: Norm, linear layers, activation and fusion modes of this kind of call.
         dtypes: Dtypes of the gradients of weight and bias of fc1 and of fc2.
-        leading: Dimensions of x before H.
+        leading: Shape of x without H.
     """
-    dy, grad_norm_output = operands[:2]
-    saved = operands[2:6]
+    grad_norm_output, *saved_by_norm = operands[1:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
-    operands.clear()
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] = dy.T @ a [M, F].
-    fc2_operands = [dy, a, fc2_weight]
-    del dy, a, fc2_weight
+    fc2_operands = [operands[0], a, fc2_weight]
+    operands.clear()
+    del a, fc2_weight
     if offloading.used:
         wait_for_saved(u)
-    if spec.fusion_modes.gradient == IN_PRODUCT:
+    is_du = spec.fusion_modes.gradient == IN_PRODUCT  # fc2's product computes du instead of da
+    if is_du:
         fc2_operands.append(u)
         u = None
     da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1])
-    fc1_operands = [da if u is None else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
+    fc1_operands = [da if is_du else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
     del da, u, h, fc1_weight
-    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du's rows.
+    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0])
-    norm_gradients = [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved, spec.norm)
+    norm_gradients = (
+        [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
+    )
     return [*norm_gradients, dw1, db1, dw2, db2]
 
 
-def _activation_gradient(da: Tensor, u: Tensor, spec: NormMLPSpec, bias_dtype: Any) -> Any:
-    """Compute du = da * act'(u), or its codes and column sums where the same kernel quantizes it."""
+def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec, bias_dtype: Any) -> Any:
+    """Compute du = da * act'(u), or its codes and db1 [F or 2F] where the same kernel quantizes it."""
     fc1 = spec.fc1
     if spec.fusion_modes.gradient != FUSED_CAST:
         return activation_backward(spec.activation, da, u, spec.activation_params)
-    # One kernel reads da and u, and writes the codes of du by rows for dh and by columns for dfc1, and db1 [F or 2F].
+    # One kernel reads da and u, and writes row-wise codes of du for dh, column-wise codes for dfc1, and db1.
     cast = gradient_cast(fc1)
     assert cast is not None
     sums = bias_dtype if fc1.needs_grad_bias else None
@@ -369,29 +365,33 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _recompute_and_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
-    count, kept = len(NormMLPTensors._fields), take_saved(ctx)
-    # Quantizers repeat the quantization of the forward pass and record nothing.
-    spec, replayed, start = ctx.spec, [], count
-    for quantizer in _forward_quantizers(spec):
-        end = start + len(quantizer.replay_state())
-        replayed.append(quantizer.replaying(tuple(kept[start:end])))
-        start = end
-    fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
-    spec = replace(
-        spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])
-    ).with_fusion_modes()
-    operands = [*grads, *norm_mlp_forward(kept[:count], spec, True, (), compute_output=False)[1]]
-    del kept
+    saved = take_saved(ctx)
+    count = len(NormMLPTensors._fields)
+    inputs, states = saved[:count], saved[count:]
+    del saved
+    # These quantizers use the scales of the first run and record no maxima.
+    repeated: list[Any] = []
+    for quantizer in _forward_quantizers(ctx.spec):
+        size = len(quantizer.replay_state())
+        repeated.append(quantizer.replaying(tuple(states[:size])))
+        states = states[size:]
+    fc1_input, fc1_weight, fc2_input, fc2_weight = repeated
+    fc1 = replace(ctx.spec.fc1, input=fc1_input, weight=fc1_weight)
+    fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
+    # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
+    spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_fusion_modes()
+    operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
+    del inputs
     return backward_results(NORM_MLP, spec, operands, ctx.dtypes, ctx.input_shape)
 
 
 class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        fc1, fc2 = tensors[3].dtype, tensors[5].dtype
-        dtypes = ((fc1, fc1), (fc2, fc2))
+        *_, fc1_weight, _, fc2_weight, _ = tensors  # `NormMLPTensors`; biases have the dtype of their weight
+        dtypes = ((fc1_weight.dtype, fc1_weight.dtype), (fc2_weight.dtype, fc2_weight.dtype))
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
             y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
@@ -406,8 +406,6 @@ class _NormMLP(Function):
     @backward_of("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
-        gradients = (
-            _recompute_and_backward(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
-        )
+        gradients = _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
         dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest

@@ -296,9 +296,7 @@ def _registered_while_tracing(
     kernel = GroupedKernel(
         spec=spec,
         inference=lambda call, inputs: grouped_linear_forward(padded(inputs), call, False)[0][0],
-        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, compute_output=False)[
-            1
-        ],
+        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, compute_y=False)[1],
         backward=lambda call, operands: grouped_linear_backward(operands, call, dtypes),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),

@@ -231,7 +231,7 @@ class LayerNormLinear(ProductsModule):
         if is_first_microbatch is not None:
             self.begin_microbatch(is_first_microbatch)
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
-            spec = replace_fields(spec, linear=linear, referenced_tensors=linear.referenced_tensors)
+            spec = replace_fields(spec, linear=linear, cached_tensors=linear.cached_tensors)
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)

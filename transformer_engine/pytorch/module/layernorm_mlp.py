@@ -302,7 +302,7 @@ class LayerNormMLP(ProductsModule):
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
             spec = replace_fields(
-                spec, fc1=fc1, fc2=fc2, referenced_tensors=fc1.referenced_tensors + fc2.referenced_tensors
+                spec, fc1=fc1, fc2=fc2, cached_tensors=fc1.cached_tensors + fc2.cached_tensors
             )
         if _replaced.names or _common._replaced.names:
             # The norm is this module's apply_normalization, which another library has replaced.

@@ -393,4 +393,4 @@ class ProductsModule(TransformerEngineBaseModule):
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])
-        return replace_fields(spec, cached_weight=cached, referenced_tensors=parts)
+        return replace_fields(spec, cached_weight=cached, cached_tensors=parts)

@@ -112,9 +112,9 @@ def build_passes(
     ops: Sequence[Any],
     ctxs: Sequence[Any],
     x: Any,
+    records: bool,
     extra_inputs: Sequence[Sequence[Tensor]],
     options: Sequence[dict[str, Any]],
-    records: bool,
 ) -> tuple[list[OperationPasses], list[list[Tensor]]]:
     """Build the `OperationPasses` of operations, and list the parameters of each. Arguments as in `run_forward`."""
     facts = InputFacts.of(x)
@@ -324,7 +324,7 @@ def run_forward(
     """
     if records is None:
         records = bool(torch.is_grad_enabled() or ctxs[-1].requires_grad)
-    passes, parameters = build_passes(ops, ctxs, x, extra_inputs, options, records)
+    passes, parameters = build_passes(ops, ctxs, x, records, extra_inputs, options)
     passes = [operation.bound(extra) for operation, extra in zip(passes, extra_inputs, strict=True)]
     tensors = [OpTensors(*pair) for pair in zip(parameters, extra_inputs, strict=True)]
     outputs, saved = forward(passes, x, tensors, fusion_enabled())

@@ -88,14 +88,9 @@ class PreparedChain:
         checks: tuple[Callable[[], None], ...],
         shards: ShardPlaces,
     ) -> None:
-        self.passes = passes
-        self.counts = counts
-        self.first = first
-        self.updates_scales = updates_scales
-        self.fuses = fuses
-        self.fusions = fusions
-        self.checks = checks
-        self.shards = shards
+        self.passes, self.counts, self.first = passes, counts, first
+        self.updates_scales, self.fuses = updates_scales, fuses
+        self.fusions, self.checks, self.shards = fusions, checks, shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(own).bound is not OperationPasses.bound for own in passes)
@@ -184,7 +179,7 @@ def prepare_chain(
     contexts = contexts_of(len(basic_ops), first, x)
     options: list[dict[str, Any]] = [{} for _ in basic_ops]
     records = torch.is_grad_enabled()
-    passes, read_parameters = build_passes(basic_ops, contexts, x, extra_inputs, options, records)
+    passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
     if not all(map(_same_tensors, read_parameters, parameters)):
         return None  # gradients are returned in the order of the parameters
     # Checks that every call repeats, because they depend on more than the key (main_grad).

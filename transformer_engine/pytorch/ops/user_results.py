@@ -109,26 +109,6 @@ def _groups(op: Any, method: str, value: Any, count: int, expected: str) -> list
     return [tuple(group) for group in groups]
 
 
-def fused_operations(function: Any, returned: Any) -> list[FusibleOperation]:
-    """Operations that a registered fusion function returned.
-
-    Raises:
-        TypeError: The return value is not a sequence of operations.
-    """
-    name = getattr(function, "__name__", type(function).__name__)
-    if not isinstance(returned, Iterable):
-        raise TypeError(
-            f"the fusion function {name} returned {with_article(type(returned))}; return the list of operations"
-        )
-    ops = list(returned)
-    for op in ops:
-        if not isinstance(op, FusibleOperation):
-            raise TypeError(
-                f"the fusion function {name} returned {with_article(type(op))} in its list; return FusibleOperations"
-            )
-    return ops
-
-
 def apply_fusions(
     functions: Sequence[Any],
     ops: Sequence[FusibleOperation],
@@ -160,4 +140,24 @@ def apply_fusions(
             f"operations {[type(op).__name__ for op in basic_ops]} once each in their order; a fusion function must "
             "replace operations by FusedOperations of exactly these operations"
         )
+    return ops
+
+
+def fused_operations(function: Any, returned: Any) -> list[FusibleOperation]:
+    """Operations that a registered fusion function returned.
+
+    Raises:
+        TypeError: The return value is not a sequence of operations.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if not isinstance(returned, Iterable):
+        raise TypeError(
+            f"the fusion function {name} returned {with_article(type(returned))}; return the list of operations"
+        )
+    ops = list(returned)
+    for op in ops:
+        if not isinstance(op, FusibleOperation):
+            raise TypeError(
+                f"the fusion function {name} returned {with_article(type(op))} in its list; return FusibleOperations"
+            )
     return ops

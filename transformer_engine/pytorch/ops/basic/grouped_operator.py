@@ -164,9 +164,9 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
         total = x.numel() // max(x.shape[-1], 1)
         return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: held).call(rows)
 
-    def forward(call: GroupedCall, inputs: list[Any], compute_output: bool) -> ForwardResult:
+    def forward(call: GroupedCall, inputs: list[Any], compute_y: bool) -> ForwardResult:
         given = OpTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
-        return passes.with_call(call).fused_forward(Value(inputs[0]), given, compute_output=compute_output)
+        return passes.with_call(call).fused_forward(Value(inputs[0]), given, compute_y=compute_y)
 
     def backward(call: GroupedCall, operands: list[Any]) -> list[Any]:
         made = passes.with_call(call).fused_backward(operands, None, ())

@@ -62,13 +62,9 @@ class ActivationPasses(OperationPasses):
         scaled: bool,
         grad_scales: bool,
     ) -> None:
-        self.kind = kind
-        self.parameters = parameters
-        self.constants = constants
-        self.interleave = interleave
-        self.cache = cache
-        self.scaled = scaled
-        self.grad_scales = grad_scales
+        self.kind, self.parameters, self.constants = kind, parameters, constants
+        self.interleave, self.cache = interleave, cache
+        self.scaled, self.grad_scales = scaled, grad_scales
         input_dtype, compute_dtype = dtypes
         converts = input_dtype != compute_dtype
         self.convert = compute_dtype if converts else None

@@ -191,9 +191,9 @@ class GroupedPasses(OperationPasses):
         x: Value,
         tensors: OpTensors,
         request: ReaderCast | None = None,
-        compute_output: bool = True,
+        compute_y: bool = True,
     ) -> ForwardResult:
-        """Compute the products; without `compute_output` only the saved values, for recomputation."""
+        """Compute the products; without `compute_y` only the saved values, for recomputation."""
         call = self.call
         assert call is not None
         x = x.converted(self.converts_to).matrix()
@@ -203,13 +203,11 @@ class GroupedPasses(OperationPasses):
             biases = self.parameters.of_kind("bias", tensors.parameters)
             added = converted_weights(biases, call) if self.converts_bias else biases
         layer_tensors = (x.data, weights, None if self.scale_bias else added)
-        (y,), saved = grouped_linear_forward(
-            layer_tensors, call, call.spec.needs_grad, compute_output=compute_output
-        )
+        (y,), saved = grouped_linear_forward(layer_tensors, call, call.spec.needs_grad, compute_y=compute_y)
         if self.scale_bias:
             scales = tensors.extra[1].reshape(-1, 1)
             saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
-            if compute_output:
+            if compute_y:
                 y = scaled_bias(y, added, scales, call)
         if self.buffers[0] is not None:
             self.buffers[0].copy_(y)
