@@ -25,12 +25,13 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
 from .chain import describe, fusion_enabled
-from .chain_run import ChainRun, Fused, FusedChain, contexts_of, places_of_shards
+from .chain_run import ChainRun, Fused, FusedChain, contexts_of
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
 from .prepared_chain import Fusions, PreparedChain, TensorCounts
+from .shard_places import places_of_shards
 from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
 from .user_results import fused_operations
 

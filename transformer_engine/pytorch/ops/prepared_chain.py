@@ -23,8 +23,9 @@ from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, forward, pack_saved, unpack_saved
-from .chain_run import Fused, ShardPlaces, distinct, own_quantized
+from .chain_run import Fused, distinct, own_quantized
 from .passes.contract import Given, OperationPasses
+from .shard_places import ShardPlaces
 
 
 class Fusions(NamedTuple):
