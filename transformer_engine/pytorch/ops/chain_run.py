@@ -59,9 +59,9 @@ class ChainRun:
         self.forward_ops, self.backward_ops = fused
         self.first, self.parameters, self.options, self.state = first, parameters, options, state
         self.contexts: list[OperationContext] = []
-        # Operations that a registered fused operation replaces in the backward pass.
+        # {index of an operation: registered fused operation that replaces it in the backward pass}
         self._opaque_backward = {
-            i
+            i: op
             for op, indices in self.backward_ops
             if op.is_fused_op and not has_backward_pass(op)
             for i in indices
@@ -140,26 +140,22 @@ class ChainRun:
         Raises:
             RuntimeError: Our passes would not repeat the user's forward pass.
         """
-        lacking = [
-            i
-            for i in indices
-            if self.contexts[i].requires_grad
-            and i not in self._opaque_backward
-            and has_backward_pass(self.basic_ops[i])
-            and not hasattr(self.contexts[i], "pass_state")
-        ]
+        lacking = [i for i in indices if self._lacks_state(op, i)]
         if not lacking:
             return
         members = [self.basic_ops[i] for i in indices]
         for member in members:
             drops = member.training and getattr(member, "dropout_probability", 0.0) > 0.0
-            if drops or not isinstance(member, PassOperation):
-                raise RuntimeError(
-                    f"{type(op).__name__} saved no state for the backward pass of "
-                    f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
-                    "save it; call fuser_forward of the basic operations with their contexts, or implement "
-                    "fuser_backward and register the fusion with register_forward_backward_fusion"
-                )
+            if not drops and isinstance(member, PassOperation):
+                continue
+            if self._opaque_backward.keys() >= set(lacking):
+                return  # the backward pass of a user may read no state
+            raise RuntimeError(
+                f"{type(op).__name__} saved no state for the backward pass of "
+                f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
+                "save it; call fuser_forward of the basic operations with their contexts, or implement "
+                "fuser_backward and register the fusion with register_forward_backward_fusion"
+            )
         scratch = [
             OperationContext(None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad)
             for i in indices
@@ -169,6 +165,18 @@ class ChainRun:
             if i in lacking:
                 self.contexts[i].to_save = ctx.to_save
                 self.contexts[i].pass_state = ctx.pass_state  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _lacks_state(self, op: FusibleOperation, i: int) -> bool:
+        """Whether a basic operation's backward pass may read state that a user's forward pass `op` did not save.
+
+        A fused operation with both passes saves what it reads. One with a backward pass alone may call
+        `fuser_backward` of its basic operations.
+        """
+        ctx = self.contexts[i]
+        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_backward_pass(self.basic_ops[i]):
+            return False
+        reader = self._opaque_backward.get(i)
+        return reader is None or (reader is not op and ctx.to_save is None)
 
     def backward(
         self, saved: Sequence[Any], grad_output: Any, grad_extra: Sequence[Any]
@@ -227,7 +235,7 @@ class ChainRun:
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
         own = all(has_backward_pass(self.basic_ops[i]) for i in indices)
-        return own and self._have_states(indices) and not self._opaque_backward.intersection(indices)
+        return own and self._have_states(indices) and not self._opaque_backward.keys() & set(indices)
 
 
 def _unfused(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
