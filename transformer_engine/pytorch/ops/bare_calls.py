@@ -1,4 +1,4 @@
-"""Operations that are called as modules, because fusion would skip their hooks or a replaced `forward`."""
+"""Operations that are called as modules, because fusion would skip their hooks, `compile()` or a replaced `forward`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOOKS = {
 
 
 def are_bare(operations: Sequence[Any]) -> bool:
-    """Whether calls of operations run neither hooks nor a `forward` that was replaced, in no part of them.
+    """Whether calls of operations run no hook, no graph of `compile()` and no replaced `forward`, in no part of them.
 
     It runs in each call of a chain: loops, because a generator would enter a function for each operation.
     """
@@ -38,6 +38,7 @@ def are_bare(operations: Sequence[Any]) -> bool:
             or part._forward_pre_hooks
             or part._backward_hooks
             or part._backward_pre_hooks
+            or part._compiled_call_impl is not None
             or "forward" in part.__dict__
             or type(part).forward is not type(part)._own_forward
         ):
@@ -55,6 +56,8 @@ def unfused_reason(operation: Any) -> str | None:
         for attribute, hooks in _HOOKS.items():
             if getattr(part, attribute):
                 return f"{name} has {hooks}"
+        if part._compiled_call_impl is not None:
+            return f"{name} is compiled"
         if "forward" in part.__dict__:
             return f"the forward method of {'the operation' if part is operation else name} was replaced"
         if type(part).forward is not type(part)._own_forward:
