@@ -1,78 +1,209 @@
 """Algorithms that cuBLASLt's heuristic has for GPUs that are not in this machine, by capability, format and layout.
 
-    python benchmarks/forged_cublaslt.py [--json FILE] [--capabilities 9.0 10.0 ..]
+    python benchmarks/forged_cublaslt.py FOLDER [--capabilities 9.0 10.0 ..] [--shim FILE]
 
-It needs a Linux machine of x86-64 with any NVIDIA GPU, and nvmath-python. Each capability is a process: before cuBLASLt
-is created, the entry of the driver's cuDeviceGetAttribute is replaced by a jump to a function that reports the
-capability, shared memory and threads of the other GPU and passes all other questions on. Nothing is multiplied. A count
-of 0 means that the heuristic has no algorithm, or rejects the problem; the reason is printed. The heuristic may also
-query properties that stay those of the real GPU, such as the number of multiprocessors.
+It needs Linux, any NVIDIA GPU, nvmath-python, and a C compiler or --shim. Nothing is multiplied. Each capability is a
+process with another libcuda.so.1, a shim. The shim reports the capability, shared memory and threads of the other GPU,
+from a moment after the context exists. It links the real driver under another name, in which cuBLASLt finds all other
+functions. One line is printed per capability, format and layout: the number of algorithms, or why there are none. The
+heuristic may also query properties that stay those of the real GPU, such as the number of multiprocessors.
+
+FOLDER receives forged_cublaslt.json. The exit status is 1 if a process fails, or its driver was not asked for a forged
+property; the reason is printed and written.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
-import mmap
+import os
+import shutil
+import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from transformer_engine.common.hardware import ROWS, Hardware, hardware_named
-from transformer_engine.pytorch.primitives.gemm import cublaslt_library as library
-from transformer_engine.pytorch.primitives.gemm.cublaslt_plan import CublasPlan, NoAlgorithm
-from transformer_engine.pytorch.primitives.gemm.cublaslt_problem import (
-    NO_BIAS,
-    SCALAR,
-    VEC16_UE4M3,
-    VEC32_UE8M0,
-    CublasProblem,
-)
+from transformer_engine.common.hardware import ROWS, hardware_named
 
 M, N, K = 4096, 4096, 4096
 MOST = 64  # requested algorithms
-# dtype of the codes and mode of their scales.
-FORMATS = {
-    "FP8, one scale": (torch.float8_e4m3fn, SCALAR),
-    "MXFP8": (torch.float8_e4m3fn, VEC32_UE8M0),
-    "NVFP4": (torch.uint8, VEC16_UE4M3),
-}
+PATIENCE = 120  # seconds of one capability
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True), "TT": (True, True)}
 # CUdevice_attribute
 MAJOR, MINOR, SHARED_OPTIN, SHARED_SM, THREADS_SM = 75, 76, 97, 81, 39
-Getter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
+SONAME, REAL = b"libcuda.so.1", b"libcudb.so.1"  # of equal length: the name is replaced in the copied driver
+VARIABLE = "FORGED_ATTRIBUTES"  # "75=10,76=0,.."; unset: those of the real GPU
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <dlfcn.h>
+
+int forged_answers = 0;
+
+static void *real(const char *name) {
+    static void *driver;
+    if (!driver) driver = dlopen("libcudb.so.1", RTLD_NOW);
+    return driver ? dlsym(driver, name) : 0;
+}
+
+static int forged(int attribute, int *value) {
+    const char *entry = getenv("FORGED_ATTRIBUTES");
+    while (entry && *entry) {
+        char *end;
+        if (strtol(entry, &end, 10) == attribute && *end == '=') {
+            *value = (int)strtol(end + 1, 0, 10);
+            forged_answers++;
+            return 1;
+        }
+        entry = strchr(entry, ',');
+        if (entry) entry++;
+    }
+    return 0;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    int (*get)(int *, int, int) = real("cuDeviceGetAttribute");
+    if (forged(attribute, value)) return 0;
+    return get(value, attribute, device);
+}
+
+int cuDeviceComputeCapability(int *major, int *minor, int device) {
+    int (*get)(int *, int *, int) = real("cuDeviceComputeCapability");
+    int status = get(major, minor, device);
+    forged(75, major);
+    forged(76, minor);
+    return status;
+}
+
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *found);
+int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags);
+
+static void *ours(const char *name, int version) {
+    if (!strcmp(name, "cuDeviceGetAttribute")) return cuDeviceGetAttribute;
+    if (!strcmp(name, "cuDeviceComputeCapability")) return cuDeviceComputeCapability;
+    if (strcmp(name, "cuGetProcAddress")) return 0;
+    return version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
+}
+
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *found) {
+    int (*get)(const char *, void **, int, uint64_t, void *) = real("cuGetProcAddress_v2");
+    int status = get(name, function, version, flags, found);
+    if (!status && function && *function && ours(name, version)) *function = ours(name, version);
+    return status;
+}
+
+int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags) {
+    int (*get)(const char *, void **, int, uint64_t) = real("cuGetProcAddress");
+    int status = get(name, function, version, flags);
+    if (!status && function && *function && ours(name, version)) *function = ours(name, version);
+    return status;
+}
+"""
 
 
-class Hook:
-    """A C function whose entry jumps to another one while the hook is set; x86-64."""
+def build_shim(folder: Path) -> Path:
+    """Compile the shim, which needs a library of the real driver's new name at run time only.
 
-    def __init__(self, address: int, function: Any):
-        self.address = address
-        self.function = function  # kept alive
-        target = ctypes.cast(function, ctypes.c_void_p).value
-        assert target is not None
-        self.jump = b"\x48\xb8" + target.to_bytes(8, "little") + b"\xff\xe0"  # mov rax, target; jmp rax
-        self.entry = ctypes.string_at(address, len(self.jump))
-        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-        length = address + len(self.jump) - begin
-        protect = ctypes.CDLL(None, use_errno=True).mprotect
-        if protect(
-            ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
-        ):
-            raise OSError(ctypes.get_errno(), "mprotect rejects a writable entry of the driver")
+    Raises:
+        RuntimeError: There is no C compiler, or it fails.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError(
+            "there is no C compiler for the shim; install gcc, or pass --shim FILE built elsewhere"
+        )
+    source, stub, shim = (
+        folder / "shim.c",
+        folder / "stub" / REAL.decode(),
+        folder / "built" / SONAME.decode(),
+    )
+    source.write_text(SHIM)
+    for file in (stub, shim):
+        file.parent.mkdir(exist_ok=True)
+    empty = folder / "empty.c"
+    empty.write_text("int forged_stub;\n")
+    for command in (
+        [compiler, "-shared", "-fPIC", f"-Wl,-soname,{REAL.decode()}", "-o", str(stub), str(empty)],
+        [
+            *(
+                compiler,
+                "-shared",
+                "-fPIC",
+                "-O1",
+                f"-Wl,-soname,{SONAME.decode()}",
+                "-o",
+                str(shim),
+                str(source),
+            ),
+            *("-Wl,--no-as-needed", str(stub), "-ldl"),
+        ],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-600:]}")
+    return shim
 
-    def set(self, hooked: bool) -> None:
-        ctypes.memmove(self.address, self.jump if hooked else self.entry, len(self.jump))
+
+def driver_file() -> Path:
+    """Return the file of the real driver that this process loads.
+
+    Raises:
+        RuntimeError: The driver cannot be loaded.
+    """
+    try:
+        ctypes.CDLL(SONAME.decode())
+    except OSError as error:
+        raise RuntimeError(
+            f"{SONAME.decode()} cannot be loaded ({error}); run on a machine with a GPU"
+        ) from None
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = (line.split(maxsplit=5)[5] for line in lines if "libcuda.so" in line)
+    return Path(next(names))
 
 
-def forge(row: Hardware, driver: ctypes.CDLL) -> Callable[[], int]:
-    """Report the properties of a row from now on; return a function that counts the forged answers."""
-    major, minor = map(int, row.architecture.split("."))
+def renamed_driver(data: bytes) -> bytes:
+    """Return the driver's file with DT_SONAME replaced by REAL.
+
+    Raises:
+        RuntimeError: The file is no 64-bit ELF file, or has another soname.
+    """
+    if data[:5] != b"\x7fELF\x02":
+        raise RuntimeError("the driver is no 64-bit ELF file")
+    (headers,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    segments = [struct.unpack_from("<IIQQQQQQ", data, headers + size * index) for index in range(count)]
+    dynamic = next(segment for segment in segments if segment[0] == 2)
+    entries = struct.iter_unpack("<qQ", data[dynamic[2] : dynamic[2] + dynamic[5] // 16 * 16])
+    values = dict(reversed([*entries]))
+    strings, name = values[5], values[14]  # DT_STRTAB, DT_SONAME
+    load = next(s for s in segments if s[0] == 1 and s[3] <= strings < s[3] + s[5])
+    place = strings - load[3] + load[2] + name
+    if data[place : place + len(SONAME) + 1] != SONAME + b"\0":
+        raise RuntimeError(f"the driver's soname is {data[place : place + 40]!r}, not {SONAME!r}")
+    return data[:place] + REAL + data[place + len(REAL) :]
+
+
+def prepare(folder: Path, shim: Path | None) -> None:
+    """Write the shim and the renamed driver into a folder for LD_LIBRARY_PATH."""
+    chosen = build_shim(folder) if shim is None else shim
+    (folder / "libs").mkdir()
+    shutil.copyfile(chosen, folder / "libs" / SONAME.decode())
+    (folder / "libs" / REAL.decode()).write_bytes(renamed_driver(driver_file().read_bytes()))
+
+
+def attributes_of(architecture: str) -> str:
+    """Return the value of VARIABLE for a row of the table of hardware."""
+    row = hardware_named("nvidia", architecture)
+    major, minor = map(int, architecture.split("."))
     forged = {
         MAJOR: major,
         MINOR: minor,
@@ -80,105 +211,153 @@ def forge(row: Hardware, driver: ctypes.CDLL) -> Callable[[], int]:
         SHARED_SM: row.shared_memory + 1024,
         THREADS_SM: row.threads,
     }
-    hooks: list[Hook] = []
-    answered = 0
-
-    def getter(hook: int) -> Any:
-        def get(value: Any, attribute: int, device: int) -> int:
-            nonlocal answered
-            if attribute in forged:
-                value[0] = forged[attribute]
-                answered += 1
-                return 0
-            hooks[hook].set(False)
-            try:
-                return Getter(hooks[hook].address)(value, attribute, device)
-            finally:
-                hooks[hook].set(True)
-
-        return Getter(get)
-
-    for place, address in enumerate(addresses(driver)):
-        hooks.append(Hook(address, getter(place)))
-        hooks[-1].set(True)
-    return lambda: answered
+    return ",".join(f"{attribute}={value}" for attribute, value in forged.items())
 
 
-def addresses(driver: ctypes.CDLL) -> list[int]:
-    """Entries of cuDeviceGetAttribute: the exported one, and the one that libraries receive from cuGetProcAddress."""
-    exported = ctypes.cast(driver.cuDeviceGetAttribute, ctypes.c_void_p).value
-    found, status = ctypes.c_void_p(), ctypes.c_int()
-    driver.cuGetProcAddress_v2(
-        b"cuDeviceGetAttribute", ctypes.byref(found), 12000, ctypes.c_uint64(0), ctypes.byref(status)
-    )
-    return [address for address in dict.fromkeys((exported, found.value)) if address]
+def cases() -> Iterator[tuple[str, str, Any]]:
+    """Yield (format, layout, problem) of products of contiguous matrices, in cuBLASLt's layouts."""
+    import torch
+
+    from transformer_engine.pytorch.primitives.gemm import cublaslt_problem as problems
+
+    formats = {
+        "FP8, one scale": (torch.float8_e4m3fn, problems.SCALAR),
+        "MXFP8": (torch.float8_e4m3fn, problems.VEC32_UE8M0),
+        "NVFP4": (torch.uint8, problems.VEC16_UE4M3),
+    }
+    for name, (dtype, mode) in formats.items():
+        for layout, (left, right) in LAYOUTS.items():
+            yield (
+                name,
+                layout,
+                problems.CublasProblem(
+                    device=torch.cuda.current_device(),
+                    m=M,
+                    n=N,
+                    k=K,
+                    left=dtype,
+                    right=dtype,
+                    result=torch.bfloat16,
+                    left_transposed=left,
+                    right_transposed=right,
+                    left_leading=K if left else M,
+                    right_leading=N if right else K,
+                    result_leading=M,
+                    left_scale=mode,
+                    right_scale=mode,
+                    bias=problems.NO_BIAS,
+                    accumulate=False,
+                    fast=False,
+                    tf32=False,
+                ),
+            )
 
 
-def problem_of(form: str, layout: str) -> CublasProblem:
-    """A product of a format with contiguous matrices in cuBLASLt's layout."""
-    dtype, mode = FORMATS[form]
-    left, right = LAYOUTS[layout]
-    return CublasProblem(
-        device=torch.cuda.current_device(),
-        m=M,
-        n=N,
-        k=K,
-        left=dtype,
-        right=dtype,
-        result=torch.bfloat16,
-        left_transposed=left,
-        right_transposed=right,
-        left_leading=K if left else M,
-        right_leading=N if right else K,
-        result_leading=M,
-        left_scale=mode,
-        right_scale=mode,
-        bias=NO_BIAS,
-        accumulate=False,
-        fast=False,
-        tf32=False,
-    )
+def count_algorithms(capability: str) -> None:
+    """Print JSON lines of one capability: each case, then the library's version and the number of forged answers."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(PATIENCE - 10, exit=True)
+    import torch
+
+    from transformer_engine.pytorch.primitives.gemm import cublaslt_library as library
+    from transformer_engine.pytorch.primitives.gemm.cublaslt_plan import CublasPlan, NoAlgorithm
+
+    torch.empty(1, device="cuda")  # creates the context of the real GPU
+    answers = None
+    if capability != "real":
+        answers = ctypes.c_int.in_dll(ctypes.CDLL(SONAME.decode()), "forged_answers")
+        os.environ[VARIABLE] = attributes_of(capability)
+    if (reason := library.missing()) is not None:
+        raise RuntimeError(reason)
+    for name, layout, problem in cases():
+        try:
+            found: int | str = len(CublasPlan(problem).candidates(MOST))
+        except NoAlgorithm as error:
+            found = str(error)
+        print(json.dumps([name, layout, found]), flush=True)
+    forged = None if answers is None else answers.value
+    print(json.dumps({"cuBLASLt": library.bindings().get_version(), "forged answers": forged}), flush=True)
 
 
-def counts() -> dict[str, dict[str, int | str]]:
-    """{format: {layout: number of algorithms, or the reason for having none}}."""
-    found: dict[str, dict[str, int | str]] = {}
-    for form in FORMATS:
-        of_format = found[form] = {}
-        for layout in LAYOUTS:
-            try:
-                of_format[layout] = len(CublasPlan(problem_of(form, layout)).candidates(MOST))
-            except NoAlgorithm as error:
-                of_format[layout] = str(error)
-    return found
+def ending(done: subprocess.CompletedProcess[str]) -> str:
+    """Return why a process failed."""
+    code = done.returncode
+    cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    return f"{cause}: {' '.join(done.stderr[-1500:].split()) or 'no message'}"
 
 
-def main() -> None:
+def results_of(capability: str, libraries: Path | None) -> dict[str, Any]:
+    """Run one capability in a process, and print its lines; "failed" is the reason of a failure."""
+    environment = dict(os.environ)
+    environment.pop(VARIABLE, None)
+    if libraries is not None:
+        before = environment.get("LD_LIBRARY_PATH")
+        environment["LD_LIBRARY_PATH"] = f"{libraries}:{before}" if before else str(libraries)
+    command = [sys.executable, __file__, "--one", capability]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=environment
+        )
+    except subprocess.TimeoutExpired as error:
+        output, text = (x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr))
+        done = subprocess.CompletedProcess(command, -signal.SIGKILL, output, f"{PATIENCE} s passed; {text}")
+    results: dict[str, Any] = {"algorithms": {}}
+    for line in filter(None, done.stdout.splitlines()):
+        found = json.loads(line) if line[0] in "[{" else {}
+        if isinstance(found, dict):
+            results |= found
+        else:
+            name, layout, count = found
+            results["algorithms"].setdefault(name, {})[layout] = count
+            print(f"{capability:5} {name:15} {layout}: {count}", flush=True)
+    if done.returncode:
+        results["failed"] = ending(done)
+    elif capability != "real" and not results.get("forged answers"):
+        results["failed"] = (
+            "the driver was not asked for a forged property; the counts are those of the real GPU"
+        )
+    if "failed" in results:
+        print(f"{capability:5} failed: {results['failed']}", flush=True)
+    return results
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     rows = [row.architecture for row in ROWS if row.vendor == "nvidia" and row.has("fp8 products")]
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("."), help="receives forged_cublaslt.json"
+    )
     parser.add_argument("--capabilities", nargs="+", default=["real", *rows], help="compute capabilities")
+    parser.add_argument("--shim", type=Path, help="libcuda.so.1 that a run with --keep-shim has written")
+    parser.add_argument("--keep-shim", type=Path, help="compile the shim into this file, and do nothing else")
     parser.add_argument("--one", help="print the counts of one capability in this process")
     chosen = parser.parse_args()
     if chosen.one is not None:
-        torch.empty(1, device="cuda")  # creates the context of the real GPU
-        answered = lambda: 0  # noqa: E731
-        if chosen.one != "real":
-            answered = forge(hardware_named("nvidia", chosen.one), ctypes.CDLL("libcuda.so.1"))
-        found = counts()
-        version = library.bindings().get_version()
-        print(json.dumps({"cuBLASLt": version, "forged answers": answered(), "algorithms": found}))
-        return
-    results = {}
-    for capability in chosen.capabilities:
-        command = [sys.executable, __file__, "--one", capability]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines()
-        results[capability] = json.loads(lines[-1]) if done.returncode == 0 and lines else done.stderr[-600:]
-        print(capability, json.dumps(results[capability]), flush=True)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+        count_algorithms(chosen.one)
+        return 0
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        if chosen.keep_shim is not None:
+            shutil.copyfile(build_shim(Path(name)), chosen.keep_shim)
+            return 0
+        try:
+            prepare(Path(name), chosen.shim)
+        except (RuntimeError, OSError) as error:
+            print(f"failed: {error}", flush=True)
+            results["failed"] = str(error)
+            chosen.capabilities = [capability for capability in chosen.capabilities if capability == "real"]
+        for capability in chosen.capabilities:
+            libraries = None if capability == "real" else Path(name) / "libs"
+            results[capability] = results_of(capability, libraries)
+            write(chosen.folder, results)
+    write(chosen.folder, results)
+    return int("failed" in results or any("failed" in found for found in results.values()))
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "forged_cublaslt.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

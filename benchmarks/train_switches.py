@@ -42,6 +42,7 @@ SIZES = {
 }
 CHUNK = 10  # steps between two readings of the device, as `te train` does it
 LEFT_OUT = 2  # chunks in which kernels are compiled and graphs captured
+EAGER = Execution(graphs=False)
 LAST = 20  # steps whose mean loss is reported
 
 
@@ -56,11 +57,12 @@ class Variant:
 
 def variants(layers: int) -> list[Variant]:
     return [
-        Variant(HIGH_PRECISION),
-        Variant("plain"),
-        Variant("plain, again"),
-        Variant("optimizer fused_adam", options={"optimizer": "fused_adam"}),
+        Variant(HIGH_PRECISION, EAGER),
+        Variant("plain", EAGER),
+        Variant("plain, again", EAGER),
+        Variant("optimizer fused_adam", EAGER, {"optimizer": "fused_adam"}),
         Variant("graphs", Execution(graphs=True)),
+        Variant("graphs, fused_adam", Execution(graphs=True), {"optimizer": "fused_adam"}),
         Variant(f"offload-layers {layers - 2}", Execution(offload_layers=layers - 2)),
         Variant("observe", Execution(observe=True)),
         Variant("experts 8", options={"experts": 8}),

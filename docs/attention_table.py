@@ -18,7 +18,14 @@ from generated import ROOT, write
 from transformer_engine.common import optional
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.attention.dot_product_attention.score_mod import GraphScoreMod
-from transformer_engine.pytorch.primitives.attention.backends import cudnn, flash2, flash3, flash4, triton
+from transformer_engine.pytorch.primitives.attention.backends import (
+    cudnn,
+    flash2,
+    flash3,
+    flash4,
+    flex,
+    triton,
+)
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 from transformer_engine.pytorch.primitives.attention.choose import TABLE, preference
 from transformer_engine.pytorch.primitives.attention.mask import resolve
@@ -121,7 +128,8 @@ def table() -> str:
     """One row per option, one column per backend in the order of preference of the plain call."""
     flash4.VERSION, flash2.VERSION, flash3.INSTALLED = "4.0.0", "2.8.3", True
     flash3._without_softcap = lambda: None
-    triton.missing = cudnn.missing = lambda: None
+    triton.missing = flex.missing = lambda hardware: None
+    cudnn.missing = lambda: None
     optional.failure = lambda *_: None
     names = preference(plain())
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]

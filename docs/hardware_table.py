@@ -52,14 +52,22 @@ NVIDIA = [row for row in ROWS if row.vendor == "nvidia"]
 def gpus() -> str:
     """Return the table of architectures: names, what was run, and limits."""
     lines = [
-        "| compute capability or target | GPUs | kernels | shared memory per block | cuDNN backward, largest head |",
-        "| --- | --- | --- | --- | --- |",
+        "| compute capability or target | GPUs | kernels | Triton | Triton for MXFP8 and NVFP4 products "
+        "| shared memory per block | cuDNN backward, largest head |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
         head = str(row.backward_head) if row.backward_head else "no cuDNN"
-        lines.append(
-            f"| {row.architecture} | {', '.join(row.gpus)} | {_state(row)} | {row.shared_memory >> 10} KiB | {head} |"
+        versions = CHOICES[row.architecture]["triton"] if row in NVIDIA else {"kernels": "3.6"}
+        cells = (
+            row.architecture,
+            ", ".join(row.gpus),
+            _state(row),
+            *(f"{versions[name]} on" if name in versions else "" for name in ("kernels", "scaled products")),
+            f"{row.shared_memory >> 10} KiB",
+            head,
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -99,7 +107,7 @@ def _rows(choices: dict[str, dict[str, dict[str, dict[str, str]]]], recipes: Ite
     lines = []
     for row in NVIDIA:
         found = choices[row.architecture]
-        with_library, without = (found[name] for name in found if name != "layers")
+        with_library, without = (found[name] for name in found if name not in ("layers", "triton"))
         cells = [_backends(with_library[recipe], without[recipe]) for recipe in recipes]
         lines.append(f"| {row.architecture} | {' | '.join(cells)} |")
     return lines

@@ -10,9 +10,9 @@ release added have the section of its description, and a weight: A for any user,
 client's branch, C for authors of extensions.
 
 --original reads an installed original, whose packages are in DIRECTORY: another process imports its public modules and
-prints names and signatures, no source. Names that the file lacks become rows of source "installed", and the differences
-of signatures from this package are printed. --signatures also enters the signatures that differ into
-docs/signatures.json, so that a test fails until they are equal; see CONTRIBUTING.md.
+prints names and signatures, no source. Names that the file lacks become rows of source "installed". Absent methods and
+the differences of signatures from this package, methods included, are printed. --signatures also enters the signatures
+that differ into docs/signatures.json, so that a test fails until they are equal; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,13 +133,25 @@ def summary(names: list[Name]) -> str:
         "",
         f"Of the {len(used)} names that the original's documentation or published packages use, {share:.1f} % are",
     ]
-    lines += ["served.", "", "| absent | reason and replacement |", "| --- | --- |"]
+    lines += ["served.", "", *_reasons(names, "absent", reason_for)]
+    lines += ["", *_reasons(names, "raises", _error)]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(names: list[Name], status: str, reason_for: Callable[[str], Any]) -> list[str]:
+    """Return the names of a status by reason, as a table of Markdown."""
     by_reason: dict[str, list[str]] = {}
     for row in names:
-        if row.status == "absent":
+        if row.status == status:
             by_reason.setdefault(str(reason_for(row.name)), []).append(f"`{row.name}`")
-    lines += [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
-    return "\n".join(lines) + "\n"
+    lines = [f"| {status} | reason and replacement |", "| --- | --- |"]
+    return lines + [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
+
+
+def _error(name: str) -> str:
+    """Return the reason in the docstring of a function that raises."""
+    first_line = str(resolved(name).__doc__).partition("\n")[0]
+    return first_line.removeprefix("Raise NotImplementedError: ").removesuffix(".")
 
 
 def kind(value: Any) -> str:
@@ -151,10 +163,12 @@ def kind(value: Any) -> str:
     return "function" if callable(value) else "value"
 
 
-# Prints {name: [kind, parameters or null]} of the public names that modules of the packages define, as JSON.
+# Prints {name: [kind, parameters or null]} of the public names that modules of the packages define, as JSON. Functions
+# of a class have the kind "method", and are listed with the first name of their class.
 _WALK = """
 import importlib, inspect, json, os, pkgutil, sys
 found = {}
+classes = set()
 def parameters(value):
     try:
         signature = inspect.signature(value)
@@ -174,6 +188,13 @@ def visit(module):
             continue
         word = "class" if isinstance(value, type) else "function" if callable(value) else "value"
         found[module.__name__ + "." + name] = [word, parameters(value) if callable(value) else None]
+        if isinstance(value, type) and value not in classes:
+            classes.add(value)
+            for attribute, held in list(vars(value).items()):
+                plain = getattr(held, "__func__", held)  # of static and class methods
+                if not attribute.startswith("_") and inspect.isroutine(plain):
+                    method = parameters(getattr(value, attribute))
+                    found[module.__name__ + "." + name + "." + attribute] = ["method", method]
 PACKAGES = tuple(sys.argv[2:])
 DIRECTORY = os.path.realpath(sys.argv[1])
 for package in PACKAGES:
@@ -198,6 +219,8 @@ print(json.dumps(found))
 def installed(directory: Path) -> dict[str, list[Any]]:
     """Return {name: [kind, parameters]} of the original that is installed in a directory.
 
+    Modules that cannot be imported are reported on the error stream.
+
     Raises:
         RuntimeError: The process found no name; its errors are in the message.
     """
@@ -210,18 +233,26 @@ def installed(directory: Path) -> dict[str, list[Any]]:
     found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 and done.stdout else {}
     if not found:
         raise RuntimeError(f"no public name was found in {directory}: {done.stderr.strip()[-2000:]}")
+    sys.stderr.write(done.stderr)
     return found
 
 
 def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]:
     """Return the rows with one more for each name of an installed original that the file lacks."""
     known = {row.name for row in names}
-    more = [Name(name, word, "", "installed") for name, (word, _) in found.items() if name not in known]
+    more = [
+        Name(name, word, "", "installed")
+        for name, (word, _) in found.items()
+        if name not in known and word != "method"
+    ]
     return sorted([*names, *more])
 
 
 def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
-    """Return {name: difference} of the callables here whose parameters begin with other names, kinds or defaults."""
+    """Return {name: difference} of the callables here whose parameters begin with other names, kinds or defaults.
+
+    Methods of the original that a class here lacks are not among them; `absent_methods` returns those.
+    """
     lines = {}
     for name, (_, theirs) in sorted(found.items()):
         try:
@@ -238,6 +269,18 @@ def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
                 lines[name] = f"{name}[{place}]: {wanted} in the original, {match} here"
                 break
     return lines
+
+
+def absent_methods(found: dict[str, list[Any]]) -> list[str]:
+    """Return the methods of an installed original that the class of the same name here lacks."""
+    missing = []
+    for name, (word, _) in sorted(found.items()):
+        try:
+            if word == "method" and not hasattr(resolved(name.rpartition(".")[0]), name.rpartition(".")[2]):
+                missing.append(name)
+        except (AttributeError, ImportError):  # the class is absent too
+            continue
+    return missing
 
 
 def parameters_text(parameters: list[list[Any]]) -> str:
@@ -261,7 +304,7 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
     A parameter whose default is no literal has none in the text. Behind a parameter with a default it ends the row.
     """
     rows = json.loads(text)
-    for name in names:
+    for name in sorted(names):
         kept: list[list[Any]] = []
         defaults = False
         for parameter in found[name][1]:
@@ -271,7 +314,7 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
             defaults = defaults or literal
             kept.append(parameter)
         rows[name] = {"section": rows.get(name, {}).get("section", 0), "parameters": parameters_text(kept)}
-    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -288,6 +331,7 @@ def main() -> int:
         names = with_installed(names, found)
         different = signature_differences(found)
         print("\n".join(different.values()))
+        print("\n".join(f"{name}: absent here" for name in absent_methods(found)))
         if options.signatures:
             SIGNATURES.write_text(signature_rows(SIGNATURES.read_text(), found, different))
     names = [row._replace(status=status(row.name)) for row in names]

@@ -68,6 +68,63 @@ def sections() -> dict[str, str]:
     }
 
 
+SIZES = {
+    "57M": "57M parameters, 32 x 512 tokens",
+    "1B": "1.1B, 4 x 4096",
+    "8Bx4": "4 layers of 8B, 2 x 4096",
+}
+ARMS = {
+    "te:delayed": "this engine, `DelayedScaling`",
+    "te:current": "this engine, `Float8CurrentScaling`",
+    "te:block": "this engine, `Float8BlockScaling`",
+    "te:bf16": "this engine, bfloat16",
+    "pt:tensorwise": "torchao, tensorwise",
+    "pt:rowwise": "torchao, rowwise",
+    "pt:bf16": "plain PyTorch, compiled, bfloat16",
+    "liger:bf16": "Liger kernels, bfloat16",
+}
+SHARDED_ARMS = {
+    "te:current": "this engine, `Float8CurrentScaling`, bfloat16 weights gathered",
+    "te:current+codes": "this engine, FP8 parameters gathered, float32 master weights",
+    "pt:tensorwise": "torchao, tensorwise, bfloat16 weights gathered",
+    "pt:tensorwise+codes": "torchao, FP8 all-gather",
+    "pt:bf16": "plain PyTorch, compiled, bfloat16",
+}
+
+
+def models() -> str:
+    """Tokens per second and peak memory of each arm at each size of model."""
+    record = json.loads((RESULTS / "models_h200.json").read_text())
+    rows = {(row["arm"], row["size"]): row for row in record["medians"]}
+    lines = ["| | " + " | ".join(SIZES.values()) + " |", "| --- |" + " ---: |" * len(SIZES)]
+    for arm, title in ARMS.items():
+        found = [rows[arm, size] for size in SIZES]
+        cells = [
+            f"{row['tokens_per_second'] / 1e3:,.0f}k tokens/s, {row['peak_gib']:.1f} GiB" for row in found
+        ]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sharded() -> str:
+    """Tokens per second, memory and all-gathers of each arm of the 8B model over four GPUs."""
+    record = json.loads((RESULTS / "four_gpus_h200.json").read_text())
+    rows = {row["arm"]: row for row in record["sharded models"]["results"]}
+    lines = [
+        "| | tokens/s of four GPUs | peak GiB per GPU | GB gathered per step |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for arm, title in SHARDED_ARMS.items():
+        row = rows[arm]
+        cells = (
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_gib']:.1f}",
+            f"{row['gathered_mb'] / 1e3:.1f}",
+        )
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 # The cases of the landing page, and the run that its picture shows. The record has no field for the commit.
 HIGHLIGHTS = {
     "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
@@ -130,7 +187,7 @@ if __name__ == "__main__":
         write(
             __file__,
             {
-                PAGE: {**sections(), "comparison": comparison()},
+                PAGE: {**sections(), "comparison": comparison(), "models": models(), "sharded": sharded()},
                 HOME: {"numbers": highlights()},
                 README: {"comparison": comparison()},
             },

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.numbers import to_float
+from transformer_engine.common.numbers import to_float, with_article
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     NVTE_Fused_Attn_Backend,
-    get_attention_backend,
+    fused_attention_support,
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
@@ -220,7 +220,33 @@ def _warn_of_scale_formats(function: str, **formats: NVTE_QKV_Format | int | str
             )
 
 
-def get_fused_attn_backend(
+def get_fused_attn_backend(fused_attn_params: Any = None, *former: Any, **former_by_name: Any) -> Any:
+    """Return the kind of fused attention that supports a call, and the reason if none does.
+
+    Args:
+        fused_attn_params: AttentionParams of the call; or is_training, the first argument of release 2.11.
+        former: The other arguments of release 2.11, up to deterministic.
+        former_by_name: Arguments of release 2.11 by name.
+
+    Returns:
+        `(kind, reason)`. The reason is empty unless the kind is NVTE_No_Backend. Only the kind with the arguments of
+        release 2.11.
+
+    Raises:
+        TypeError: The only argument is not an AttentionParams.
+    """
+    if former or former_by_name:
+        first = () if "is_training" in former_by_name else (fused_attn_params,)
+        return _kind_of(*first, *former, **former_by_name)
+    if not isinstance(fused_attn_params, AttentionParams):
+        raise TypeError(
+            f"fused_attn_params is {with_article(type(fused_attn_params))}; pass an AttentionParams of "
+            "transformer_engine.pytorch.attention.dot_product_attention.utils"
+        )
+    return fused_attention_support(fused_attn_params)
+
+
+def _kind_of(
     is_training: bool, q_dtype: DType | int, kv_dtype: DType | int, qkv_layout: NVTE_QKV_Layout | int,
     bias_type: NVTE_Bias_Type | int, attn_mask_type: NVTE_Mask_Type | int,
     softmax_type: NVTE_Softmax_Type | int, p_dropout: float, num_attn_heads: int, num_gqa_groups: int,
@@ -228,7 +254,7 @@ def get_fused_attn_backend(
     window_size_right: int, return_max_logit: bool = False, cuda_graph: bool = False,
     deterministic: bool = False,
 ) -> NVTE_Fused_Attn_Backend:  # fmt: skip
-    """Return the kind of fused attention that supports a call; NVTE_No_Backend if none does."""
+    """Kind of fused attention that supports a call in the arguments of release 2.11; NVTE_No_Backend if none does."""
     dtype = torch_dtype(member("q_dtype", DType, q_dtype))
     check_question(
         {
@@ -266,10 +292,7 @@ def get_fused_attn_backend(
         return_max_logit=return_max_logit,
         cuda_graph=cuda_graph,
     )
-    *_, (_, fused, _) = get_attention_backend(params)
-    if not fused:
-        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return NVTE_Fused_Attn_Backend.NVTE_FP8 if fp8 else NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    return fused_attention_support(params)[0]
 
 
 def _call(

@@ -82,7 +82,7 @@ def group_quantize(
         raise ValueError(
             "noop_flag keeps the contents of output, which is None; give output, or leave noop_flag out"
         )
-    x = tensor.detach().reshape(-1, tensor.shape[-1])
+    x = tensor.detach().reshape(prod(tensor.shape[:-1]), tensor.shape[-1])
     if output is not None:
         return _quantize_into(output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag)
     columns = x.shape[1]
@@ -249,7 +249,7 @@ def bgrad_group_quantize(
             "bgrad_group_quantize with last_dims would return sums of different lengths; leave it None"
         )
     group = group_quantize(tensor, quantizer, num_tensors, first_dims, None, tensor_offsets)
-    x = tensor.detach().reshape(-1, tensor.shape[-1])
+    x = tensor.detach().reshape(prod(tensor.shape[:-1]), tensor.shape[-1])
     if group.first_dims is None:
         splits: Any = (x.shape[0] // num_tensors,) * num_tensors
         x = x[: sum(splits)]

@@ -9,6 +9,7 @@ they compute scales. `transformer_engine.pytorch.tensor.utils.quantize_master_we
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -306,7 +307,7 @@ def nvfp4_group_quantize_with_amax(
                 f"{name} has {amax.numel()} maxima for num_tensors={num_tensors}; give one per matrix"
             )
         maxima.append([None] * num_tensors if amax is None else amax.reshape(-1).split(1))
-    x = tensor.detach().reshape(-1, tensor.shape[-1])
+    x = tensor.detach().reshape(prod(tensor.shape[:-1]), tensor.shape[-1])
     shapes, firsts, lasts = member_shapes(x, num_tensors, first_dims, last_dims)
     members, begin = [], 0
     for (rows, columns), amax, amax_t in zip(shapes, *maxima, strict=True):

@@ -4,8 +4,8 @@
 
 {version: {architecture: {case: {pass: "" or the library's reason}}}}; `cudnn_engines.json` has two versions. It needs a
 libcuda.so.1 whose functions may all fail, nvidia-cudnn-frontend from 1.32 on, nvidia-cudnn-cu13 and nvidia-cublas. The
-graphs are those of the backends `cudnn` and `cudnn_fp8`, for a device that is described by its properties. An engine is
-a necessary condition: its kernels are neither compiled nor run.
+graphs are those of the backends `cudnn`, `cudnn_fp8` and `cudnn_mxfp8`, for a device that is described by its
+properties. An engine is a necessary condition: its kernels are neither compiled nor run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import torch
 
 from tests.attention.test_cudnn import request
 from transformer_engine.common.hardware import ROWS, Hardware, hardware_named, number_of
-from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, cudnn_plan
+from transformer_engine.pytorch.primitives.attention.backends import (
+    cudnn,
+    cudnn_fp8,
+    cudnn_mxfp8,
+    cudnn_plan,
+)
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_graph import bindings_of, library
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_plan import Strided
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
@@ -50,6 +55,18 @@ CASES: dict[str, dict[str, Any]] = {
         for name, d, v in (("64", 64, 64), ("128", 128, 128), ("256", 256, 256), ("192/128", 192, 128))
     },
     "fp8, deterministic": {"fp8": "delayed", "head_dim_qk": 128, "head_dim_v": 128, "deterministic": True},
+    **{
+        f"mxfp8, {name}": {"fp8": "mxfp8", "head_dim_qk": d, "head_dim_v": v, **options}
+        for name, d, v, options in (
+            ("heads 64", 64, 64, {}),
+            ("heads 128", 128, 128, {}),
+            ("heads 256", 256, 256, {}),
+            ("heads 192/128", 192, 128, {}),
+            ("grouped", 128, 128, {"groups": 4}),
+            ("window", 128, 128, {"window": (256, 0)}),
+            ("deterministic", 128, 128, {"deterministic": True}),
+        )
+    },
 }
 
 
@@ -123,6 +140,8 @@ def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
         backward = strided._replace(grad_output=grad_output)
         if call.fp8 is None:
             passes = (cudnn_plan.describe_forward, ()), (cudnn_plan.describe_backward, ())
+        elif call.fp8 == "mxfp8":
+            passes = (cudnn_mxfp8.describe_forward, ()), (cudnn_mxfp8.describe_backward, ())
         else:
             passes = (
                 (cudnn_fp8.describe_forward, (E4M3, E4M3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -500,19 +501,22 @@ def test_tensor_parallel_ranks_use_their_own_alibi_slopes(device, monkeypatch):
 
 
 def test_layouts_of_packed_buffers_are_recognised(device):
-    def layout(*tensors, qkv_format):
-        return get_qkv_layout(*tensors, qkv_format)[0]
+    def layout(*tensors, qkv_format, argument="qkv_layer"):
+        with pytest.warns(DeprecationWarning, match=f"pass the buffer as {argument}"):
+            return get_qkv_layout(*tensors, qkv_format)[0]
 
     packed = torch.randn(5, 2, 3, 4, 8, device=device)
     assert layout(*packed.unbind(2), qkv_format="sbhd") == "sb3hd"
     packed = torch.randn(5, 2, 4, 3, 8, device=device)
     assert layout(*packed.unbind(3), qkv_format="bshd") == "bsh3d"
     q, kv = torch.randn(10, 4, 8, device=device), torch.randn(10, 2, 4, 8, device=device)
-    assert layout(q, *kv.unbind(1), qkv_format="thd") == "thd_t2hd"
+    assert layout(q, *kv.unbind(1), qkv_format="thd", argument="kv_layer") == "thd_t2hd"
     kv = torch.randn(10, 4, 2, 8, device=device)
-    assert layout(q, *kv.unbind(2), qkv_format="thd") == "thd_th2d"
+    assert layout(q, *kv.unbind(2), qkv_format="thd", argument="kv_layer") == "thd_th2d"
     apart = torch.randn(3, 5, 2, 4, 8, device=device)
-    assert layout(*apart, qkv_format="sbhd") == "sbhd_sbhd_sbhd"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_qkv_layout(*apart, "sbhd")[0] == "sbhd_sbhd_sbhd"
     name, q, k, v, *formats = get_qkv_layout(*(x.transpose(0, 1) for x in apart), "bshd")
     assert name == "bshd_bshd_bshd" and all(x.is_contiguous() for x in (q, k, v)) and formats == ["bshd"] * 2
     assert get_qkv_layout(q, k, v, "sbhd", inference_params=object())[::4] == ("sbhd_2bshd", "sbhd")

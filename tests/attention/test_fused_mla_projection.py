@@ -155,5 +155,11 @@ def test_shapes_that_do_not_fit_are_rejected(changes, error, words, device):
         call(inputs(device), **changes)
 
 
+@pytest.mark.parametrize("name", ["run", "backward_linear", "wrap_mxfp8"])
+def test_calls_of_the_fused_kernel_name_the_replacement(name):
+    with pytest.raises(NotImplementedError, match=f"{name} has no kernel .* FusedMLAQUpProjFunction.apply"):
+        getattr(te.FusedMLAQUpProjRopeQuant, name)(torch.ones(2), s=1)
+
+
 def test_support_is_reported_for_the_fused_kernel_alone():
     assert not te.FusedMLAQUpProjFunction.is_supported()

@@ -58,13 +58,16 @@ def test_only_selects_cases_whose_name_contains_the_text():
 def test_no_script_times_by_itself():
     """Only transformer_engine.cli.bench.measure and `shortest` take times; `shortest` takes those of any checkout."""
     folder = Path(record.__file__).parent
-    # Of training runs: `convergence`, `train_switches`; of steps on several devices at once: `context_parallel`
-    # and `jax_two_gpus`; of
-    # tracing, lowering and compiling one program: `jax_memory`; of what tuning a product takes: `products`.
-    timing = {"context_parallel", "convergence", "jax_memory", "jax_two_gpus", "shortest", "train_switches"}
+    timing = {
+        *("convergence", "model_step", "train_switches"),  # training runs
+        *("context_parallel", "jax_two_gpus"),  # steps on several devices at once
+        "jax_memory",  # tracing, lowering and compiling one program
+        "shortest",
+    }
     for name in set(SCRIPTS) - timing:
         source = (folder / f"{name}.py").read_text()
         assert "elapsed_time" not in source and "cuda.Event" not in source, name
+        # `products` times the tuning of a product.
         assert source.count("perf_counter") <= (2 if name == "products" else 0), name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformer_engine.cli.demo.config import (
     CPU_SIZES,
     HIGH_PRECISION,
     RECIPES,
+    Execution,
     RunConfig,
     installed_recipes,
     learning_rate,
@@ -119,10 +121,29 @@ def test_steps_below_the_resolution_of_bfloat16_add_up():
     optimizer.adam.param_groups[0]["weight_decay"] = 0.0
     for _ in range(20):
         weight.grad = torch.ones_like(weight)
-        optimizer.step(0.1)
+        optimizer.set_rate(0.1)
+        optimizer.step()
     # The spacing of bfloat16 at 256 is 2 above and 1 below: each step of 0.1 alone would round to nothing.
     assert torch.equal(weight, torch.full_like(weight, 254.0))
 
 
 def test_recipe_names_are_those_of_the_installed_framework():
     assert (*installed_recipes(), "none") == RECIPES
+
+
+@pytest.mark.parametrize(
+    ("execution", "changes", "captures"),
+    [
+        (Execution(), {}, True),
+        (Execution(graphs=False), {}, False),
+        (Execution(observe=True), {}, False),
+        (Execution(offload_layers=1), {}, False),
+        (Execution(), {"experts": 4}, False),
+        (Execution(), {"device": "cpu"}, False),
+        (Execution(graphs=True), {"device": "cpu"}, True),
+    ],
+)
+def test_steps_are_captured_by_default_on_cuda(execution, changes, captures):
+    # A RunConfig for CUDA needs a GPU.
+    config: Any = SimpleNamespace(**{**resolve("cpu", {}).as_dict(), "device": "cuda", **changes})
+    assert execution.captures(config) == captures

@@ -20,7 +20,7 @@ from transformer_engine.cli.doctor import environment as gathering
 from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy
 from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
 from transformer_engine.cli.doctor.environment import Distribution, Gpu, Installation, gather
-from transformer_engine.common.hardware import nvidia
+from transformer_engine.common.hardware import hardware_named, nvidia
 
 
 def having(**versions: str) -> dict[str, tuple[Distribution, ...]]:
@@ -124,6 +124,14 @@ PROBLEMS = {
     "a GPU without triton": (
         replace(H200, distributions={name: each for name, each in LIBRARIES.items() if name != "triton"}),
         ("triton", "triton is not installed", "pip install triton"),
+    ),
+    "a triton that does not compile for the GPU": (
+        replace(H200, gpu=Gpu((13, 0), "NVIDIA Thor", nvidia(11, 0), (9, 24, 0))),
+        (
+            "triton",
+            "Triton 3.6 does not compile for compute capability 11.0",
+            "pip install --upgrade 'triton>=3.7'",
+        ),
     ),
     "another frontend of cuDNN": (
         with_another(H200, nvidia_cudnn_frontend="1.26.0"),
@@ -254,6 +262,15 @@ def test_an_optional_improvement_is_a_note(name: str):
     notes = [finding for finding in said(environment, check) if finding.status == "note"]
     assert any(words in note.message and note.remedy for note in notes), notes
     assert healthy(examine(environment))
+
+
+@pytest.mark.parametrize("bindings", [True, False], ids=["installed", "missing"])
+def test_libraries_of_nvidia_are_no_matter_on_gpus_of_amd(bindings: bool):
+    row = hardware_named("amd", "gfx942")
+    found = {name: each for name, each in LIBRARIES.items() if bindings or not name.startswith("nv")}
+    failures = {"nvmath": "importing nvmath failed: OSError: libcublasLt"} if bindings else {}
+    amd = replace(H200, distributions=found, failures=failures, gpu=Gpu((7, 0), "MI300X", row, (0, 0, 0)))
+    assert said(amd, "libraries") == []
 
 
 def test_the_command_with_jax_alone_does_not_suggest_torch():

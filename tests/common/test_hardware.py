@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 
+from transformer_engine.common import optional
 from transformer_engine.common.hardware import (
     CAPABILITIES,
     NO_GPU,
@@ -17,6 +18,7 @@ from transformer_engine.common.hardware import (
     nvidia,
     rows_with,
 )
+from transformer_engine.common.kernels import launch
 
 NVIDIA = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 
@@ -48,6 +50,31 @@ def test_every_capability_of_a_row_has_a_declared_name():
 )
 def test_a_capability_belongs_to_the_architectures_of_its_instruction(capability, having):
     assert tuple(row.architecture for row in rows_with(capability)) == having
+
+
+@pytest.mark.parametrize(
+    ("architecture", "release", "reason"),
+    [
+        (
+            "11.0",
+            (3, 6),
+            "Triton 3.6 does not compile for compute capability 11.0; pip install --upgrade 'triton>=3.7'",
+        ),
+        ("11.0", (3, 7), None),
+        ("12.1", (3, 6), None),
+        ("9.0", (3, 6), None),
+        ("11.0", (0, 0), None),  # a development build without metadata
+    ],
+)
+def test_an_old_triton_is_missing_on_a_newer_gpu(architecture, release, reason, monkeypatch):
+    monkeypatch.setattr(launch, "MISSING", None)
+    monkeypatch.setattr(optional, "failure", lambda *names: None)
+    monkeypatch.setattr(optional, "release", lambda name: release)
+    assert launch.missing(hardware_named("nvidia", architecture)) == reason
+
+
+def test_no_row_multiplies_by_scales_in_a_triton_that_does_not_compile_for_it():
+    assert all(row.scaled_dot >= row.triton for row in ROWS)
 
 
 def test_a_machine_without_a_gpu_says_so():

@@ -39,7 +39,9 @@ def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
         x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, generator=generator)
         x.requires_grad_()
         module.zero_grad()
-        with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=dist.group.WORLD):
+        group = dist.group.WORLD
+        # Emulated MXFP8 and NVFP4 products run on every GPU.
+        with te.emulate(), te.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group):
             y = module(x)
         y.backward(torch.randn(y.shape, device=device, dtype=y.dtype, generator=generator))
         made += [y.detach(), x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
@@ -53,7 +55,7 @@ def _compared(device: torch.device) -> dict[str, Any]:
     te.initialize_ub([ranks * TOKENS, INNER], ranks)
     compiles_on, found = layer.compiles_on, {}
     for kind, build in LAYERS.items():
-        for name in ("none", "delayed", "current", "block"):
+        for name in ("none", "delayed", "current", "block", "mxfp8", "nvfp4"):
             for sequence, flags in ((False, {}), (True, {}), (True, FLAGS)):
                 options: dict[str, Any] = {
                     "tp_group": dist.group.WORLD,

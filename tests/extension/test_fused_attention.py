@@ -12,6 +12,10 @@ import transformer_engine_torch as tex
 from tests.attention.attention_oracle import attend, cumulative, visibility
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    get_attention_backend,
+)
 from transformer_engine.pytorch.constants import TE_DType
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 6, 4, 2, 8
@@ -321,6 +325,32 @@ def test_the_backend_is_reported_by_kind(monkeypatch):
     assert mixed == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert backend_of() == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"attn_mask_type": "arbitrary"}, None),
+        ({"inference_params": None, "softcap": 2.0, "softmax_type": "learnable"}, None),
+        ({"fp8": True}, "cudnn: "),
+    ],
+)
+def test_one_argument_gives_the_kind_and_the_reason(changes, words):
+    params = AttentionParams(max_seqlen_q=64, max_seqlen_kv=64, **changes)
+    kind, reason = tex.get_fused_attn_backend(params)
+    supported = get_attention_backend(params)[-1][1]
+    assert (kind == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend) == (not supported) == bool(reason)
+    assert words is None or reason.startswith(words)
+
+
+def test_the_reason_names_a_switch_and_another_argument_is_rejected(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    kind, reason = tex.get_fused_attn_backend(AttentionParams())
+    assert kind == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend and "NVTE_FUSED_ATTN=0" in reason
+    for wrong in ((), (True,), ({"num_heads": 4},)):
+        with pytest.raises(TypeError, match="pass an AttentionParams"):
+            tex.get_fused_attn_backend(*wrong)
 
 
 def test_a_causal_mask_closes_an_open_window_without_a_warning():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor import GroupedTensor, GroupedTensorStorage
 
 E4M3 = te.DType.kFloat8E4M3
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -100,28 +102,101 @@ def tolerance(name: str, x: np.ndarray) -> np.ndarray:
     return np.maximum(np.abs(x) / 16, least) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("varying", [True, False])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("seed", range(25))
-@pytest.mark.sampled
-def test_buffers_of_random_groups_decode_to_the_values(name, seed, varying):
+def random_matrices(name: str, kind: str, seed: int) -> list[torch.Tensor]:
+    """Matrices whose first, last or both extents vary."""
     choose = random.Random(100 * list(RECIPES).index(name) + seed)
-    make, multiple = RECIPES[name]
-    count, k = choose.randint(1, 5), choose.choice([32, 64, 160, 256])
-    if varying:
-        sizes = [choose.choice([0, 16, 33, 64, 128, 160]) // multiple * multiple for _ in range(count)]
-    else:
-        sizes = [choose.choice([32, 64, 160])] * count
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(sum(sizes), k, generator=generator) * choose.choice([1e-3, 1.0, 30.0])
-    group = tex.group_quantize(x, make(), count, torch.tensor(sizes) if varying else None)
-    matrices = [part.double().numpy() for part in x.split(sizes)]
-    for (by_row, by_column), matrix in zip(
-        decoded(name, group, [(m, k) for m in sizes]), matrices, strict=True
-    ):
+    multiple, count = RECIPES[name][1], choose.randint(1, 5)
+    rows = [choose.choice([0, 16, 33, 64, 128, 160]) // multiple * multiple for _ in range(count)]
+    columns = [choose.choice([32, 64, 160, 256]) for _ in range(count)]
+    if kind in ("equal", "last"):
+        rows = [choose.choice([32, 64, 160])] * count
+    if kind in ("equal", "first"):
+        columns = columns[:1] * count
+    generator, factor = torch.Generator().manual_seed(seed), choose.choice([1e-3, 1.0, 30.0])
+    return [factor * torch.randn(m, k, generator=generator) for m, k in zip(rows, columns, strict=True)]
+
+
+def check_group(name: str, group: Any, matrices: list[torch.Tensor]) -> None:
+    """Compare the decoded buffers, offsets and members of a group with its values."""
+    shapes = [tuple(matrix.shape) for matrix in matrices]
+    for (by_row, by_column), values in zip(decoded(name, group, shapes), matrices, strict=True):
+        matrix = values.double().numpy()
         assert matrix.size == 0 or name == "delayed" or np.abs(by_row).max() > 0.8 * np.abs(matrix).max()
         if name == "delayed":
             matrix = np.clip(matrix, -448 / 4, 448 / 4)  # the scale is that of earlier steps
-        for values in (by_row, by_column):
-            assert np.all(np.abs(values - matrix) <= tolerance(name, matrix)), name
-    assert group.num_tensors == count and group.logical_shape == (sum(sizes), k)
+        for found in (by_row, by_column):
+            assert np.all(np.abs(found - matrix) <= tolerance(name, matrix)), name
+    assert group.num_tensors == len(matrices)
+    for member, matrix in zip(group.split_into_quantized_tensors(), matrices, strict=True):
+        assert torch.equal(member.dequantize(), RECIPES[name][0]()(matrix).dequantize())
+    assert [tuple(shape) for shape in group.tensor_shapes] == shapes
+    ends = [sum(m * k for m, k in shapes[:i]) for i in range(len(shapes) + 1)]
+    assert group.offsets == ends
+    assert group.tensor_offsets is None or group.tensor_offsets.tolist() == ends
+
+
+KINDS = ("equal", "first", "last", "both")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.sampled
+def test_buffers_of_random_groups_decode_to_the_values(name, seed, kind):
+    matrices = random_matrices(name, kind, seed)
+    extents = [torch.tensor([matrix.shape[axis] for matrix in matrices]) for axis in (0, 1)]
+    flat = torch.cat([matrix.flatten() for matrix in matrices])
+    logical = {
+        "equal": (-1, matrices[0].shape[1]),
+        "first": (int(extents[0].sum()), matrices[0].shape[1]),
+        "last": (matrices[0].shape[0], int(extents[1].sum())),
+        "both": (1, flat.numel()),
+    }
+    first_dims = extents[0] if kind in ("first", "both") else None
+    last_dims = extents[1] if kind in ("last", "both") else None
+    x = flat.view(logical[kind])
+    group = tex.group_quantize(x, RECIPES[name][0](), len(matrices), first_dims, last_dims)
+    check_group(name, group, matrices)
+    assert group.logical_shape == x.shape
+    assert (group.first_dims is None, group.last_dims is None) == (first_dims is None, last_dims is None)
+
+
+def buffers_of(members: list[Any]) -> dict[str, torch.Tensor]:
+    """Flat buffers with the parts of these tensors, in row-major order, by the constructor's keywords."""
+    parts = {"data": "_rowwise_data", "scale_inv": "_rowwise_scale_inv"}
+    parts |= {"columnwise_data": "_columnwise_data", "columnwise_scale_inv": "_columnwise_scale_inv"}
+    if isinstance(members[0], te.Float8Tensor):
+        parts = {"data": "_data", "columnwise_data": "_transpose"}
+        parts |= dict.fromkeys(("scale_inv", "columnwise_scale_inv"), "_scale_inv")
+    if isinstance(members[0], te.NVFP4Tensor):
+        parts |= {"amax": "_amax_rowwise", "columnwise_amax": "_amax_columnwise"}
+    return {key: torch.cat([getattr(m, part).flatten() for m in members]) for key, part in parts.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled
+def test_created_and_adopted_buffers_are_row_major(name, seed, kind):
+    matrices = random_matrices(name, kind, seed)
+    shapes = [tuple(matrix.shape) for matrix in matrices]
+    make = RECIPES[name][0]
+    created = GroupedTensor.make_grouped_tensor_with_shapes(len(shapes), shapes, make(), "cpu", torch.float32)
+    created.quantize(matrices)
+    check_group(name, created, matrices)
+    check_group(name, copy.deepcopy(created), matrices)
+    buffers = buffers_of([make()(matrix) for matrix in matrices])
+    adopted = GroupedTensorStorage(
+        created.logical_shape,
+        torch.float32,
+        num_tensors=len(shapes),
+        shapes=shapes,
+        quantizer=make(),
+        **buffers,
+    )
+    check_group(name, adopted, matrices)
+    halves = [matrix / 2 for matrix in matrices]
+    adopted.quantize(halves)
+    check_group(name, adopted, halves)
+    if matrices[0].numel():
+        assert adopted.rowwise_data.data_ptr() == buffers["data"].data_ptr()

@@ -64,7 +64,7 @@ def _process() -> dict[str, Any]:
         "environment": repr(vars(os.environ)["_data"]),  # the variables before they are decoded
         "autocast": snapshot(),
         "model init": model_init.current_model_init(),
-        "pools": delayed_scaling.pools(),
+        "pools": delayed_scaling.registry.pools,
         "emulation": support._switch,
         "recomputation": (
             here().recomputes,

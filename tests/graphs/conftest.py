@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.recorder import RerunRecorder
+from tests.support.recorder import CaptureRecorder, RerunRecorder
 from transformer_engine.pytorch.graphs import automatic, build
 
 
@@ -17,6 +17,15 @@ def _emulation(emulated):
 def rerun(monkeypatch):
     """Replace the recorders of make_graphed_callables and te.graphed by ones that share a log."""
     made = RerunRecorder()
+    monkeypatch.setattr(build, "graph_recorder", lambda pool=None: made)
+    monkeypatch.setattr(automatic, "records", lambda device: True)
+    return made
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Replace the recorders of te.graphed by ones whose recordings change no memory before their first replay."""
+    made = CaptureRecorder()
     monkeypatch.setattr(build, "graph_recorder", lambda pool=None: made)
     monkeypatch.setattr(automatic, "records", lambda device: True)
     return made

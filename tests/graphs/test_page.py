@@ -8,7 +8,7 @@ from tests.support.pages import examples, run
 
 
 def test_the_examples_run(capsys):
-    assert len(examples("graphs.md")) == 2
+    assert len(examples("graphs.md")) == 3
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CUDA graphs need a GPU")
         names = run("graphs.md")

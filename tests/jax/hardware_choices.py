@@ -24,7 +24,7 @@ from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax import platform
 from transformer_engine.jax.primitives import gemm, grouped_gemm, grouped_quantize, launching, quantize
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
-from transformer_engine.jax.primitives.grouped_gemm import GroupedGemmRequest
+from transformer_engine.jax.primitives.grouped_gemm import GroupedBlockRequest, GroupedGemmRequest
 from transformer_engine.jax.primitives.grouped_quantize import RowsRequest
 
 E4M3, E5M2, E2M1, BFLOAT16 = (
@@ -57,8 +57,14 @@ def dense(a: Side, b: Side, hardware: Hardware) -> str:
     return chosen(gemm.TABLE, request)
 
 
-def grouped(a: Side, contracts_rows: bool) -> str:
+def grouped(a: Side, b: Side, contracts_rows: bool) -> str:
     """The backend of a product over 8 groups of rows."""
+    if a[0] is not None and b[0] is not None and a[0].block is not None:
+        elements, extents = (a[1], b[1]), (8, SIZE, SIZE, SIZE)
+        request = GroupedBlockRequest(
+            *extents, a[0], b[0], elements, BFLOAT16, contracts_rows, False, (False, False), "cuda"
+        )
+        return chosen(grouped_gemm.BLOCK_TABLE, request)
     scaled = a[0] is not None
     request = GroupedGemmRequest(
         8, SIZE, SIZE, SIZE, a[1], BFLOAT16, contracts_rows, scaled, scaled, "cuda"
@@ -118,8 +124,7 @@ def choices(hardware: Hardware, with_triton: bool) -> dict[str, dict[str, str]]:
                 of_recipe["cast of rows in groups"] = cast_of_groups(left)
             for name, (a, b) in zip(PASSES, products, strict=True):
                 of_recipe[name] = dense(a, b, hardware)
-                if recipe in ("none", "float8"):
-                    of_recipe[f"grouped {name}"] = grouped(a, name == "grad_weight")
+                of_recipe[f"grouped {name}"] = grouped(a, b, name == "grad_weight")
     return found
 
 

@@ -56,7 +56,10 @@ def test_unsupported_products_of_the_kernels_have_a_reason(change, sentence):
 @needs_bridge
 def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch):
     request = dataclasses.replace(REQUEST, hardware=nvidia(12, 1))
-    for release, sentence in (((3, 8), None), ((3, 7), "before Triton 3.8; upgrade triton")):
+    for release, sentence in (
+        ((3, 8), None),
+        ((3, 7), "before Triton 3.8; pip install --upgrade 'triton>=3.8'"),
+    ):
         monkeypatch.setattr(optional, "release", lambda name, found=release: found)
         reason = scaled_codes.unsupported_reason(request)
         assert reason is None if sentence is None else sentence in (reason or "")
@@ -126,6 +129,18 @@ def test_a_product_is_two_swizzles_and_one_kernel(architecture, forms, monkeypat
         text = program(operand(forms[0], rows, 512), operand(forms[1], 384, 512))
         assert text.count("triton_kernel_call_ffi") == 3
         assert "dot_general" not in text and "block_scaled_dot" not in text
+
+
+@needs_bridge
+@pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
+def test_the_copy_engine_has_its_descriptors_in_a_workspace(form, monkeypatch):
+    texts = []
+    for architecture in ((10, 0), (12, 0)):
+        monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
+        texts.append(program(operand(form, 256, 512), operand(form, 384, 512)))
+    # Descriptors of five matrices for each of six programs, as a result behind the product.
+    workspace = f"-> (tensor<256x384xbf16>, tensor<{6 * 5 * 128}xui8>)"
+    assert [text.count(workspace) for text in texts] == [1, 0]
 
 
 @needs_bridge

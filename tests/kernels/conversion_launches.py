@@ -205,7 +205,7 @@ def groups() -> Iterator[tuple[str, Results]]:
             request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, x.device, None)
             given = Matrices(tuple(tensors), addresses) if by_matrices else x
             made = grouped_quantize.triton.bind(request)(given, None if by_matrices else layout, None)
-            codes, scale, codes_t, scale_t = made
+            codes, scale, codes_t, scale_t = made.codes, made.scale, made.codes_t, made.scale_t
             if form == FLOAT8:  # the first column has scales
                 scale = scale_t = None if scale is None else scale[:, 0]
             yield (

@@ -30,7 +30,12 @@ STACKS = {
     "activation_cast.backward_kernel": 8,
 }
 # Products whose instruction reads the block scales.
-SCALED = ("scaled_product.product_kernel", "grouped_scaled.rows_kernel", "grouped_scaled.columns_kernel")
+SCALED = (
+    "scaled_product.product_kernel",
+    "scaled_product.copied_product_kernel",
+    "grouped_scaled.rows_kernel",
+    "grouped_scaled.columns_kernel",
+)
 SIXTEEN_BITS = (
     r"(?:mma\.sync\S*\.(?:bf16\.bf16|tf32\.tf32)|wgmma\.mma_async\S*bf16|tcgen05\.mma\S*kind::(?:f16|tf32))"
 )
@@ -115,4 +120,7 @@ def test_every_kernel_of_a_training_step_compiles_as_planned(architecture):
     exponents = row.has("mxfp8 products") and release >= row.scaled_dot
     assert ("promoted_product.block_kernel" in kernels) == (row.has("fp8 products") and not exponents)
     # On 12.1, Triton before 3.8 has no native product of MXFP8 and NVFP4: cuBLASLt is the only backend.
-    assert "scaled_product.product_kernel" not in kernels or row.has("mxfp8 products")
+    products = {kernel for kernel in kernels if kernel in SCALED[:2]}
+    assert not products or row.has("mxfp8 products")
+    # Operands and scales by the copy engine where the instruction reads them from shared and tensor memory.
+    assert ("scaled_product.copied_product_kernel" in products) == row.has("tensor memory")

@@ -279,6 +279,8 @@ def grouped() -> Iterator[Case]:
     for name, scales, codes, factors in scaled:
         launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales)
         yield f"grouped {name} product", launch, (*codes, INDEX, *factors, HALF)
+        launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales, clears=True)
+        yield f"grouped {name} product that clears", launch, (*codes, INDEX, *factors, HALF)
         for by_address in (False, True):
             table, given = (ADDRESS, (FLOAT,)) if by_address else (None, ())
             kind = {"accumulates": by_address, "by_address": by_address}
@@ -310,6 +312,11 @@ def grouped() -> Iterator[Case]:
         yield f"grouped product scaling={scaling}", launch, (CODES, CODES, None, FLOAT, FLOAT, HALF, INDEX)
         launch = grouped_gemm.product_of_columns(SHAPE[1], 512, 4, scaling=scaling)
         yield f"grouped gradient scaling={scaling}", launch, (CODES, CODES, FLOAT, FLOAT, INDEX, None)
+    blocks = {"scaling": grouped_gemm.BLOCK_SCALES}
+    launch = grouped_gemm.product_of_rows(*SHAPE, SHAPE[1], 4, clears=True, row_major=True, **blocks)
+    yield "grouped product of row-major scales", launch, (CODES, CODES, None, FLOAT, FLOAT, None, INDEX)
+    launch = grouped_gemm.product_of_columns(SHAPE[1], 512, 4, together=384, **blocks)
+    yield "grouped gradient of one matrix", launch, (CODES, CODES, FLOAT, FLOAT, INDEX, None)
     for by_row in (False, True):
         launch = block_product.product(*SHAPE, 512, "bfloat16", by_row=by_row, processors=132)
         yield f"block product by_row={by_row}", launch, (CODES, CODES, FLOAT, FLOAT)

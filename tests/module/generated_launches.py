@@ -35,6 +35,7 @@ from transformer_engine.pytorch.distributed import faults, operands
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_swizzled
 from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
 from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
+from transformer_engine.pytorch.tensor import current_scaling
 
 LAYERS = {
     "linear": host_calls._linear,
@@ -64,7 +65,16 @@ LAYERS = {
     "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
 }
 # Layers and recipes on GPUs whose tensor cores read block scales.
-SCALED_LAYERS = ("linear_bias", "layernorm_linear", "layernorm_mlp", "gelu_mlp", "column_parallel")
+SCALED_LAYERS = (
+    "linear_bias",
+    "layernorm_linear",
+    "layernorm_mlp",
+    "gelu_mlp",
+    "column_parallel",
+    "row_parallel",
+    "parallel_mlp",
+    "overlapped_mlp",
+)
 SCALED_RECIPES = {
     "block": recipes.Float8BlockScaling,
     "mxfp8": recipes.MXFP8BlockScaling,
@@ -141,6 +151,15 @@ def random_numbers(*shape: Any, **options: Any) -> torch.Tensor:
     return drawn
 
 
+def maxima_of_ranks(group: Any, *maxima: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the maxima over the ranks of a group, which one collective reduces."""
+    joined = tuple(read(maximum.data_ptr()) for maximum in maxima)
+    reduced = tuple([torch.empty(1) for _ in maxima])
+    for number, maximum in enumerate(reduced):
+        memory[maximum.data_ptr()] = hash(("maximum", joined, number))
+    return reduced
+
+
 def sent_shard(part: torch.Tensor, group: Any) -> Any:
     """Start gathering codes or scales, which are copied if they are not contiguous."""
     return send_shard(named("contiguous", part.contiguous(), part), group)
@@ -206,6 +225,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     cublaslt_swizzled._scalars = scalars_of_levels
     pretended_gpu.everywhere("swizzled_scale", scales_in_tiles)
     torch.rand = random_numbers
+    current_scaling._reduced_together = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
     operands._Received.wait, operands._sent = joined_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)
@@ -353,7 +373,6 @@ def results_of_block_scales(architecture: str) -> dict[str, str | None]:
         for row, name in enumerate(SCALED_LAYERS)
         for column, kind in enumerate(SCALED_RECIPES)
         for cached in (bool((row + column) % 2),)
-        if name != "column_parallel" or kind == "block"  # shards of one-byte scales are joined by torch
     }
 
 

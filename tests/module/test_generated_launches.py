@@ -38,5 +38,5 @@ def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(cou
 def test_compiled_passes_with_block_scales_start_the_kernels_of_their_steps(architecture: str):
     done = output_without_gpu("tests/module/generated_launches.py", architecture)
     found = json.loads(done.splitlines()[-1])
-    assert len(found) == 13
+    assert len(found) == 24
     assert {case: what for case, what in found.items() if what is not None} == {}

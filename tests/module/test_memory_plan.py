@@ -169,11 +169,11 @@ def test_planning_leaves_the_model_and_the_shared_state_as_they_were():
     x = torch.randn(128, 128, dtype=BF16)
     with te.autocast(recipe=recipe):
         model(x).sum().backward()
-    pools = dict(delayed_scaling.pools())
+    pools = dict(delayed_scaling.registry.pools)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     history = model.fp8_meta["scaling_fwd"].amax_history.clone()
     memory_plan(model, recipe, 4096)
-    assert delayed_scaling.pools() == pools
+    assert delayed_scaling.registry.pools == pools
     assert torch.equal(model.fp8_meta["scaling_fwd"].amax_history, history)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not FP8GlobalStateManager.is_fp8_enabled()

@@ -185,7 +185,7 @@ def test_a_model_is_left_as_it_was(device: torch.device):
 
     def observed() -> bool:
         train(module, recipes.Float8CurrentScaling(), device, 1)
-        quantizer = module[0].numerics.active.products[0].input
+        quantizer = module[0].numerics.cached.recipe.products[0].input
         assert bool(module[0]._forward_hooks) == isinstance(quantizer, Observing)
         return isinstance(quantizer, Observing)
 

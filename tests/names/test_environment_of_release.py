@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,13 @@ def test_a_plugin_that_fails_and_a_removed_variable_warn(tmp_path):
 def test_the_former_name_of_merging_probs_warns():
     rows, map_ = torch.ones(2, 4), torch.ones(2, 1, dtype=torch.int32)
     permuted, row_id_map = te.moe_permute(rows, map_, map_type="mask")
-    with pytest.warns(DeprecationWarning, match="give merging_probs"):
-        te.moe_unpermute(
-            permuted, row_id_map, probs=torch.ones(2, 1), restore_shape=rows.shape, map_type="mask"
-        )
+    options = {"probs": torch.ones(2, 1), "restore_shape": rows.shape, "map_type": "mask"}
+    with pytest.warns(UserWarning, match="use that name") as caught:
+        te.moe_unpermute(permuted, row_id_map, **options)
+    assert len(caught) == 1
+    with pytest.raises(ValueError, match="give one of them"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te.moe_unpermute(permuted, row_id_map, torch.ones(2, 1), **options)
 
 
 @pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])

@@ -113,22 +113,32 @@ def test_parameters_have_the_form_of_the_signatures(table):
     assert table.parameters_text([["a", "KEYWORD_ONLY", None]]) == "*, a"
 
 
-def test_an_installed_original_adds_its_names_and_differences(table, tmp_path):
+def test_an_installed_original_adds_its_names_and_differences(table, tmp_path, capsys):
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "pytorch" / "__init__.py").write_text(
         "def brand_new(a, b=1):\n    pass\n\n\ndef checkpoint(function, other=None):\n    pass\n\n\n_private = 1\n"
+        "class Linear:\n"
+        "    def __init__(self, in_features, out_features): pass\n"
+        "    def forward(self, inp, first=None): pass\n"
+        "    @classmethod\n    def made(cls, x): pass\n"
     )
     (package / "broken.py").write_text("raise RuntimeError('no library')\n")
     found = table.installed(tmp_path)
+    assert "transformer_engine.broken: no library" in capsys.readouterr().err
+    forward = "transformer_engine.pytorch.Linear.forward"
+    assert found[forward][0] == "method" and [p[0] for p in found[forward][1]] == ["self", "inp", "first"]
+    assert table.absent_methods(found) == ["transformer_engine.pytorch.Linear.made"]
     assert found["transformer_engine.pytorch.brand_new"] == [
         "function", [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]]
     ]  # fmt: skip
     rows = {row.name: row for row in table.with_installed(table.listed(), found)}
     assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
     assert "transformer_engine.pytorch._private" not in found and len(rows) > len(table.listed())
-    (line,) = table.signature_differences(found).values()
+    assert not any(name.startswith("transformer_engine.pytorch.Linear.") for name in rows)
+    method, line = table.signature_differences(found).values()
+    assert method.startswith(f"{forward}[2]: ['first', 'POSITIONAL_OR_KEYWORD', 'None']")
     assert line.startswith(
         "transformer_engine.pytorch.checkpoint[1]: ['other', 'POSITIONAL_OR_KEYWORD', 'None']"
     )
@@ -137,6 +147,8 @@ def test_an_installed_original_adds_its_names_and_differences(table, tmp_path):
     assert rows.pop("transformer_engine.pytorch.checkpoint") == {
         "section": 0, "parameters": "function, other=None"
     }  # fmt: skip
+    assert rows.pop(forward) == {"section": 0, "parameters": "self, inp, first=None"}
+    assert list(rows) == sorted(rows)
     assert rows == json.loads(text) and table.signature_rows(text, found, []) == text
     with pytest.raises(RuntimeError, match="no public name was found"):
         table.installed(tmp_path / "transformer_engine")

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.layers import RECIPES
+from tests.support.layers import QUANTIZED, RECIPES
 from tests.support.programs import output_without_gpu
-from transformer_engine.pytorch import autocast, checkpoint, explain, ops
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import autocast, checkpoint, explain, ops, quantized_model_init
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
 from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
-from transformer_engine.pytorch.tensor import GroupedTensor
+from transformer_engine.pytorch.tensor import GroupedTensor, QuantizedTensor
 
 IN, OUT = 128, 64
 AT_ONCE = ("none", "delayed", "current", "block")
@@ -251,3 +253,85 @@ def test_single_and_separate_parameters_load_each_other(to_single, device):
     one = loaded if to_single else saved
     for group in (one.weight, one.bias):
         assert isinstance(group, GroupedTensor) and isinstance(group, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("to_single", [False, True])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])
+def test_quantized_weights_in_one_parameter_have_the_bits_of_separate_ones(name, to_single, device):
+    recipe, layers = RECIPES[name], []
+    for single in (False, True):
+        torch.manual_seed(4)
+        with quantized_model_init(enabled=True, recipe=recipe):
+            layers.append(
+                ops.GroupedLinear(
+                    3, 64, 128, device=device, single_grouped_weight=single, dtype=torch.bfloat16
+                )
+            )
+    stack = layers[1].weight
+    assert isinstance(stack, GroupedTensor) and stack.shape == (3, 128, 64)
+    splits = torch.tensor([32, 0, 96])
+
+    def compute(layer: ops.GroupedLinear, x: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        with autocast(recipe=recipe):
+            y = layer(x, splits)
+        y.float().sin().sum().backward()
+        if layer.single_grouped_weight:
+            return [y, x.grad, layer.weight.grad]
+        grads = [getattr(layer, f"weight{i}").grad for i in range(3)]
+        return [y, x.grad, torch.stack([torch.zeros_like(grads[0]) if g is None else g for g in grads])]
+
+    values = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    for _ in range(2):  # after initialization, and after one layer has loaded the other's state
+        results = [compute(layer, values.clone().requires_grad_()) for layer in layers]
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+        source, target = layers if to_single else layers[::-1]
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(-0.5)
+        target.load_state_dict(source.state_dict())
+
+
+def test_scales_of_delayed_scaling_are_not_kept_in_one_parameter(device):
+    with (
+        quantized_model_init(enabled=True, recipe=DelayedScaling()),
+        pytest.raises(RuntimeError, match="leave it False inside of quantized_model_init"),
+    ):
+        ops.GroupedLinear(3, 16, 32, device=device, single_grouped_weight=True)
+
+
+def values_of(layer: Any, kind: str) -> torch.Tensor:
+    """Values of all weights or biases as one plain tensor [n, ..]."""
+    parameters = dict(layer.named_parameters())
+    held = [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
+    plain = [p.dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in held]
+    return plain[0] if kind in parameters else torch.stack(plain)
+
+
+FORMS = [{"single_grouped_weight": w, "single_grouped_bias": b} for w in (False, True) for b in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "names", [("none", "none"), ("mxfp8", "mxfp8"), ("block", "none"), ("nvfp4", "nvfp4")]
+)
+@pytest.mark.parametrize("source", ["module", "operation"])
+@pytest.mark.parametrize("target", ["module", "operation"])
+def test_states_load_across_layers_forms_and_formats(source, target, names, monkeypatch, device):
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+
+    def build(kind: str, name: str, form: dict[str, bool]) -> Any:
+        make, dtype = (GroupedLinear, "params_dtype") if kind == "module" else (ops.GroupedLinear, "dtype")
+        with quantized_model_init(enabled=name != "none", recipe=RECIPES[name]):
+            return make(3, 64, 32, device=device, **{dtype: torch.bfloat16}, **form)
+
+    for saved_form in FORMS:
+        saved = build(source, names[0], saved_form)
+        with torch.no_grad():
+            for parameter in saved.parameters():
+                parameter.copy_(torch.randn(parameter.shape, device=device))
+        for loaded_form in FORMS:
+            loaded = build(target, names[1], loaded_form)
+            loaded.load_state_dict(saved.state_dict())
+            for kind in ("weight", "bias"):
+                assert torch.equal(values_of(loaded, kind), values_of(saved, kind)), (saved_form, loaded_form)

@@ -63,7 +63,8 @@ def shards(given: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]
 
 
 def on_rank(device: torch.device, name: str, sequence: bool):
-    rank, given = dist.get_rank(), problem()
+    rank = dist.get_rank()
+    given = {key: value.to(device) for key, value in problem().items()}
     part = (lambda t: t.chunk(SIZE)[rank]) if sequence else (lambda t: t)
     chain = mlp(device, True, sequence)
     return trained(chain, shards(given, rank), part(given["x"]), part(given["dy"]), name)

@@ -139,6 +139,46 @@ def test_without_masters_codes_of_delayed_scaling_step_and_others_are_rejected(d
     with pytest.raises(RuntimeError, match=r"use FusedAdam\(master_weights=True\)"):
         train(model, FusedAdam(model.parameters()), recipe, device, steps=1)
     assert torch.equal(model[0].bias.detach(), before)
-    optimizer = FusedAdam(model.parameters(), master_weights=True, capturable=True)
-    with pytest.raises(RuntimeError, match="takes no quantized parameters"):
-        train(model, optimizer, recipe, device, steps=1)
+    optimizer = FusedAdam(model_of(RECIPES["delayed"], device).parameters(), capturable=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="with master_weights=True only; set it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_capturable_steps_train_quantized_parameters_and_skip_overflows(name, device):
+    recipe = RECIPES[name]
+    losses = []
+    for capturable in (True, False):
+        model = model_of(recipe, device)
+        optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True, capturable=capturable)
+        losses.append(train(model, optimizer, recipe, device, steps=4))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    model = model_of(recipe, device)
+    optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True, capturable=True)
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    train(model, optimizer, recipe, device, steps=1)
+    before = [parts(weight) for weight in model.parameters()]
+    for overflows in (True, False):
+        for parameter in model.parameters():
+            value = float("inf") if overflows else 4.0
+            parameter.grad = torch.full(parameter.shape, value, device=device, dtype=torch.bfloat16)
+        scaler.scale(torch.ones((), device=device))
+        optimizer.step(grad_scaler=scaler)
+        scaler.update()
+        after = [parts(weight) for weight in model.parameters()]
+        same = [
+            torch.equal(a, b)
+            for old, new in zip(before, after, strict=True)
+            for a, b in zip(old, new, strict=True)
+        ]
+        assert all(same) if overflows else not any(same[:1])
+
+
+def parts(parameter):
+    """The bytes of a parameter's codes and scales."""
+    if not isinstance(parameter, te.QuantizedTensor):
+        return [parameter.detach().clone().view(torch.uint8)]
+    return [p.clone().view(torch.uint8) for p in parameter.as_storage().flatten()[0] if p is not None]

@@ -90,7 +90,7 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
     """{recipe: {product: backend}} on a GPU of this row, with nvmath-python or without."""
     version = max(hardware.scaled_dot, (3, 6))
     with (
-        mock.patch.object(launch, "missing", lambda: None),
+        mock.patch.object(launch, "missing", lambda hardware: None),
         mock.patch.object(optional, "release", lambda name: version),
         mock.patch.object(
             cublaslt_library, "missing", lambda: None if libraries else "nvmath-python is not installed"
@@ -111,10 +111,19 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         return found
 
 
-def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
-    """{architecture: {"with nvmath-python" or "without": {recipe: {product: backend}}}} of NVIDIA's rows."""
+def triton_releases(row: Hardware) -> dict[str, str]:
+    """First releases of Triton that compile for a row, and whose tl.dot_scaled is its native product."""
+    releases = {"kernels": row.triton}
+    if row.has("mxfp8 products"):
+        releases["scaled products"] = row.scaled_dot
+    return {name: ".".join(map(str, release)) for name, release in releases.items()}
+
+
+def table() -> dict[str, dict[str, Any]]:
+    """Releases of Triton, and {"with nvmath-python" or "without": {recipe: {product: backend}}}, by NVIDIA's rows."""
     return {
         row.architecture: {
+            "triton": triton_releases(row),
             "with nvmath-python": choices(row, True),
             "without nvmath-python": choices(row, False),
         }

@@ -126,6 +126,63 @@ def products(
     return results
 
 
+def copied(name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int) -> dict[str, float]:
+    """Elements in which results by the copy engine differ from those through pointers, for each epilogue."""
+    a, b = operand(spec_a, m, k), operand(spec_b, n, k)
+    bias, x = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16()
+    found = {}
+    for ending in ("bias", "added", "gelu", "gelu_gradient"):
+        results = []
+        kernels.clear()
+        for copies in (False, True):
+            wide, kept = torch.full((m, n + 16), 2.0), torch.full((m, n), 2.0).bfloat16()
+            if ending == "added":
+                triton.run_scaled(
+                    a, b, Epilogue(torch.float32, out=wide[:, :n], accumulate=True), copies=copies
+                )
+            else:
+                activation = {
+                    "gelu": triton.Activation("gelu", None, kept),
+                    "gelu_gradient": triton.Activation("gelu_gradient", x),
+                }.get(ending, triton.NO_ACTIVATION)
+                dtype = torch.float32 if ending == "bias" else torch.bfloat16
+                result = triton.run_scaled(a, b, Epilogue(dtype, bias), activation, copies=copies)
+                results.append(result.float())
+            results += [wide, kept.float()]
+        half = len(results) // 2
+        different = sum((x != y).sum() for x, y in zip(results[:half], results[half:], strict=True))
+        found[f"copied {name}, {ending}"] = float(different)
+        found[f"copied {name}, {ending} kernels"] = float(
+            kernels != ["product_kernel", "copied_product_kernel"]
+        )
+    return found
+
+
+# M, N and K of products by the copy engine; the last one has rows of a result that it does not store.
+COPIED = {
+    "mxfp8": (MXFP8, MXFP8, 140, 144, 256),
+    "mxfp8 tails": (GRADIENT, MXFP8, 131, 136, 160),
+    "mxfp8 swapped": (MXFP8, MXFP8, 5, 200, 96),
+    "nvfp4": (NVFP4, NVFP4, 130, 144, 256),
+    "nvfp4 tails": (NVFP4_ROWS, NVFP4, 131, 80, 352),
+    "nvfp4 swapped": (NVFP4, NVFP4, 20, 144, 64),
+    "mxfp8 odd": (MXFP8, MXFP8, 67, 77, 160),
+}
+kernels: list[str] = []  # names of the started products
+
+
+def record_kernels() -> None:
+    """Append the names of started products to `kernels`."""
+    start = launch.start
+
+    def start_recorded(record: Any, *rest: Any) -> Any:
+        if "product" in record.kernel.fn.__name__:
+            kernels.append(record.kernel.fn.__name__)
+        return start(record, *rest)
+
+    launch.start = start_recorded
+
+
 def orders() -> dict[str, float]:
     """Differences of swizzled scales and of their reverse from the functions on a CPU."""
     found = {}
@@ -242,7 +299,10 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     interpreter.repair()
     dot_scaled.install()
+    record_kernels()
     results = orders()
+    for name, case in COPIED.items():
+        results |= copied(name, *case)
     for name, case in GROUPED.items():
         results |= grouped(name, *case)
     for name, case in CASES.items():

@@ -9,8 +9,9 @@ import torch
 
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Handle, Launch, Output
-from transformer_engine.pytorch.fast.generated_pass import Life, generate, plan_scratch
-from transformer_engine.pytorch.fast.symbols import Instructions, NotListed
+from transformer_engine.pytorch.fast.generated_pass import generate
+from transformer_engine.pytorch.fast.scratch_plan import Lifetime, plan_scratch
+from transformer_engine.pytorch.fast.symbols import Instructions, NotRecordable
 from transformer_engine.pytorch.runtime.launching import run, run_into
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -156,11 +157,11 @@ KEPT = torch.zeros(8, 16)
         (filled, "__setitem__"),
         (copied, "copied because it is not contiguous"),
         (into, "data_ptr"),
-        (remembered, "a tensor that the pass was not given"),
+        (remembered, "a tensor that is neither an input nor a result"),
     ),
 )
-def test_a_function_that_does_more_than_start_kernels_is_not_listed(work, reason, started):
-    with pytest.raises(NotListed, match=reason):
+def test_a_function_that_does_more_than_start_kernels_is_not_recorded(work, reason, started):
+    with pytest.raises(NotRecordable, match=reason):
         listed(work, tensors(2))
     assert started == [] and all(not tensor.any() for tensor in tensors(2))
 
@@ -171,7 +172,7 @@ class Marked(torch.Tensor):
 
 @pytest.mark.parametrize("given", [torch.zeros(8, 16).as_subclass(Marked), torch.zeros(0, 16)])
 def test_tensors_of_subclasses_and_empty_tensors_are_not_listed(given):
-    with pytest.raises(NotListed, match="a tensor is"):
+    with pytest.raises(NotRecordable, match="a tensor is"):
         Instructions([given], CPU)
 
 
@@ -201,11 +202,11 @@ def test_memory_that_is_used_again_is_that_of_its_second_buffer(started):
 
 def test_scratch_buffers_with_overlapping_lifetimes_do_not_share_memory():
     lives = [
-        Life(0, 0, 3, 1000),
-        Life(1, 1, 2, 500),
-        Life(2, 3, 5, 400),
-        Life(3, 4, 6, 2000),
-        Life(4, 6, 7, 10),
+        Lifetime(0, 0, 3, 1000),
+        Lifetime(1, 1, 2, 500),
+        Lifetime(2, 3, 5, 400),
+        Lifetime(3, 4, 6, 2000),
+        Lifetime(4, 6, 7, 10),
     ]
     planned = plan_scratch(lives)
     for a in lives:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 
 import pytest
 import torch
@@ -100,6 +101,29 @@ def test_other_input_dtypes_and_alignments_are_compiled_separately(started, devi
     for x in (whole[:32], whole[4:36], whole[1:33], whole.half()):
         run(launch, (x,))
     assert len(launch.handles) == 3  # at multiples of 16 bytes, elsewhere, float16
+
+
+def test_scratch_memory_is_allocated_by_torch_in_every_thread_and_not_for_the_callers_kernels(monkeypatch):
+    triton = pytest.importorskip("triton")
+    from triton.runtime import _allocation
+
+    allocated, arguments = [], []
+    monkeypatch.setattr(records, "_scratch", lambda *of_kernel: allocated.append(of_kernel))
+
+    def start_kernel(*given):
+        _allocation._allocator.get()(640, 128, None)
+        arguments.append(given)
+
+    start = records._with_scratch(start_kernel)
+    before = _allocation._allocator.get()
+    triton.set_allocator(mine := lambda size, alignment, stream: None)
+    start(0, [1])
+    assert _allocation._allocator.get() is mine
+    triton.set_allocator(before)
+    thread = threading.Thread(target=start, args=(0, [2]))
+    thread.start()
+    thread.join()
+    assert allocated == [(640, 128, None)] * 2 and arguments == [(0, [1]), (0, [2])]
 
 
 def test_a_program_passes_buffers_between_steps_and_returns_the_listed_results(started, device):

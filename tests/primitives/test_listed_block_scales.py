@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
-from transformer_engine.pytorch.fast.listed_products import SymbolicOperand, _scales
-from transformer_engine.pytorch.fast.symbols import Applied, Form, Instructions
+from transformer_engine.pytorch.fast.recorded_products import SymbolicOperand, _scales
+from transformer_engine.pytorch.fast.symbols import Apply, Instructions, TensorLayout
 from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
 from transformer_engine.pytorch.primitives.operand import Operand
 
@@ -25,9 +25,9 @@ def test_scales_are_copied_where_the_layout_differs(form, turned, rows, depth):
     symbols = instructions.symbols()
     (listed,) = _scales(SymbolicOperand(*operand._replace(codes=symbols[0], scale=symbols[1])))
     expected = block_scale_memory(operand, codes.shape)
-    assert Form.of(expected) == listed.form
-    copies = [step for step in instructions.steps if isinstance(step, Applied)]
+    assert TensorLayout.of(expected) == listed.layout
+    copies = [step for step in instructions.steps if isinstance(step, Apply)]
     assert len(copies) == (expected is not scale)
     for copy in copies:
         (made,) = copy.function(scale)
-        assert torch.equal(made, expected) and Form.of(made) == listed.form
+        assert torch.equal(made, expected) and TensorLayout.of(made) == listed.layout

@@ -34,7 +34,7 @@ def library(monkeypatch):
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(launch, "missing", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
 
 

@@ -38,6 +38,12 @@ def test_interpreted_products_agree_with_float64(kind, cases, interpreted):
     assert {name: error for name, error in found.items() if error > 2e-6} == {}
 
 
+def test_interpreted_products_by_the_copy_engine_have_the_bits_of_those_through_pointers(interpreted):
+    found = {name: different for name, different in interpreted.items() if name.startswith("copied")}
+    assert len(found) == 7 * 4 * 2
+    assert {name: different for name, different in found.items() if different} == {}
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "nvfp4 rows"])
 def test_interpreted_products_of_groups_agree_with_float64(kind, interpreted):
     found = {name: interpreted[f"grouped {kind} {name}"] for name in ("y", "dx", "dw", "dw added")}
@@ -54,6 +60,12 @@ def compiled(request) -> dict[str, dict]:
 def test_every_product_is_the_native_instruction_of_its_hardware(compiled):
     assert len(compiled) >= 30
     assert {name: f["instructions"] for name, f in compiled.items() if not f["native"]} == {}
+
+
+def test_the_copy_engine_moves_operands_and_scales_to_tensor_memory(compiled):
+    names = [name for name in compiled if "copied" in name]
+    assert len(names) >= 5 and all(name.startswith(("10.", "11.")) for name in names)
+    assert [name for name in names if not compiled[name]["copied"]] == []
 
 
 def test_no_product_spills_registers_or_exceeds_the_memories_of_its_hardware(compiled):

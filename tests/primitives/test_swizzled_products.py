@@ -174,7 +174,7 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(launch, "missing", lambda hardware: None)
     monkeypatch.setattr(optional, "release", lambda name: (3, 8))
 
 
@@ -201,8 +201,8 @@ def test_kernels_need_a_triton_whose_scaled_dot_is_native(with_triton, monkeypat
     monkeypatch.setattr(optional, "release", lambda name: (3, 7))
     request = request_of(a, b, Epilogue(torch.bfloat16), nvidia(12, 1))
     assert triton.unsupported_reason(request) == (
-        "tl.dot_scaled multiplies in bfloat16 on compute capability 12.1 before Triton 3.8; upgrade triton, or install "
-        "nvmath-python"
+        "tl.dot_scaled multiplies in bfloat16 on compute capability 12.1 before Triton 3.8; pip install "
+        "--upgrade 'triton>=3.8', or install nvmath-python"
     )
     assert triton.unsupported_reason(dataclasses.replace(request, hardware=nvidia(12, 0))) is None
 

@@ -161,7 +161,7 @@ def test_layers_may_register_from_many_threads_at_once(device):
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(pool.states) for pool in delayed_scaling.pools().values()] == [40, 40]
+    assert [len(pool.states) for pool in delayed_scaling.registry.pools.values()] == [40, 40]
     with te.autocast(recipe=recipe):
         for layer in layers:
             layer(torch.randn(16, WIDTH, device=device))

@@ -200,12 +200,12 @@ def test_registering_again_changes_nothing_and_another_group_moves_the_state():
     recipe = DelayedScaling()
     module = meta(recipe)
     Manager.add_fp8_tensors_to_global_buffer(module)
-    assert [len(pool.states) for pool in delayed_scaling.pools().values()] == [1, 1]
+    assert [len(pool.states) for pool in delayed_scaling.registry.pools.values()] == [1, 1]
     module["fp8_group"] = object()
     Manager.add_fp8_tensors_to_global_buffer(module)
-    assert [len(pool.states) for pool in delayed_scaling.pools().values()] == [1, 1]
+    assert [len(pool.states) for pool in delayed_scaling.registry.pools.values()] == [1, 1]
     delayed_scaling.unregister(module["scaling_fwd"])
-    assert sum(len(pool.states) for pool in delayed_scaling.pools().values()) == 1
+    assert sum(len(pool.states) for pool in delayed_scaling.registry.pools.values()) == 1
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

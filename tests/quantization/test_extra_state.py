@@ -6,6 +6,7 @@ import struct
 import sys
 import time
 import types
+import warnings
 import zipfile
 from collections import OrderedDict
 
@@ -146,8 +147,12 @@ def test_an_archive_with_a_recipe_is_read_and_validated():
 
 def test_fields_of_other_versions_are_dropped_with_a_warning():
     recipe = DelayedScaling(margin=3)
-    recipe.__dict__.update(interval=1, override_linear_precision=(False, False, False))
-    with pytest.warns(UserWarning, match="interval, override_linear_precision"):
+    recipe.__dict__.update(interval=2, override_linear_precision=(False, False, True), device=None)
+    with pytest.warns(UserWarning, match="unknown here: interval, override_linear_precision$"):
+        assert q.decode_extra_state(encoded({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
+    recipe.__dict__.update(interval=1, override_linear_precision=(False, False, False))  # their defaults
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert q.decode_extra_state(encoded({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
 
 

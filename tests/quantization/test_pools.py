@@ -27,7 +27,7 @@ def run(layer, device, recipe=None) -> None:
 
 def entries() -> int:
     """Everything that an update has to go through."""
-    return sum(len(pool.members) for pool in delayed_scaling.pools().values())
+    return sum(len(pool.members) for pool in delayed_scaling.registry.pools.values())
 
 
 def test_a_hundred_deleted_layers_leave_only_the_live_one(device):
@@ -38,7 +38,7 @@ def test_a_hundred_deleted_layers_leave_only_the_live_one(device):
     gc.collect()
     run(live, device)
     assert entries() == 2
-    assert len(delayed_scaling.pools()) == 2
+    assert len(delayed_scaling.registry.pools) == 2
 
 
 def test_alternating_recipes_leaves_the_states_of_one(device):
@@ -51,7 +51,7 @@ def test_alternating_recipes_leaves_the_states_of_one(device):
         warnings.simplefilter("ignore")
         run(layer, device, Float8CurrentScaling())
     assert entries() == 0
-    assert delayed_scaling.pools() == {}
+    assert delayed_scaling.registry.pools == {}
 
 
 def test_every_new_group_or_recipe_leaves_no_empty_pool(device):
@@ -60,7 +60,7 @@ def test_every_new_group_or_recipe_leaves_no_empty_pool(device):
     gc.collect()
     for forward in (True, False):
         Manager.reduce_and_update_fp8_tensors(forward)
-    assert delayed_scaling.pools() == {}
+    assert delayed_scaling.registry.pools == {}
 
 
 def _state(recipe, columns, device):
@@ -73,7 +73,7 @@ def test_states_of_two_devices_are_updated_separately():
     for i, state in enumerate(states):
         delayed_scaling.register(state, True, recipe, None)
         state.amax_history[0].fill_(2.0**i)
-    found = [(pool.device.type, pool.states) for pool in delayed_scaling.pools().values()]
+    found = [(pool.device.type, pool.states) for pool in delayed_scaling.registry.pools.values()]
     assert found == [("cpu", states[::2]), ("meta", states[1::2])]
     delayed_scaling.update_all(True)
     assert [state.scale.tolist() for state in states[::2]] == [[448.0, 448.0], [112.0, 112.0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import torch
 
@@ -42,8 +43,37 @@ class RerunRecorder:
         self.warm_ups += 1
         return contextlib.nullcontext()
 
+    def on_capture_stream(self):
+        return contextlib.nullcontext()
+
     def record(self, body):
         with torch.enable_grad():
             recording = RerunRecording(body, self.log)
         self.recordings.append((body.__name__, recording))
         return recording
+
+
+class CaptureRecorder(RerunRecorder):
+    """Records without an effect on memory, like a capture: every tensor keeps the value it had before.
+
+    New tensors of the body, such as gradients and states, hold whatever the body computed; nothing may read them before
+    the first replay.
+    """
+
+    pool = None
+
+    def record(self, body):
+        memories = {}
+        with torch._C.DisableTorchFunctionSubclass():  # the step's reads are watched, not these
+            for tensor in [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]:
+                for one in (tensor, tensor.grad if tensor.is_leaf else None):
+                    if one is not None and one.layout == torch.strided and one.device.type == "cpu":
+                        storage = one.untyped_storage()
+                        memories[storage.data_ptr()] = storage, storage.clone()
+        random = torch.get_rng_state()
+        try:
+            return super().record(body)
+        finally:
+            for storage, before in memories.values():
+                storage.copy_(before)
+            torch.set_rng_state(random)

@@ -18,15 +18,16 @@ from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.primitives.gemm import Epilogue, cublaslt, cublaslt_library
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.tensor import elements, float8_tensor
+from transformer_engine.pytorch.tensor import float8_tensor
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
 RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}
 
 
 def choose(monkeypatch, one_copy: bool) -> None:
-    for module in (elements, float8_tensor, float8_tensor_storage):
+    for module in (float8_tensor, float8_tensor_storage):
         monkeypatch.setattr(module, "reads_all_layouts", lambda: one_copy)
+    monkeypatch.setattr(float8_tensor, "has_cuda", lambda: True)
 
 
 def trained(make, kind: str, monkeypatch, one_copy: bool) -> list[torch.Tensor]:

@@ -171,9 +171,13 @@ def _row(hardware: Mapping[str, Any]) -> str:
         return "none: operations run on the CPU"
     like = f", treated as {hardware['likeness']}" if hardware["likeness"] else ""
     gpus = f" ({', '.join(hardware['gpus'])})" if hardware["gpus"] else ""
-    return (
-        f"{hardware['vendor']} {hardware['architecture']}{gpus}{like}: {', '.join(hardware['capabilities'])}"
-    )
+    versions = ""
+    if any(hardware["triton"]):
+        versions = f"; kernels from Triton {'.'.join(map(str, hardware['triton']))} on"
+    if "mxfp8 products" in hardware["capabilities"]:
+        versions += f", block-scaled products from {'.'.join(map(str, hardware['scaled_dot']))} on"
+    title = f"{hardware['vendor']} {hardware['architecture']}{gpus}{like}"
+    return f"{title}: {', '.join(hardware['capabilities'])}{versions}"
 
 
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:

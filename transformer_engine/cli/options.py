@@ -44,6 +44,11 @@ def add_flag(parser: argparse._ActionsContainer, option: str, text: str) -> None
     parser.add_argument(option, action="store_true", help=text)
 
 
+def add_switch(parser: argparse._ActionsContainer, option: str, text: str) -> None:
+    """Add a pair of switches, --OPTION and --no-OPTION; without either, the value is None."""
+    parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+
+
 def add_choice(
     parser: argparse._ActionsContainer,
     option: str,

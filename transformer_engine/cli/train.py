@@ -27,7 +27,7 @@ from .demo.config import (
 )
 from .failure import Failure, fitting, reporting, reporting_failures, writing
 from .invocation import program
-from .options import add_choice, add_device, add_flag, at_least
+from .options import add_choice, add_device, add_flag, add_switch, at_least
 from .progress import check_tensorboard, describe, printable, results_table, train_with_progress
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_execution(group: argparse._ArgumentGroup) -> None:
-    add_flag(group, "--graphs", "capture the model as CUDA graphs")
+    add_switch(group, "--graphs", "capture training steps in CUDA graphs (default: on CUDA, without experts)")
     group.add_argument(
         "--offload-layers",
         type=int,

@@ -84,6 +84,8 @@ ABSENT = {
         ),
         "te.DotProductAttention chooses its backend; te.explain reports it",
     ),
+    "transformer_engine.pytorch.attention.dot_product_attention.utils.FusedAttentionParams": "the arguments of one "
+    "library call; pass AttentionParams to transformer_engine_torch.get_fused_attn_backend",
     "transformer_engine.pytorch.attention.get_alibi": "pass te.DotProductAttention "
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."

@@ -321,7 +321,8 @@ _PLATFORM = (
         None,
         "Name of a module that transformer_engine.pytorch imports first, and whose load_plugins() it calls. The "
         "extension is then also importable as transformer_engine_torch_nv, if the plugin puts a module of its own into "
-        "sys.modules. A failure is a RuntimeWarning.",
+        "sys.modules. DotProductAttention does not call flash_attention and get_attention_backend of that module, "
+        "which is a RuntimeWarning, as is a failure.",
     ),
     _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; MXFP8 casts have one kernel, in Triton."),
     _text(

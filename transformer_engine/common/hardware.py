@@ -53,6 +53,7 @@ Capability = Literal[
     "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
     "cudnn fp8 gradients of all heads",  # head sizes up to 128 other than 128
     "cudnn fp8 gradients of two sizes",  # heads of 192/128
+    "cudnn mxfp8 attention",
     "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "torch cudnn attention",
     "torch flash attention",
@@ -89,7 +90,8 @@ class Hardware:
         tensor_memory: Columns of tensor memory of 128 x 32 bits; 0 without tensor memory.
         cudnn: First version of cuDNN whose attention supports it; zeros for all versions that the package supports.
         cudnn_fp8: The same of its FP8 attention.
-        scaled_dot: First version of Triton whose tl.dot_scaled becomes the native instruction.
+        triton: First release of Triton whose assembler has the architecture; zeros without a GPU.
+        scaled_dot: First release of Triton whose tl.dot_scaled becomes the native instruction.
         backward_head: Largest head size of cuDNN's attention gradient.
         likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
         remark: Why it lacks the formats of recipes, for messages.
@@ -103,6 +105,7 @@ class Hardware:
     threads: int = 1024
     tensor_memory: int = 0
     backward_head: int = 0
+    triton: tuple[int, int] = (0, 0)
     scaled_dot: tuple[int, int] = (3, 6)
     cudnn: tuple[int, int, int] = (0, 0, 0)
     cudnn_fp8: tuple[int, int, int] = (0, 0, 0)
@@ -201,6 +204,7 @@ _B200 = _DATA_CENTER | {
     "cudnn deterministic packed attention",
     "cudnn fp8 gradients of two sizes",
     "cudnn linear attention",
+    "cudnn mxfp8 attention",
 }
 _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
     "cudnn deterministic attention",
@@ -218,13 +222,14 @@ def _nvidia(
     threads: int,
     tensor_memory: int = 0,
     backward_head: int = 256,
+    triton: tuple[int, int] = (3, 6),
     scaled_dot: tuple[int, int] = (3, 6),
     cudnn: tuple[int, int, int] = (0, 0, 0),
     cudnn_fp8: tuple[int, int, int] = (0, 0, 0),
 ) -> Hardware:
     names = tuple(sorted(capabilities))
     sizes = shared_memory, threads, tensor_memory, backward_head
-    return Hardware("nvidia", architecture, gpus, names, *sizes, scaled_dot, cudnn, cudnn_fp8)
+    return Hardware("nvidia", architecture, gpus, names, *sizes, triton, scaled_dot, cudnn, cudnn_fp8)
 
 
 # fmt: off
@@ -236,7 +241,9 @@ ROWS: tuple[Hardware, ...] = (
     _nvidia("9.0", ("H100", "H200", "H800", "H20", "GH200"), _HOPPER, _LARGE, 2048),
     _nvidia("10.0", ("B200", "GB200"), _B200, _LARGE, 2048, 512),
     _nvidia("10.3", ("B300", "GB300"), _B200, _LARGE, 2048, 512),
-    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512, backward_head=128, cudnn_fp8=(9, 24, 0)),
+    # The assembler of Triton 3.6 has no sm_110a.
+    _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512, backward_head=128, triton=(3, 7),
+            scaled_dot=(3, 7), cudnn_fp8=(9, 24, 0)),
     _nvidia("12.0", ("RTX 5090", "RTX 5080", "RTX 5070", "RTX 5060", "RTX PRO 6000", "RTX PRO 5000", "RTX PRO 4500"),
             _WORKSTATION, _SMALL, 1536, backward_head=128, cudnn=(9, 18, 1)),
     _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, backward_head=128, scaled_dot=(3, 8),

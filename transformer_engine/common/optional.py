@@ -14,6 +14,8 @@ from importlib import metadata
 
 from packaging.version import Version
 
+from .hardware import Hardware
+
 # Raised by the import of a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
 
@@ -75,6 +77,27 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
             "pip install 'nvidia-cudnn-frontend>=1.27,<2'"
         )
     return None
+
+
+def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
+    """Return why a release of Triton does not compile for a GPU, or None."""
+    if release >= hardware.triton:
+        return None
+    found = ".".join(map(str, release))
+    return f"Triton {found} does not compile for {hardware.title}; {_upgrade_of_triton(hardware.triton)}"
+
+
+def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
+    """Return why tl.dot_scaled of a release of Triton is not the native product of a GPU, or None."""
+    if release >= hardware.scaled_dot:
+        return None
+    place = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
+    return f"tl.dot_scaled multiplies in bfloat16 on {place}; {_upgrade_of_triton(hardware.scaled_dot)}"
+
+
+def _upgrade_of_triton(release: tuple[int, int]) -> str:
+    """Return the command that installs a release of Triton or a later one."""
+    return f"pip install --upgrade 'triton>={'.'.join(map(str, release))}'"
 
 
 def release(distribution: str) -> tuple[int, int]:

@@ -58,6 +58,11 @@ class QuantizeSpec:
             return form
         return BLOCK_FORMATS[form == BLOCK_2D, True]
 
+    @property
+    def columnwise_operand_format(self) -> TensorFormat:
+        """The same of the columnwise direction."""
+        return TILED_FORMATS[self.format.columnwise] if self.tiled else self.operand_format.columnwise
+
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise=False and columnwise=False ask for nothing; set at least one of them")

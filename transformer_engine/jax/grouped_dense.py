@@ -23,10 +23,17 @@ from .checks import (
 )
 from .code_bits import bits_to_codes, codes_to_bits
 from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
-from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
+from .primitives.grouped_gemm import (
+    Scales,
+    grouped_block_contraction,
+    grouped_block_gemm,
+    grouped_contraction,
+    grouped_gemm,
+)
 from .quantize.grouped import (
     GroupedNoScaleTensor,
     GroupedQuantizer,
+    GroupedScaledTensor1x,
     group_of_rows,
     groups_advanced_together,
 )
@@ -192,12 +199,20 @@ def _scales(a: Any, b: Any) -> Scales:
     return None if a.scales is None or b.scales is None else (a.scales, b.scales)
 
 
+def _have_block_scales(a: Any, b: Any) -> bool:
+    """Whether both tensors are quantized with scales of blocks."""
+    both = isinstance(a, GroupedScaledTensor1x) and isinstance(b, GroupedScaledTensor1x)
+    return both and a.scales is None and b.scales is None
+
+
 def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
     """Return rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], contracted over N.
 
     Partial sums of codes are promoted to float32 as in products of one matrix, see `products`.
     """
     rows, stack = x.get_tensor(ROWS), kernel.get_tensor(ROWS if backward else COLUMNS)
+    if _have_block_scales(rows, stack):
+        return grouped_block_gemm(rows, stack, group_sizes, dtype, features_first=backward)
     scales = _scales(rows, stack)
     if scales is None:
         return grouped_gemm(
@@ -206,6 +221,15 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
     # The codes of both directions end in the contracted axis.
     exact = backward or env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION")
     return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
+
+
+def _of_columns(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
+    """Return dkernel [G, K, N]: (rows of group g of x).T @ (rows of group g of dy)."""
+    if _have_block_scales(x, dy):
+        return grouped_block_contraction(x, dy, group_sizes, dtype)
+    scales = _scales(x, dy)
+    a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in (x, dy))
+    return grouped_contraction(a, b, group_sizes, dtype, scales)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -238,11 +262,9 @@ def _backward(spec: RowsSpec, residuals: tuple[Any, ...], dy: Array) -> tuple[An
         dy = constant(dy)
     codes, amax = _encode(quantizers.dgrad, dy, group_sizes, spec)
     dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
-    # dkernel[g] [K, N] = (rows of group g of x).T @ (rows of group g of dy).
-    columns = x_codes.get_tensor(COLUMNS), codes.get_tensor(COLUMNS)
-    scales = _scales(*columns)
-    a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in columns)
-    dkernel = grouped_contraction(a, b, group_sizes, kernel_like.dtype, scales)
+    dkernel = _of_columns(
+        x_codes.get_tensor(COLUMNS), codes.get_tensor(COLUMNS), group_sizes, kernel_like.dtype
+    )
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = groups_advanced_together(states, (*amaxes, amax), spec.over)
     made = (dx, dkernel)

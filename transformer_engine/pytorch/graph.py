@@ -17,9 +17,9 @@ from ..common.recipe import DelayedScaling, Recipe
 from .constants import dist_group_type
 from .graphs import arguments, build
 from .graphs.arguments import CaptureRequest, GraphOptions, RenamedOption
-from .graphs.automatic import graphed
 from .graphs.graphed_callable import EagerBlock, GraphedCallable
 from .graphs.recorded_block import RecordedBlock
+from .graphs.step import graphed
 from .module.base import TransformerEngineBaseModule
 from .runtime.capture import (
     CudaRecorder,

@@ -181,7 +181,6 @@ def moe_unpermute(
         pad_offsets: Returned by `moe_permute_and_pad_with_probs`; has no effect with "index".
     """
     if probs is not None:
-        warnings.warn("probs is deprecated; give merging_probs", DeprecationWarning, stacklevel=2)
         if merging_probs is not None:
             raise ValueError("probs is merging_probs by its former name; give one of them")
         warnings.warn("probs is called merging_probs now; use that name", UserWarning, stacklevel=2)

@@ -27,7 +27,7 @@ from .module.rmsnorm import RMSNorm
 from .module.shared_settings import hand_down_settings
 from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
-from .runtime.device import autocast_dtype
+from .runtime.device import autocast_dtype, autocast_is_active
 from .runtime.replaceable import is_bare
 from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
@@ -304,12 +304,12 @@ class TransformerLayer(CheckedLoading):
         # fmt: on
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
         self._check_cross(hidden_states, of_cross, encoder_output)
-        dtype = autocast_dtype(hidden_states.device.type)
+        dtype = autocast_dtype(hidden_states.device.type) if autocast_is_active() else None
         if dtype is not None:  # torch.autocast's dtype, for all residual sums
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
         attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes)
-        if self.parallel_attention_mlp:
+        if self._config.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
@@ -333,7 +333,7 @@ class TransformerLayer(CheckedLoading):
 
         The self attention checks its own arguments.
         """
-        if (self.layer_type == "decoder") != (encoder_output is not None):
+        if (self._config.layer_type == "decoder") != (encoder_output is not None):
             if encoder_output is None:
                 raise ValueError("layer_type='decoder' needs encoder_output, which is None; match the two")
             warn_once(
@@ -359,7 +359,7 @@ class TransformerLayer(CheckedLoading):
         if normed:
             assert normed[0] is not None
             residual = normed[0]
-        p = self.hidden_dropout if self.training else 0.0
+        p = self._config.hidden_dropout if self.training else 0.0
         # Without a rate the module does nothing, unless somebody has replaced it or waits for its call.
         drop_path: Any = self.drop_path
         bare = is_bare(drop_path, DropPath, DropPath.forward)

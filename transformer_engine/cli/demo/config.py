@@ -205,18 +205,30 @@ class Execution:
     """Options of the execution, which do not change the losses; a continued run may use others.
 
     Attributes:
-        graphs: Capture the model's calls as CUDA graphs.
+        graphs: Capture the training steps in CUDA graphs; None: on CUDA, where no other option prevents it.
         offload_layers: Number of layers whose activations are offloaded to host memory.
         observe: Observe the tensors in every tenth step.
     """
 
-    graphs: bool = False
+    graphs: bool | None = None
     offload_layers: int = 0
     observe: bool = False
 
+    @property
+    def differs(self) -> bool:
+        """Whether an option is set that only the PyTorch model of one device supports."""
+        return bool(self.graphs or self.offload_layers or self.observe)
+
+    def captures(self, config: RunConfig) -> bool:
+        """Return whether training steps are captured in CUDA graphs."""
+        if self.graphs is not None:
+            return self.graphs
+        # The router of experts reads its counts on the host.
+        return config.device == "cuda" and not (config.experts or self.offload_layers or self.observe)
+
     def check(self, config: RunConfig) -> None:
         """Raise ValueError for options that exclude each other, or that this model or framework does not support."""
-        if config.framework == "jax" and self != Execution():
+        if config.framework == "jax" and self.differs:
             raise ValueError(
                 "--graphs, --offload-layers and --observe need the PyTorch model; remove them, or use "
                 "--framework torch"

@@ -1,4 +1,7 @@
-"""AdamW on float32 weights, with the learning rate given at each step."""
+"""AdamW on float32 weights, with the learning rate given at each step.
+
+On CUDA the learning rate and the number of steps are tensors on the device, so that CUDA graphs can capture a step.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,17 @@ class MasterAdamW:
             {"params": matrices, "weight_decay": DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True)
+        self.on_cuda = any(parameter.is_cuda for parameter in self.parameters)
+        self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True, capturable=self.on_cuda)
+        _keep_rates_on_device(self.adam, self.on_cuda)
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next steps."""
+        _set_rate(self.adam, rate)
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Clip the gradients, take one step at this learning rate, and clear the gradients."""
-        for group in self.adam.param_groups:
-            group["lr"] = rate
+    def step(self) -> None:
+        """Clip the gradients, take one step, and clear the gradients."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()
@@ -60,6 +67,7 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])
+        _keep_rates_on_device(self.adam, self.on_cuda)
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
 
@@ -76,15 +84,19 @@ class FusedAdamW:
             {"params": vectors, "weight_decay": 0.0},
         ]
         narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
-        self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow)
+        self.on_cuda = any(parameter.is_cuda for parameter in self.parameters)
+        self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow, capturable=self.on_cuda)
 
-    def step(self, rate: float) -> None:
-        """Clip the gradients, take one step at this learning rate, and clear the gradients."""
-        for group in self.adam.param_groups:
-            group["lr"] = rate
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next steps."""
+        _set_rate(self.adam, rate)
+
+    def step(self) -> None:
+        """Clip the gradients, take one step, and clear the gradients."""
         torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
         self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
+        # In a captured step the gradients stay at the addresses for which FusedAdam has a table.
+        self.adam.zero_grad(set_to_none=not self.on_cuda)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fused_adam": self.adam.state_dict()}
@@ -102,6 +114,22 @@ class FusedAdamW:
 
 # The optimizers of `te train --optimizer`.
 OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "fused_adam": FusedAdamW}
+
+
+def _set_rate(adam: torch.optim.Optimizer, rate: float) -> None:
+    for group in adam.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _keep_rates_on_device(adam: torch.optim.Optimizer, on_cuda: bool) -> None:
+    """Set the kind of learning rate of the device, also after loading a checkpoint of another kind."""
+    for group in adam.param_groups:
+        group["capturable"] = on_cuda
+        rate = float(group["lr"])
+        group["lr"] = torch.tensor(rate, dtype=torch.float32, device="cuda") if on_cuda else rate
 
 
 def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:

@@ -63,7 +63,7 @@ class Parallelism:
         for name, size, parts, subject in divided:
             if size % parts:
                 raise ValueError(f"{name} {size} is not divisible by {parts} {subject}; change one of them")
-        if config.framework != "torch" or config.experts or execution != Execution():
+        if config.framework != "torch" or config.experts or execution.differs:
             raise ValueError(
                 "several devices train dense models in torch; leave out --framework jax, --experts, --graphs, "
                 "--offload-layers and --observe"

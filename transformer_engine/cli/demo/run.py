@@ -35,8 +35,7 @@ class Run:
         self.model = ByteGPT(config, execution.offload_layers)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
         self.observation: te.Observation | None = None
-        if execution.graphs:
-            te.graphed(self.model)
+        self._update = te.graphed(self._eager_update) if execution.captures(config) else self._eager_update
 
     def observe(self, log: Path) -> None:
         """Observe the tensors in every tenth step from now on."""
@@ -61,12 +60,18 @@ class Run:
 
     def step(self, inputs: Any, targets: Any, rate: float) -> Tensor:
         """Return the loss of one batch before its optimizer step."""
-        with self.precision():
-            loss = self.model.loss(*self._placed((inputs, targets)))
-        loss.backward()
-        self.optimizer.step(rate)
+        self.optimizer.set_rate(rate)
+        loss = self._update(*self._placed((inputs, targets)))
         if self.observation is not None:
             self.observation.step()
+        return loss
+
+    def _eager_update(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Update the parameters for one batch on the device, and return its loss."""
+        with self.precision():
+            loss = self.model.loss(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
         return loss.detach()
 
     @torch.no_grad()

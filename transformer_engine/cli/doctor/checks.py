@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from packaging.version import Version
+
 from ...common import frameworks, optional
 from ...common.documentation import page
+from ...common.hardware import Hardware
 from . import clients
 from .clients import PACKAGE
 from .environment import FLASH4, Installation, gather
@@ -40,7 +43,8 @@ class Finding:
     remedy: str = ""
 
 
-Results = Iterator[tuple[Status, str, str]]
+Result = tuple[Status, str, str]
+Results = Iterator[Result]
 
 
 @dataclass(frozen=True)
@@ -175,15 +179,28 @@ def _triton(e: Installation) -> Results:
             "triton is not installed, and the kernels of this package need it",
             "pip install triton",
         )
-    elif e.version_of("triton") is not None:
-        yield "good", f"triton {e.version_of('triton')}", ""
+    elif (version := e.version_of("triton")) is not None:
+        yield _triton_for_gpu(e.gpu.hardware, version)
     else:
         yield "good", "triton is not installed; only GPUs need it", ""
 
 
+def _triton_for_gpu(hardware: Hardware, version: str) -> Result:
+    """Compare a version of Triton with the first ones that support a GPU and its block-scaled products."""
+    major, minor = (*Version(version).release, 0)[:2]
+    status: Status = "problem"
+    reason = optional.triton_problem(hardware, (major, minor))
+    if reason is None and hardware.has("mxfp8 products"):
+        status, reason = "note", optional.scaled_dot_problem(hardware, (major, minor))
+    if reason is None:
+        return "good", f"triton {version}", ""
+    cause, _, remedy = reason.partition("; ")
+    return status, cause, remedy
+
+
 def _libraries(e: Installation) -> Results:
-    """Check the bindings of cuBLASLt and cuDNN."""
-    if e.gpu.name is None:
+    """Check the bindings of cuBLASLt and cuDNN, which GPUs of other vendors do not call."""
+    if e.gpu.name is None or e.gpu.hardware.lacks("cublaslt") is not None:
         return
     for module, name, brings in (
         ("nvmath", "nvmath-python", "the fastest products"),

@@ -68,11 +68,13 @@ def rows_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     CLEARS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr,
 ):
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
 
     Args:
-        scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [ceil(K / 128), rows].
+        scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [ceil(K / 128), rows], or all rows together,
+            [total, ceil(K / 128)], if ROW_MAJOR.
         scale_b: Per tensor [GROUPS, SLOT]; per block [GROUPS, ceil(N / 128), ceil(K / 128)].
         CLEARS: Rows after the last group, up to TOTAL, become zero; otherwise they are not written.
     """
@@ -107,7 +109,12 @@ def rows_kernel(
         b_tile = b_base + (read_n.to(tl.int64)[None, :] * K + k[:, None])
     blocks_k = tl.cdiv(K, BLOCK_K)
     if SCALING == _BY_BLOCK:
-        sa = scale_a + start.to(tl.int64) * blocks_k + first_m + read_m
+        if ROW_MAJOR:
+            sa = scale_a + corner * blocks_k + read_m * blocks_k
+            step_a = 1
+        else:
+            sa = scale_a + start.to(tl.int64) * blocks_k + first_m + read_m
+            step_a = rows
         row_of_scales = group.to(tl.int64) * tl.cdiv(N, ROWS) + tile_n * BLOCK_N // ROWS
         sb = scale_b + row_of_scales * blocks_k
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
@@ -120,7 +127,7 @@ def rows_kernel(
             a_values = tl.load(a_tile, mask=inside[None, :], other=0.0)
             b_values = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
         if SCALING == _BY_BLOCK:
-            rescale = tl.load(sa + tl.cast(block, tl.int64) * rows) * tl.load(sb + block)
+            rescale = tl.load(sa + tl.cast(block, tl.int64) * step_a) * tl.load(sb + block)
             total += tl.dot(a_values, b_values) * rescale[:, None]
         else:
             total = tl.dot(a_values, b_values, total, max_num_imprecise_acc=IMPRECISE)
@@ -146,6 +153,7 @@ def columns_kernel(
     out,
     N,
     K,
+    TOTAL,
     GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
     IMPRECISE: tl.constexpr,
@@ -155,10 +163,12 @@ def columns_kernel(
     BLOCK_M: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Compute out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
 
     Args:
+        TOGETHER: The codes of all groups are one matrix [N, TOTAL] and one [K, TOTAL], in which groups begin at tiles.
         scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [tiles, N].
         scale_b: Per tensor [GROUPS, SLOT]; per block, group after group, [tiles, K].
     """
@@ -184,20 +194,27 @@ def columns_kernel(
             a_tile += BLOCK_M * N
             b_tile += BLOCK_M * K
     else:
-        depth = tiles * ROWS
         corner = first_tile.to(tl.int64) * ROWS
+        if TOGETHER:
+            depth = TOTAL
+            corner_a = corner
+            corner_b = corner
+        else:
+            depth = tiles * ROWS
+            corner_a = corner * N
+            corner_b = corner * K
         # Columns past the end are clamped rather than masked: their results are not stored.
         read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
         read_k = tl.minimum(tl.arange(0, BLOCK_K), K - tile_k * BLOCK_K - 1)
         a_tile = (
             a
-            + corner * N
+            + corner_a
             + (tile_n * BLOCK_N).to(tl.int64) * depth
             + (read_n.to(tl.int64)[:, None] * depth + m[None, :])
         )
         b_tile = (
             b
-            + corner * K
+            + corner_b
             + (tile_k * BLOCK_K).to(tl.int64) * depth
             + (read_k.to(tl.int64)[None, :] * depth + m[:, None])
         )
@@ -252,6 +269,7 @@ def product_of_rows(
     transposed: bool = False,
     by_address: bool = False,
     clears: bool = False,
+    row_major: bool = False,
     shared_memory: int = 1 << 30,
     hopper: bool = True,
 ) -> Launch:
@@ -262,6 +280,7 @@ def product_of_rows(
     Args:
         by_address: b is one of the matrices of the table.
         clears: Rows after the last group become zero; otherwise they are not written.
+        row_major: Block scales of a are [total, ceil(depth / 128)]; otherwise those of each group are transposed.
         hopper: The GPU has Hopper's matrix instructions, which four warps execute together.
     """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory, hopper)
@@ -283,6 +302,7 @@ def product_of_rows(
             stages,
             even,
             clears,
+            row_major,
         ),
         warps,
         tables=(AddressTable(2, (READ,)),) if by_address else (),
@@ -299,12 +319,15 @@ def product_of_columns(
     exact: bool = False,
     accumulates: bool = False,
     by_address: bool = False,
+    together: int = 0,
     shared_memory: int = 1 << 30,
     hopper: bool = True,
 ) -> Launch:
     """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
     Args:
+        together: Rows of all groups, if their codes are one matrix [width, together] and one [depth, together]; 0: the
+            codes of each group are contiguous.
         by_address: The table's matrices are written; out is one of them, for its dtype.
         accumulates: Add to the values of out.
         hopper: See `product_of_rows`.
@@ -315,7 +338,7 @@ def product_of_columns(
         columns_kernel,
         (programs, 1, 1),
         () if by_address or accumulates else (Output((groups, width, depth), None),),
-        (width, depth),
+        (width, depth, together),
         (
             groups,
             scaling,
@@ -326,6 +349,7 @@ def product_of_columns(
             block_m,
             band,
             stages,
+            together > 0,
         ),
         warps,
         in_place=(6,) if accumulates and not by_address else (),

@@ -16,7 +16,14 @@ import triton.language as tl
 from ..formats import ceil_div
 from . import tile
 from .grouped_gemm import base_of
-from .grouped_layout import ROWS, group_of_tile, rows_of_group, tiles_at_most
+from .grouped_layout import (
+    ROWS,
+    first_padding_row,
+    group_of_tile,
+    group_or_none,
+    rows_of_group,
+    tiles_at_most,
+)
 from .launch import WRITTEN, AddressTable, Launch, Output
 
 # Divisor of the groups' rows in a product of columns: loads of 16 bytes of packed codes stay aligned.
@@ -48,10 +55,10 @@ class BlockScales:
 
 @triton.jit
 def rows_kernel(
-    a, b, layout, scale_a, scale_b, level_a, level_b, bias, out, N, K, TILES_M, RANGE,
+    a, b, layout, scale_a, scale_b, level_a, level_b, bias, out, N, K, TILES_M, TOTAL, RANGE,
     EVEN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, FORMAT_A: tl.constexpr,
     FORMAT_B: tl.constexpr, LENGTH: tl.constexpr, PACKING: tl.constexpr, ROWS_A: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+    CLEARS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
@@ -61,13 +68,22 @@ def rows_kernel(
         level_a: Maxima [GROUPS], or [total] if ROWS_A, whose multiples by RANGE scale the sums; or None.
         level_b: Maxima [GROUPS]; or None.
         EVEN: K is a multiple of BLOCK_K.
+        CLEARS: Rows after the last group, up to TOTAL, become zero; otherwise they are not written.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
     k = tl.arange(0, BLOCK_K // PACKING)
     s = tl.arange(0, BLOCK_K // LENGTH)
     m = tl.arange(0, ROWS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    group = group_of_tile(layout, tile_m, GROUPS)
+    if CLEARS:
+        group = group_or_none(layout, tile_m, TILES_M, GROUPS)
+        if group >= GROUPS:
+            first = first_padding_row(layout, tile_m, GROUPS)
+            padding = out + first.to(tl.int64) * N + (m[:, None] * N + n[None, :])
+            unused = (first + m < TOTAL)[:, None] & (n < N)[None, :]
+            tl.store(padding, tl.zeros((ROWS, BLOCK_N), out.dtype.element_ty), mask=unused)
+    else:
+        group = group_of_tile(layout, tile_m, GROUPS)
     if group >= GROUPS:
         return
     start, rows, first_tile, _ = rows_of_group(layout, group, GROUPS)
@@ -207,21 +223,26 @@ _SIDE, _STEP, _STAGES, _WARPS = 128, 128, {1: 3, 2: 5}, 8
 
 
 @functools.lru_cache(maxsize=4096)
-def product_of_rows(total: int, width: int, depth: int, groups: int, scales: BlockScales) -> Launch:
+def product_of_rows(
+    total: int, width: int, depth: int, groups: int, scales: BlockScales, *, clears: bool = False
+) -> Launch:
     """Return the launch (a [total, depth], b, layout, scales, maxima | None, bias | None) -> out [total, width].
 
     Scales and maxima are those of a and b. Codes of 4 bits are packed: a is [total, depth / 2].
+
+    Args:
+        clears: Rows after the last group become zero; otherwise they are not written.
     """
-    tiles_m = tiles_at_most(total, groups)
+    tiles_m = tiles_at_most(total, groups) + clears
     constants = (
         depth % _STEP == 0, groups, _STAGES[scales.packing], *scales.elements, scales.length, scales.packing,
-        scales.row_scaled, _SIDE, _STEP, 8,
+        scales.row_scaled, clears, _SIDE, _STEP, 8,
     )  # fmt: skip
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, _SIDE), 1, 1),
         (Output((total, width), None),),
-        (width, depth, tiles_m, scales.factor or 1.0),
+        (width, depth, tiles_m, total if clears else 0, scales.factor or 1.0),
         constants,
         _WARPS,
     )

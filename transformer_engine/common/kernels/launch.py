@@ -15,7 +15,8 @@ Triton itself caches compiled kernels on disk, keyed by source, options and vers
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,9 +57,16 @@ def _missing() -> str | None:
 MISSING: str | None = _missing()
 
 
-def missing() -> str | None:
-    """Return the reason why Triton is unavailable, or None; Triton is imported only after a GPU has been found."""
-    return optional.failure("triton", "jit") if MISSING is None else MISSING
+def missing(hardware: Hardware) -> str | None:
+    """Return the reason why Triton is unavailable on a GPU, or None.
+
+    Triton is imported only after a GPU has been found. A development build without metadata counts as new enough.
+    """
+    reason = optional.failure("triton", "jit") if MISSING is None else MISSING
+    if reason is not None:
+        return reason
+    release = optional.release("triton")
+    return optional.triton_problem(hardware, release) if release != (0, 0) else None
 
 
 class Machine(NamedTuple):
@@ -243,7 +251,30 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     if direct := _without_wrapper(run):
         run, *flags = direct
         before = (*before, *flags)
-    return Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
+    handle = Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
+    return _with_scratch(handle) if compiled.metadata.global_scratch_size else handle
+
+
+def _with_scratch(start: Callable[..., None]) -> Callable[..., None]:
+    """Return a starter of a kernel with scratch memory, such as for descriptors of the copy engine.
+
+    Triton allocates it by a function that belongs to a context: threads of backward passes have another context, and
+    the caller's own kernels keep the caller's function.
+    """
+    from triton import set_allocator
+
+    def start_in_context(*arguments: Any) -> None:
+        set_allocator(_scratch)
+        start(*arguments)
+
+    return lambda *arguments: copy_context().run(start_in_context, *arguments)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate bytes on the current device, by multiples of 512, which no kernel exceeds."""
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def _hardware_of(tensors: Tensors) -> Hardware:
@@ -334,7 +365,7 @@ def _check(launch: Launch, tensors: Tensors) -> None:
 def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:
     """Return Triton 3.6's compiled launcher and the arguments of its Python wrapper; None for other versions.
 
-    The wrapper allocates scratch memory, which the kernels of this package do not use.
+    The wrapper allocates scratch memory, which few kernels use.
     """
     if not version("triton").startswith(_DIRECT_VERSIONS) or not hasattr(launcher, "launch"):
         return None

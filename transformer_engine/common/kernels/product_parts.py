@@ -12,6 +12,21 @@ from .launch import Output
 
 
 @triton.jit
+def scaled_by_levels(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr):
+    """Return total * RANGE * level_a * level_b, of a tensor's maxima [1] or of those of rows m [M] and n [N]."""
+    total *= RANGE
+    if ROWS_A:
+        total *= tl.load(level_a + m, mask=m < M, other=0.0)[:, None]
+    else:
+        total *= tl.load(level_a)
+    if ROWS_B:
+        total *= tl.load(level_b + n, mask=n < N, other=0.0)[None, :]
+    else:
+        total *= tl.load(level_b)
+    return total
+
+
+@triton.jit
 def finish(
     total,
     bias,
@@ -55,6 +70,46 @@ def finish(
     tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def finish_by_copies(
+    total,
+    bias,
+    x,
+    out,
+    kept,
+    first_m,
+    first_n,
+    M,
+    N,
+    ROW_STRIDE,
+    ACCUMULATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute `finish` of a row-major result, whose tiles the copy engine reads and writes."""
+    n = first_n + tl.arange(0, COLUMNS)
+    row_stride = tl.cast(ROW_STRIDE, tl.int64)
+    results = tl.make_tensor_descriptor(out, [M, N], [row_stride, 1], [ROWS, COLUMNS])
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ACCUMULATE:
+        total += results.load([first_m, first_n]).to(tl.float32)
+    if ACTIVATION != "":
+        rounded = total.to(out.dtype.element_ty)
+        if kept is not None:
+            copies = tl.make_tensor_descriptor(kept, [M, N], [row_stride, 1], [ROWS, COLUMNS])
+            copies.store([first_m, first_n], rounded)
+        total = rounded.to(tl.float32)
+        if ACTIVATION == "gelu":
+            total = curve(total, "gelu")
+        else:
+            inputs = tl.make_tensor_descriptor(x, [M, N], [row_stride, 1], [ROWS, COLUMNS])
+            _, slope = curve_and_slope(inputs.load([first_m, first_n]).to(tl.float32), "gelu")
+            total = total * slope
+    results.store([first_m, first_n], total.to(out.dtype.element_ty))
+
+
 class Side(NamedTuple):
     """One operand of a product, without its tensors.
 
@@ -96,6 +151,23 @@ class ProductEpilogue(NamedTuple):
 
 
 NO_EPILOGUE = ProductEpilogue()
+
+
+class ByCopies(NamedTuple):
+    """Use of the copy engine by a product of swizzled scales; without it, tiles are loaded through pointers.
+
+    The engine takes addresses and strides of rows that are multiples of 16 bytes.
+
+    Attributes:
+        operands: It loads codes and scales.
+        results: It loads and stores the result, the input of GELU and its copy, unless the product is swapped.
+    """
+
+    operands: bool = False
+    results: bool = False
+
+
+BY_POINTERS = ByCopies()
 
 
 def is_swapped(rows: int, columns: int) -> bool:

@@ -87,6 +87,27 @@ def scales_of_tile(
 
 
 @triton.jit
+def descriptor_of_tiles(scale, R, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Describe swizzled scales of R rows to the copy engine: [1, tiles of rows, tiles of columns, 2, 256] bytes."""
+    tiles_r = tl.cdiv(R, 128)
+    row = tl.cast(TILES_C, tl.int64) * 512
+    return tl.make_tensor_descriptor(
+        scale,
+        [1, tiles_r, TILES_C, 2, 256],
+        [tiles_r * row, row, 512, 256, 1],
+        [1, ROWS // 128, COLUMNS // 4, 2, 256],
+    )
+
+
+@triton.jit
+def copied_scales(tiles, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy scales [ROWS, COLUMNS] of a descriptor of tiles; tcgen05.cp moves them on to tensor memory."""
+    found = tiles.load([0, first_row // 128, first_column // 4, 0, 0])
+    parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
+    return parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
 def store_in_tiles(scale, R, C, first_r, first_c, rows, columns, values):
     """Store one-byte scales (first_r + rows, first_c + columns) of [R, C] in swizzled order, zeros in the padding."""
     r = first_r + rows

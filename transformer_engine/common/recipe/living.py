@@ -18,6 +18,15 @@ from .field_checks import demand_readable_defaults
 
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
+# Keywords of earlier releases, and of clients that pass the keywords of their layers: Megatron's and GPT-NeoX's recipes
+# have all four, Accelerate passes the first two. Each has the values that change nothing, or None for any value.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    "interval": (1,),  # scales are updated in every step
+    "override_linear_precision": ((False, False, False), None),  # no product is computed in high precision
+    "params_dtype": None,
+    "device": None,
+}
+
 
 def description_of(recipe: Any) -> str:
     """Return repr(recipe), which the constructor stored: floats of graphs with dynamic shapes have no repr."""
@@ -166,8 +175,22 @@ def _traced_copy(target: Any, name: str) -> Any:
     return target
 
 
+def changes_nothing(name: str, value: Any) -> bool:
+    """Whether a keyword that recipes do not have is one of an earlier release with a value that has no effect."""
+    if name not in _WITHOUT_EFFECT:
+        return False
+    values = _WITHOUT_EFFECT[name]
+    if values is None:
+        return True
+    plain = tuple(value) if isinstance(value, tuple | list) else value
+    return any(type(plain) is type(known) and plain == known for known in values)
+
+
 def recipe_class(cls: RecipeClass) -> RecipeClass:
-    """Decorate a recipe class: register instances, and drop keywords of other versions with a warning."""
+    """Decorate a recipe class: register instances, and drop keywords of other versions.
+
+    A dropped keyword whose value would change something is a warning.
+    """
     strict = cls.__init__
     known = frozenset(f.name for f in fields(cls) if f.init)
 
@@ -175,13 +198,12 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
     def __init__(self, *args: Any, **keywords: Any) -> None:
         demand_readable_defaults()
         warn_of_unused()
-        unknown = [name for name in keywords if name not in known]
+        dropped = {name: keywords.pop(name) for name in list(keywords) if name not in known}
+        unknown = [name for name, value in dropped.items() if not changes_nothing(name, value)]
         if unknown:
             warnings.warn(
                 f"{cls.__name__} ignores unknown arguments: {', '.join(unknown)}", UserWarning, stacklevel=2
             )
-            for name in unknown:
-                del keywords[name]
         self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)
         enroll(self)

@@ -24,7 +24,7 @@ from ...common import env, optional
 from ...common.checks import switch as check_switch
 from ...common.kernels.launch import Launch, missing
 from ...common.kernels.program import Program
-from ..platform import compute_capability, has_gpu
+from ..platform import compute_capability, hardware, has_gpu
 
 if TYPE_CHECKING:
     from ...common.kernels.compiled import Compiled
@@ -77,7 +77,7 @@ def _truth(word: str) -> bool:
 
 def kernels_unsupported_reason() -> str | None:
     """Return the reason why XLA cannot launch Triton kernels in this process, or None."""
-    return missing() or _bridge_failure()
+    return missing(hardware()) or _bridge_failure()
 
 
 def unsupported_on(platform: str, primitive: str) -> str | None:

@@ -1,9 +1,10 @@
 """Block-scaled codes of rows in groups: every group is quantized as a separate matrix.
 
 A block never covers rows of two groups: blocks along the rows begin at the first row of a group, and each group has its
-own second-level scale of NVFP4. Rows are therefore quantized in a padded layout, in which every group begins at a
-multiple of the block and zeros fill the remaining rows. The padded layout omits rows after the last group, so they have
-no effect. Codes of blocks along the rows stay padded, since a Hadamard transform also moves values into the padding.
+own second-level scale of NVFP4. Rows are therefore quantized in a padded layout. Every group begins at a multiple of
+the block and of the 32 rows that products load together; zeros fill the remaining rows. The padded layout omits rows
+after the last group, so they have no effect. Codes of blocks along the rows stay padded, since a Hadamard transform
+also moves values into the padding.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax import Array
 
 from ..code_bits import name_leaves
 from ..primitives import exact
+from ..primitives.grouped_gemm import row_multiple
 from ..primitives.grouped_quantize import group_of_rows
 from ..primitives.quantize import hadamard_transform
 from .grouped_tensors import GroupedScaledTensor1x, RowLayout, row_layout, to_rows
@@ -48,7 +50,7 @@ def encode_rows(
     block_rows, block = spec.tile[0], max(spec.tile)
     name, quantizer = quantizer.checkpoint_name, replace(quantizer, checkpoint_name=None)
     compact = RowLayout(group_of_rows(group_sizes, x.shape[0]))
-    padded = compact if aligned else row_layout(group_sizes, x.shape[0], block)
+    padded = compact if aligned else row_layout(group_sizes, x.shape[0], row_multiple(block))
     padded_x = padded.pad(x) if directions[1] or block_rows > 1 else x
     levels = spec.format.levels is not None
     tensors = []

@@ -12,7 +12,9 @@ from jax import Array
 
 from ...common.checks import switch
 from ..primitives import exact
+from ..primitives.grouped_gemm import row_multiple
 from ..primitives.grouped_quantize import group_of_rows, of_rows
+from ..primitives.operand import Operand
 from .scaling_modes import ScalingMode, TensorUsage
 from .tensors import AbstractBaseTensor1x, ScaledTensor, ScaledTensor1x, ScaledTensorFactory
 
@@ -84,7 +86,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     Attributes:
         data: Codes as in ScaledTensor1x; the groups are the first axis of a stack. With blocks along ragged rows, every
-            group begins at a multiple of the block, among (M // block + G) * block rows.
+            group begins at a multiple r of the block and of 32, among (M // r + G) * r rows.
         scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x, of the blocks of data.
         amax: Absolute maxima, [G] with one scale per group, or one second-level scale per group.
         group_sizes: Rows per group, int32 [G]; None for a stack.
@@ -166,6 +168,13 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         """Codes [M, K] of grouped rows; the data of a stack, [G, columns, rows] with data_layout "T"."""
         return self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
 
+    def operand(self) -> Operand:
+        """Return the codes with the contracted axis last: [rows, K], or [G, rows, K] of a stack."""
+        if self.group_sizes is not None:
+            return self._one(self.data, self.scale_inv, self.amax).operand()
+        each: Any = jax.vmap(lambda *leaves: self._one(*leaves).operand())
+        return each(self.data, self.scale_inv, self.amax)
+
     def dequantize(self) -> Array:
         """Return the values in dq_dtype: [M, K], or the stack."""
         if self.group_sizes is None:
@@ -185,8 +194,9 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         assert form.block is not None
         rows, block = self.shape[0], form.block[int(self.is_colwise)]
         padded = rows != self.data.shape[int(self.data_layout == "T")]
+        multiple = row_multiple(block)
         layout = (
-            row_layout(group_sizes, rows, block) if padded else RowLayout(group_of_rows(group_sizes, rows))
+            row_layout(group_sizes, rows, multiple) if padded else RowLayout(group_of_rows(group_sizes, rows))
         )
         amax = self.amax
         if form.levels is not None and not form.row_scaled and amax.size == group_sizes.size:

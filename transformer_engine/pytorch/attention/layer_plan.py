@@ -25,8 +25,7 @@ from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.autograd import gradients_expected
 from ..runtime.checks import floating
-from ..runtime.determinism import torch_determinism
-from ..runtime.device import autocast_dtype
+from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.warn_once import warn_once
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import accepted_angles, check_cache_kind
@@ -187,7 +186,8 @@ def check_layer_call(
         encoder = described_of(encoder_output)
     turned = None if rotation is None else rotation.facts()
     device = x.device
-    inputs = (x.shape, x.dtype, device, autocast_dtype(device.type), encoder)
+    autocast = autocast_dtype(device.type) if autocast_is_active() else None
+    inputs = (x.shape, x.dtype, device, autocast, encoder)
     checked = PLAIN
     if ours and arguments is not NO_ARGUMENTS:
         checked = check_arguments(core._config, arguments, lambda: _projections(config, *inputs))
@@ -197,7 +197,7 @@ def check_layer_call(
         ours and core.training,
         torch.is_grad_enabled()
         or (ours and arguments.inference_params is None and gradients_expected(core.training)),
-        torch_determinism(),
+        torch.get_deterministic_debug_mode(),  # `torch_determinism()` in eager mode
         env.generation(),
         last_choice.renewed,
         checked.facts,

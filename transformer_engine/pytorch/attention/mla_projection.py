@@ -7,7 +7,7 @@ take their separate steps if it is False, as it is here; `FusedMLAQUpProjFunctio
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +30,37 @@ _BLOCK = 32  # values of a scale
 
 
 class FusedMLAQUpProjRopeQuant(nn.Module):
-    """A module whose is_supported() callers of the original test before they create one; it is supported nowhere."""
+    """A module whose is_supported() callers of the original test before they use it; it is supported nowhere."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            "FusedMLAQUpProjRopeQuant has no kernel here, is_supported() is False; use Linear, "
-            "apply_rotary_pos_emb and a quantizer, or FusedMLAQUpProjFunction.apply"
-        )
+        raise _without_kernel("FusedMLAQUpProjRopeQuant")
 
     @staticmethod
     def is_supported(*_: Any, **__: Any) -> bool:
         """Return False: no kernel fuses the steps."""
         return False
+
+    @staticmethod
+    def run(*_: Any, **__: Any) -> NoReturn:
+        """Raise NotImplementedError: no kernel fuses the steps."""
+        raise _without_kernel("FusedMLAQUpProjRopeQuant.run")
+
+    @staticmethod
+    def backward_linear(*_: Any, **__: Any) -> NoReturn:
+        """Raise NotImplementedError: no kernel fuses the steps."""
+        raise _without_kernel("FusedMLAQUpProjRopeQuant.backward_linear")
+
+    @staticmethod
+    def wrap_mxfp8(*_: Any, **__: Any) -> NoReturn:
+        """Raise NotImplementedError: no kernel fuses the steps."""
+        raise _without_kernel("FusedMLAQUpProjRopeQuant.wrap_mxfp8")
+
+
+def _without_kernel(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} has no kernel here, is_supported() is False; use Linear, apply_rotary_pos_emb and a quantizer, or "
+        "FusedMLAQUpProjFunction.apply"
+    )
 
 
 class FusedMLAQUpProjFunction:

@@ -1,18 +1,20 @@
-"""Pieces that exist for host time alone; layers and operations compute the same bits without them.
+"""Optimizations of host time. Results are bit-identical without them.
 
-`TE_FAST=0` disables all of them: the plain functions of `pytorch/functions` then run step by step in every call, and
-environment variables are read by the interface of `os.environ`. The variable is read once, at import. Caches of
-decisions (specs, plans, backends) stay: they are functions of their keys.
+`TE_FAST=0` disables all of them: the plain functions of `pytorch/functions` then run in every call, and environment
+variables are read by the interface of `os.environ`. The variable is read once, at import. Caches of specs, plans and
+backends are not affected.
 
 | piece | used by | docstring with its gain |
 | --- | --- | --- |
-| a warm pass as one generated function | `functions/layer.py`, `ops` | `compiled.py` |
-| collectives in such a function | `functions/communication.py` | `listed_collectives.py` |
-| the source of such a function | | `generated_pass.py` |
+| a warm pass as one generated function | `functions/layer.py`, `ops/prepared_chain.py` | `compiled.py` |
+| symbolic tensors, which record a pass | operations below `functions` | `compiled.py` |
+| products in such a function | `functions/linear_operands.py` | `compiled.py` |
+| collectives in such a function | `functions/communication.py` | `recorded_collectives.py` |
+| the source of such a function | `compiled.py` | `generated_pass.py` |
 | backward passes on the calling thread | specs of layers and attention plans | `run_backward_on_calling_thread` |
 | reads of environment variables | keys of caches | `_readers` in `common/env.py` |
 
-`CompiledLayer` is the hook of the first three: a layer's spec and a prepared chain have one or None. Operations below
+`LayerSpec.compiled` and `PreparedChain.compiled` hold a `CompiledLayer`, or None. Operations below
 `functions` recognize a `Symbol` among their inputs. A piece that saves less than 3 % of a small layer's host time is
 removed; `benchmarks/fast_pieces.py` measures all pieces in one process without a GPU.
 """
@@ -42,9 +44,9 @@ def run_backward_on_calling_thread() -> None:
     TE_BACKWARD_THREADS=1 is not set. Switches once per thread: a caller that enables torch's threads again keeps them.
 
     torch runs the backward pass of CUDA tensors on one thread per GPU, so that several GPUs of one process work at
-    once. With one GPU this thread gains nothing and costs two wake-ups and, for nodes written in Python, every cache
-    line that the forward pass has warmed on another core. Without it the backward pass of a small layer takes 42 % less
-    host time: 0.76 ms instead of 1.30 ms on an H200 host, wall time.
+    once. With one GPU the extra thread only costs time: two wake-ups, and cold caches for nodes written in Python.
+    Without it the backward pass of a small layer takes 42 % less host time: 0.76 ms instead of 1.30 ms on an H200 host,
+    wall time.
     """
     if not ENABLED or env.flag("TE_BACKWARD_THREADS"):
         return

@@ -1,13 +1,12 @@
 """Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A compiled pass is generated from the functions of a pass. They are evaluated on symbols (`fast/symbols.py`), which
-lists the launches and products, and the calls that collectives are; the list becomes one function
-(`fast/generated_pass.py`). The functions remain the only place that decides anything. A call that something else may
-influence (a forced backend, an observer, a dispatch mode, an offloading context) runs the functions.
+The functions of a pass run on symbols (`fast/symbols.py`), which record launches, products and calls of collectives.
+The record becomes one function (`fast/generated_pass.py`). All choices are made by the functions of the pass. If a
+forced backend, an observer, a dispatch mode or an offloading context is active, the call runs these functions directly.
 
-The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
-these are the key of a kind of call. A backward pass also compares the saved tensors that belong to the caller, whose
-memory may have changed, and all saved tensors where hooks returned them.
+A kind of call is identified by the strides of its tensors and the settings of its quantizers; the spec of the layer
+fixes the rest. A backward pass also compares the saved tensors that belong to the caller, whose memory may have
+changed, and all saved tensors if saved-tensor hooks are active.
 
 Gain in host time of a warm forward and backward pass (`benchmarks/fast_pieces.py`): 44 % of a small Linear with current
 scaling (199 us instead of 358), 49 % of LayerNormLinear, 57 % of LayerNormMLP, 45 % of a chain of RMSNorm and Linear in
@@ -29,14 +28,14 @@ from ..runtime.device import is_current_device
 from ..tensor.quantizer import Quantizer
 from . import ENABLED
 from .generated_pass import Generated, generate
-from .symbols import Instructions, NotAligned, NotListed
+from .symbols import Instructions, NotAligned, NotRecordable
 
-# (inputs, *facts) -> (results, metadata); the list of inputs is emptied
+# (inputs, *extra_arguments) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
 
-_COMPILED = 2  # the call of a kind that is compiled: shapes that occur once are not worth it
-_TRIES = 8
-_KEPT = 16
+_COMPILE_AT_CALL = 2  # shapes that occur once are not worth compiling
+_MAX_ATTEMPTS = 8  # calls whose tensors may be unaligned before compilation is given up
+_MAX_KINDS = 16  # cached kinds per pass
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -44,25 +43,27 @@ class Kind:
     """The calls of a pass whose tensors have the same strides.
 
     Attributes:
-        calls: Number of calls until the pass was compiled.
+        calls: Calls before the pass was compiled.
+        given_up: The pass cannot be compiled; every call runs its functions.
         generated: The compiled pass; None before it is compiled, or if it cannot be.
         metadata: Non-tensor results of the pass: the forms of saved operands.
-        given: Positions of the results that are inputs of the pass.
-        reason: Why the pass cannot be compiled; None before that is tried.
+        input_results: Positions of the results that are inputs of the pass.
+        reason: Why the pass cannot be compiled; None before the first attempt.
     """
 
-    __slots__ = ("calls", "generated", "given", "metadata", "reason")
+    __slots__ = ("calls", "generated", "given_up", "input_results", "metadata", "reason")
 
     def __init__(self, metadata: Any = None) -> None:
         self.calls = 0
+        self.given_up = False
         self.generated: Generated | None = None
         self.metadata = metadata
-        self.given: tuple[int, ...] = ()
+        self.input_results: tuple[int, ...] = ()
         self.reason: str | None = None
 
 
 def _kind(key: tuple[Any, ...]) -> Kind:
-    return Kind()
+    return Kind()  # `Memory` calls this with the key, which a new Kind does not need
 
 
 class CompiledPass:
@@ -80,68 +81,81 @@ class CompiledPass:
         self.evaluate = evaluate
         self.device = device
         self.quantizers = tuple([quantizer for quantizer in quantizers if not quantizer.is_identity])
-        self.kinds: Memory[Any, Kind] = Memory(_kind, _KEPT)
+        self.kinds: Memory[Any, Kind] = Memory(_kind, _MAX_KINDS)
 
     def __call__(
-        self, key: list[Any], given: list[Any], facts: tuple[Any, ...], beside: Sequence[Tensor] = ()
+        self,
+        key: list[Any],
+        inputs: list[Any],
+        extra_arguments: tuple[Any, ...],
+        referenced_tensors: Sequence[Tensor] = (),
     ) -> tuple[tuple[Any, ...], Kind]:
         """Run the pass on its inputs; key and quantizers say which kind of call it is.
 
         Args:
             key: Facts of the inputs.
-            given: The inputs.
-            facts: Arguments of `evaluate` behind the inputs.
-            beside: Tensors that the facts refer to.
+            inputs: The inputs.
+            extra_arguments: Arguments of `evaluate` behind the inputs.
+            referenced_tensors: Tensors that the extra arguments refer to.
         """
-        states = [*beside]
+        states = [*referenced_tensors]
         for quantizer in self.quantizers:
-            kept = quantizer.kept()
-            if kept is None:
-                return self.by_steps(given, facts)
-            key.append(kept[0])
-            states += kept[1]
+            state = quantizer.kept()
+            if state is None:
+                return self.run_uncompiled(inputs, extra_arguments)
+            key.append(state[0])
+            states += state[1]
         kind = self.kinds[tuple(key)]
-        if kind.generated is None and kind.calls < _COMPILED + _TRIES and self.device is not None:
-            self._compile(kind, given, states, facts, self.device)
+        if kind.generated is None and not kind.given_up and self.device is not None:
+            self._compile(kind, inputs, states, extra_arguments, self.device)
         if kind.generated is not None:
-            given += (
-                states  # one list, which the function empties: no other reference keeps saved tensors alive
-            )
-            results = kind.generated(given)
+            # One list, which the function empties: no other reference keeps saved tensors alive.
+            inputs += states
+            results = kind.generated(inputs)
             if results is not None:
                 return results, kind
-            del given[len(given) - len(states) :]
-        return self.by_steps(given, facts)
+            del inputs[len(inputs) - len(states) :]
+        return self.run_uncompiled(inputs, extra_arguments)
 
-    def by_steps(self, given: list[Any], facts: tuple[Any, ...]) -> tuple[tuple[Any, ...], Kind]:
-        """Run the steps one by one."""
-        results, metadata = self.evaluate(given, *facts)
+    def run_uncompiled(
+        self, inputs: list[Any], extra_arguments: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Kind]:
+        """Run the functions of the pass."""
+        results, metadata = self.evaluate(inputs, *extra_arguments)
         return results, Kind(metadata)
 
     def _compile(
-        self, kind: Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...], device: torch.device
+        self,
+        kind: Kind,
+        inputs: list[Any],
+        states: list[Tensor],
+        extra_arguments: tuple[Any, ...],
+        device: torch.device,
     ) -> None:
-        """Compile the pass in the second call of a kind, or keep the reason why it cannot be compiled."""
+        """Compile the pass in the second call of a kind; on failure set `kind.reason`."""
         if device.type == "cuda" and not is_current_device(device.index):
             return  # Triton loads kernels on the current device
         kind.calls += 1
-        if kind.calls < _COMPILED or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if kind.calls < _COMPILE_AT_CALL or (
+            device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
             return
         try:
-            instructions = Instructions([*given, *states], device)
+            instructions = Instructions([*inputs, *states], device)
             symbols: list[Any] = instructions.symbols()
-            results, metadata = self.evaluate(symbols[: len(given)], *facts)
-            made = [instructions.symbol(result) for result in results]
-            generated = generate(instructions, made)
-        except NotListed as error:
+            results, metadata = self.evaluate(symbols[: len(inputs)], *extra_arguments)
+            results_as_symbols = [instructions.symbol(result) for result in results]
+            generated = generate(instructions, results_as_symbols)
+        except NotRecordable as error:
             kind.reason = str(error)
-            if not isinstance(error, NotAligned):
-                kind.calls = _COMPILED + _TRIES
+            # Tensors of later calls may be aligned.
+            attempts_left = kind.calls < _COMPILE_AT_CALL + _MAX_ATTEMPTS
+            kind.given_up = not (isinstance(error, NotAligned) and attempts_left)
             return
         kind.metadata, kind.generated, kind.reason = metadata, generated, None
-        count = len(instructions.given)
-        kind.given = tuple(
-            [i for i, result in enumerate(made) if result is not None and result.buffer < count]
+        count = len(instructions.inputs)
+        kind.input_results = tuple(
+            [i for i, result in enumerate(results_as_symbols) if result is not None and result.buffer < count]
         )
 
 
@@ -164,49 +178,52 @@ class CompiledLayer:
         return self._forward, self._backward
 
     def forward(
-        self, given: list[Any], spec: Any, beside: Sequence[Tensor] = ()
+        self, inputs: list[Any], spec: Any, referenced_tensors: Sequence[Tensor] = ()
     ) -> tuple[tuple[Any, ...], Kind]:
         """Return results and saved tensors, and the kind of the call.
 
         Args:
-            given: The inputs; the spec decides everything of them but their strides.
+            inputs: The inputs; the spec fixes everything about them but their strides.
             spec: Spec of the layer.
-            beside: Tensors of the spec's weights that were quantized for an earlier microbatch.
+            referenced_tensors: Tensors of the spec's cached quantized weights.
         """
         if offloading.synchronizer is not None or not undisturbed_in_eager_mode():
-            return self._forward.by_steps(given, (spec,))
-        key = [None if tensor is None else tensor.stride() for tensor in given]
-        if not beside:
-            return self._forward(key, given, (spec,))
-        key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in beside]
-        return self._forward(key, given, (spec,), beside)
+            return self._forward.run_uncompiled(inputs, (spec,))
+        key = [None if tensor is None else tensor.stride() for tensor in inputs]
+        if not referenced_tensors:
+            return self._forward(key, inputs, (spec,))
+        key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in referenced_tensors]
+        return self._forward(key, inputs, (spec,), referenced_tensors)
 
-    def record(self, ctx: Any, kind: Kind) -> None:
-        """Record the kind of the forward pass in its node, whose saved tensors it determines."""
+    def save_kind(self, ctx: Any, kind: Kind) -> None:
+        """Store the kind of the forward pass in its node, whose saved tensors it determines."""
         ctx.forms = kind.metadata
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
-    def backward(self, ctx: Any, given: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
+    def backward(self, ctx: Any, inputs: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
         """Gradients of the inputs.
 
         Args:
             ctx: The node.
-            given: The gradients of the results, then the saved tensors.
+            inputs: The gradients of the results, then the saved tensors.
             grads: Number of gradients.
             spec: Spec of the layer.
         """
         kind: Kind = ctx.kind
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
         if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
-            return self._backward.by_steps(given, (spec, ctx))[0]
+            return self._backward.run_uncompiled(inputs, (spec, ctx))[0]
         key: list[Any] = [kind]
-        compared = given if ctx.hooked else [*given[:grads], *[given[i] for i in kind.given]]
+        compared = inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]
         for tensor in compared:
-            key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+            if tensor is None:
+                key.append(None)
+            else:
+                key += (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         del compared
-        return self._backward(key, given, (spec, ctx))[0]
+        return self._backward(key, inputs, (spec, ctx))[0]
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Whether passes are compiled, and consist of launches on a device. On a CPU torch computes them."""
+    """Whether passes on a device are compiled: on a GPU, unless TE_FAST=0."""
     return ENABLED and device.type == "cuda"

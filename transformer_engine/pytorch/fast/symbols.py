@@ -1,9 +1,9 @@
-"""Symbols of the tensors of a pass, with which its launches and products are listed before any is started.
+"""Symbolic tensors: running a pass on them records its launches and products without starting any.
 
-A pass of steps is evaluated on `Symbol`s. Operations append the work that they would start (a `Program`, a `Launch`, a
-product of cuBLASLt, the call of a collective) to the `Instructions` of their symbols, and return symbols of the
-results. Views of a symbol are symbols of the same buffer. Any other use of a symbol, such as a computation by torch,
-raises `NotListed` with the reason; such a pass runs step by step. Nothing is computed, and no tensor is written.
+Operations append the work that they would start (a `Program`, a `Launch`, a product of cuBLASLt, the call of a
+collective) to the `Instructions` of their symbols, and return symbols of the results. Views of a symbol are symbols of
+the same buffer. Any other use of a symbol, such as a computation by torch, raises `NotRecordable` with the reason; such
+a pass runs step by step. Nothing is computed, and no tensor is written. `compiled.py` states the gain.
 
 `generated_pass.py` compiles the instructions into one function.
 """
@@ -21,15 +21,15 @@ from ...common.kernels.launch import ALIGNMENT, Launch
 from ...common.numbers import with_article
 
 
-class NotListed(Exception):
+class NotRecordable(Exception):
     """An operation does more than start launches and products on the tensors of its pass."""
 
 
-class NotAligned(NotListed):
+class NotAligned(NotRecordable):
     """The tensors of this call are not aligned, but those of later calls may be."""
 
 
-class Form(NamedTuple):
+class TensorLayout(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -37,44 +37,44 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Form:
-        return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    def of(tensor: Tensor) -> TensorLayout:
+        return TensorLayout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @staticmethod
-    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Form:
-        return Form.of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorLayout:
+        return TensorLayout.of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
-class Allocated(NamedTuple):
-    """An instruction that allocates a buffer of a form."""
+class Allocate(NamedTuple):
+    """Allocate a buffer with this layout."""
 
     buffer: int
-    form: Form
+    layout: TensorLayout
 
 
-class Called(NamedTuple):
-    """An instruction that allocates a buffer by a function without arguments."""
+class AllocateBy(NamedTuple):
+    """Allocate a buffer by a function without arguments."""
 
     buffer: int
     make: Callable[[], Tensor]
 
 
-class Numbers(NamedTuple):
-    """An instruction that allocates buffers float32 [1], some of which must be zero."""
+class AllocateScalars(NamedTuple):
+    """Allocate buffers float32 [1] each, some of which must be zero."""
 
     buffers: tuple[int, ...]
     zeroed: tuple[bool, ...]
 
 
-class Started(NamedTuple):
-    """An instruction that starts a kernel on buffers; None for an absent argument."""
+class Start(NamedTuple):
+    """Start a kernel on buffers; None for an absent argument."""
 
     launch: Launch
     buffers: tuple[int | None, ...]
 
 
-class Multiplied(NamedTuple):
-    """An instruction that starts a product of cuBLASLt: operands, result, and the buffers of its other pointers."""
+class Multiply(NamedTuple):
+    """Start a product of cuBLASLt: operands, result, and the buffers of its other pointers."""
 
     plan: Any
     left: int
@@ -83,155 +83,162 @@ class Multiplied(NamedTuple):
     pointers: tuple[int | None, ...]
 
 
-class Applied(NamedTuple):
-    """An instruction that calls a function of tensors and objects, such as a half of a collective.
+class Apply(NamedTuple):
+    """Call a function of tensors and objects, such as a half of a collective.
 
     Attributes:
         function: The function; it returns a tuple.
-        arguments: Buffer and form of each argument; the form of an object is None. None for an absent argument.
+        arguments: Buffer and layout of each argument; the layout of an object is None. None for an absent argument.
         results: Buffers of the results.
-        makes: Whether each result is a tensor; the others are objects, which only other functions take.
+        is_tensor: Whether each result is a tensor; the others are objects, which only other functions take.
     """
 
     function: Callable[..., tuple[Any, ...]]
-    arguments: tuple[tuple[int, Form | None] | None, ...]
+    arguments: tuple[tuple[int, TensorLayout | None] | None, ...]
     results: tuple[int, ...]
-    makes: tuple[bool, ...]
+    is_tensor: tuple[bool, ...]
 
 
-Instruction = Allocated | Called | Numbers | Started | Multiplied | Applied
+Instruction = Allocate | AllocateBy | AllocateScalars | Start | Multiply | Apply
 
 
 class Instructions:
     """The launches and products of a pass, in order.
 
     Args:
-        given: The tensors of the pass; they are the first buffers. None for absent ones.
+        inputs: The tensors of the pass; they are the first buffers. None for absent ones.
         device: The device of all tensors.
 
     Raises:
-        NotListed: A tensor is empty, of a subclass, or on another device.
+        NotRecordable: A tensor is empty, of a subclass, or on another device.
     """
 
-    def __init__(self, given: Sequence[Tensor | None], device: torch.device):
+    def __init__(self, inputs: Sequence[Tensor | None], device: torch.device):
         self.device = device
         self.steps: list[Instruction] = []
-        self.forms: list[Form | None] = []
-        self.given = tuple(given)
+        self.layouts: list[TensorLayout | None] = []
+        self.inputs = tuple(inputs)
         self._by_address: dict[int, int] = {}
-        for number, tensor in enumerate(given):
+        for number, tensor in enumerate(inputs):
             if tensor is None:
-                self.forms.append(None)
+                self.layouts.append(None)
                 continue
             if type(tensor) not in (Tensor, torch.nn.Parameter):
-                raise NotListed(f"a tensor is {with_article(type(tensor))}")
+                raise NotRecordable(f"a tensor is {with_article(type(tensor))}")
             if tensor.device != device or not tensor.numel():
-                raise NotListed("a tensor is empty or on another device")
+                raise NotRecordable("a tensor is empty or on another device")
             self._by_address.setdefault(tensor.data_ptr(), number)
-            self.forms.append(Form.of(tensor))
+            self.layouts.append(TensorLayout.of(tensor))
 
     def symbols(self) -> list[Symbol | None]:
-        """Return the symbols of the given tensors."""
+        """Return the symbols of the inputs."""
         return [
-            None if form is None else Symbol(self, number, _meta(form))
-            for number, form in enumerate(self.forms)
+            None if layout is None else Symbol(self, number, _meta(layout))
+            for number, layout in enumerate(self.layouts)
         ]
 
     def symbol(self, value: Any) -> Symbol | None:
-        """Return the symbol of an argument: itself, or that of the given tensor with its address.
+        """Return `value` if it is a Symbol, otherwise the symbol of the input at its address.
 
         Raises:
-            NotListed: The pass was not given this tensor.
+            NotRecordable: The tensor is not an input of the pass.
         """
         if value is None or type(value) is Symbol:
             return value
         number = self._by_address.get(value.data_ptr())
         if number is None or type(value) not in (Tensor, torch.nn.Parameter):
-            raise NotListed(
-                "an operation reads a tensor that the pass was not given and that no kernel of it made"
+            raise NotRecordable(
+                "an operation reads a tensor that is neither an input nor a result of this pass"
             )
-        return Symbol(self, number, _meta(Form.of(value)))
+        return Symbol(self, number, _meta(TensorLayout.of(value)))
 
     def is_aligned(self, number: int) -> bool:
-        """Return whether the address of a given tensor has the alignment on which kernels rely."""
-        tensor = self.given[number]
+        """Return whether the address of an input has the alignment on which kernels rely."""
+        tensor = self.inputs[number]
         return tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
 
-    def made(self, form: Form) -> Symbol:
+    def allocate(self, layout: TensorLayout) -> Symbol:
         """Append an allocation; return its symbol."""
-        symbol = self._new(form)
-        self.steps.append(Allocated(symbol.buffer, form))
+        symbol = self._new(layout)
+        self.steps.append(Allocate(symbol.buffer, layout))
         return symbol
 
-    def make(self, maker: Callable[[], Tensor]) -> Symbol:
+    def allocate_by(self, maker: Callable[[], Tensor]) -> Symbol:
         """Append the allocation of a buffer by a function without arguments; return its symbol."""
         if isinstance(maker, partial) and maker.func is torch.empty_strided:
-            return self.made(Form(tuple(maker.args[0]), tuple(maker.args[1]), maker.keywords["dtype"]))
-        tensor = maker()  # a constant or a number, of which only the form is used here
-        symbol = self._new(Form.of(tensor))
-        self.steps.append(Called(symbol.buffer, maker))
+            return self.allocate(
+                TensorLayout(tuple(maker.args[0]), tuple(maker.args[1]), maker.keywords["dtype"])
+            )
+        tensor = maker()  # a constant or a number, of which only the layout is used here
+        symbol = self._new(TensorLayout.of(tensor))
+        self.steps.append(AllocateBy(symbol.buffer, maker))
         return symbol
 
     def numbers(self, zeroed: tuple[bool, ...]) -> list[Symbol]:
         """Append the allocation of numbers float32 [1]; return their symbols."""
-        symbols = [self._new(Form((1,), (1,), torch.float32)) for _ in zeroed]
+        symbols = [self._new(TensorLayout((1,), (1,), torch.float32)) for _ in zeroed]
         if symbols:
-            self.steps.append(Numbers(tuple([symbol.buffer for symbol in symbols]), zeroed))
+            self.steps.append(AllocateScalars(tuple([symbol.buffer for symbol in symbols]), zeroed))
         return symbols
 
     def start(self, launch: Launch, arguments: Sequence[Any]) -> None:
         """Append a launch with its inputs and outputs."""
         symbols = [self.symbol(argument) for argument in arguments]
-        self.steps.append(Started(launch, tuple([None if s is None else s.buffer for s in symbols])))
+        self.steps.append(Start(launch, tuple([None if s is None else s.buffer for s in symbols])))
 
     def multiply(self, plan: Any, left: Any, right: Any, result: Symbol, pointers: Sequence[Any]) -> None:
         """Append a product of cuBLASLt."""
-        places = [self.symbol(tensor) for tensor in (left, right, *pointers)]
-        numbers = [None if place is None else place.buffer for place in places]
-        for number in numbers:
-            if number is not None and number < len(self.given) and not self.is_aligned(number):
+        symbols = [self.symbol(tensor) for tensor in (left, right, *pointers)]
+        buffers = [None if place is None else place.buffer for place in symbols]
+        for number in buffers:
+            if number is not None and number < len(self.inputs) and not self.is_aligned(number):
                 raise NotAligned("a product reads a tensor that is not aligned")
-        assert numbers[0] is not None and numbers[1] is not None
-        self.steps.append(Multiplied(plan, numbers[0], numbers[1], result.buffer, tuple(numbers[2:])))
+        assert buffers[0] is not None and buffers[1] is not None
+        self.steps.append(Multiply(plan, buffers[0], buffers[1], result.buffer, tuple(buffers[2:])))
 
     def apply(
-        self, function: Callable[..., tuple[Any, ...]], arguments: Sequence[Any], forms: Sequence[Form | None]
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        arguments: Sequence[Any],
+        layouts: Sequence[TensorLayout | None],
     ) -> list[Any]:
         """Append the call of a function.
 
         Args:
             function: Called with the tensors and objects of the arguments; it returns a tuple of aligned tensors and of
                 objects. It may write to its arguments.
-            arguments: Symbols, tensors that the pass was given, objects of other calls, and None.
-            forms: Forms of the results; None for an object.
+            arguments: Symbols, inputs of the pass, objects of other calls, and None.
+            layouts: Layouts of the results; None for an object.
 
         Returns:
-            The symbols of the tensors and the `Object`s.
+            The symbols of the tensors and the `Opaque`s.
         """
-        places: list[tuple[int, Form | None] | None] = []
+        buffers: list[tuple[int, TensorLayout | None] | None] = []
         for argument in arguments:
-            if isinstance(argument, Object):
-                places.append((argument.buffer, None))
+            if isinstance(argument, Opaque):
+                buffers.append((argument.buffer, None))
             else:
                 symbol = self.symbol(argument)
-                places.append(None if symbol is None else (symbol.buffer, symbol.form))
+                buffers.append(None if symbol is None else (symbol.buffer, symbol.layout))
         results: list[Any] = []
-        for form in forms:
-            if form is None:
-                self.forms.append(None)
-                results.append(Object(self, len(self.forms) - 1))
+        for layout in layouts:
+            if layout is None:
+                self.layouts.append(None)
+                results.append(Opaque(self, len(self.layouts) - 1))
             else:
-                results.append(self._new(form))
-        makes = tuple([form is not None for form in forms])
-        self.steps.append(Applied(function, tuple(places), tuple([made.buffer for made in results]), makes))
+                results.append(self._new(layout))
+        is_tensor = tuple([layout is not None for layout in layouts])
+        self.steps.append(
+            Apply(function, tuple(buffers), tuple([result.buffer for result in results]), is_tensor)
+        )
         return results
 
-    def _new(self, form: Form) -> Symbol:
-        self.forms.append(form)
-        return Symbol(self, len(self.forms) - 1, _meta(form))
+    def _new(self, layout: TensorLayout) -> Symbol:
+        self.layouts.append(layout)
+        return Symbol(self, len(self.layouts) - 1, _meta(layout))
 
 
-class Object(NamedTuple):
+class Opaque(NamedTuple):
     """An object that a function of a pass returns, and that only other functions take."""
 
     instructions: Instructions
@@ -243,7 +250,7 @@ _OF_META = frozenset({"shape", "dtype", "stride", "dim", "numel", "is_contiguous
 
 
 class Symbol:
-    """A tensor of a pass that is being listed: a buffer, and the form in which an operation uses it."""
+    """A tensor of a pass that is being recorded: a buffer, and the layout in which an operation uses it."""
 
     __slots__ = ("buffer", "instructions", "meta")
 
@@ -252,7 +259,7 @@ class Symbol:
 
     def __init__(self, instructions: Instructions, buffer: int, meta: Tensor):
         if meta.storage_offset():
-            raise NotListed("an operation reads a part of a tensor")
+            raise NotRecordable("an operation reads a part of a tensor")
         self.instructions = instructions
         self.buffer = buffer
         self.meta = meta
@@ -262,12 +269,12 @@ class Symbol:
         return self.instructions.device
 
     @property
-    def form(self) -> Form:
-        return Form.of(self.meta)
+    def layout(self) -> TensorLayout:
+        return TensorLayout.of(self.meta)
 
     def contiguous(self) -> Symbol:
         if not self.meta.is_contiguous():
-            raise NotListed("a tensor is copied because it is not contiguous")
+            raise NotRecordable("a tensor is copied because it is not contiguous")
         return self
 
     def detach(self) -> Symbol:
@@ -280,30 +287,30 @@ class Symbol:
         try:
             return Symbol(self.instructions, self.buffer, self.meta.view(*shape))
         except RuntimeError as error:
-            raise NotListed(f"a view of a tensor needs a copy: {error}") from None
+            raise NotRecordable(f"a view of a tensor needs a copy: {error}") from None
 
     reshape = view
 
     def to(self, dtype: torch.dtype) -> Symbol:
         if dtype != self.dtype:
-            raise NotListed(f"a tensor is converted from {self.dtype} to {dtype}")
+            raise NotRecordable(f"a tensor is converted from {self.dtype} to {dtype}")
         return self
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_META:
             return getattr(self.meta, name)
-        raise NotListed(f"torch computes with a tensor of the pass ({name})")
+        raise NotRecordable(f"torch computes with a tensor of the pass ({name})")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotListed(
+        raise NotRecordable(
             f"torch computes with a tensor of the pass ({getattr(function, '__name__', function)})"
         )
 
 
-def _not_listed(name: str) -> Callable[..., Any]:
+def _not_recordable(name: str) -> Callable[..., Any]:
     def operator(self: Symbol, *_: Any) -> Any:
-        raise NotListed(f"torch computes with a tensor of the pass ({name})")
+        raise NotRecordable(f"torch computes with a tensor of the pass ({name})")
 
     return operator
 
@@ -323,11 +330,11 @@ for _name in (
     "int",
     "len",
 ):
-    setattr(Symbol, f"__{_name}__", _not_listed(f"__{_name}__"))
+    setattr(Symbol, f"__{_name}__", _not_recordable(f"__{_name}__"))
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
-    setattr(Symbol, f"__r{_name}__", _not_listed(f"__r{_name}__"))
-    setattr(Symbol, f"__i{_name}__", _not_listed(f"__i{_name}__"))
+    setattr(Symbol, f"__r{_name}__", _not_recordable(f"__r{_name}__"))
+    setattr(Symbol, f"__i{_name}__", _not_recordable(f"__i{_name}__"))
 
 
-def _meta(form: Form) -> Tensor:
-    return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
+def _meta(layout: TensorLayout) -> Tensor:
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")

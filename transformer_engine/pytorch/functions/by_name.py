@@ -20,10 +20,10 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..runtime.replaceable import ReplaceableFunction
 from ..runtime.tracing import result_in
+from .layer import leading_shape
 from .linear_spec import LinearSpec
 from .norm_linear import NormLinearSpec
 from .normalization import Norm, NormStatistics
-from .sequence import leading_shape
 
 _extensions: list[Callable[[], Any]] = []
 

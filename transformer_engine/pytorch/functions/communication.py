@@ -3,7 +3,7 @@
 Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies the
 rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
 
-A pass that is traced on Symbols appends the same calls to its instructions (`fast/listed_collectives.py`).
+A pass that is recorded on Symbols appends the same calls to its instructions (`fast/recorded_collectives.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..distributed.operands import PendingOperand, gather_operand
 from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
 from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..distributed.tensor_parallel import TensorParallel
-from ..fast.listed_collectives import (
-    ListedPending,
-    is_listed,
-    list_begin,
-    list_gathered_product,
-    list_scattered_product,
-    list_wait,
+from ..fast.recorded_collectives import (
+    RecordedPending,
+    is_symbolic,
+    record_begin,
+    record_gathered_product,
+    record_scattered_product,
+    record_wait,
 )
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
@@ -58,8 +58,8 @@ class Pending(NamedTuple):
     def wait(self) -> Any:
         """Wait for the result on the current stream."""
         work, parallel, overlaps, dense = self
-        if type(work) is ListedPending:
-            return list_wait(lambda started: Pending(started, parallel, overlaps, dense).wait(), work)
+        if type(work) is RecordedPending:
+            return record_wait(lambda started: Pending(started, parallel, overlaps, dense).wait(), work)
         if isinstance(work, (PendingOperand, GatheredRows, ScatteredRows)):
             result = work.wait()
         else:
@@ -92,8 +92,8 @@ def begin(
 
 def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
     """`Pending.work` of a collective."""
-    if is_listed(x):
-        return list_begin(
+    if is_symbolic(x):
+        return record_begin(
             lambda sent: _begun(collective, sent, parallel, axis, overlaps),
             collective,
             x,
@@ -133,10 +133,10 @@ def gathered_product(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tens
         y [M, N], and the gathered a.
     """
     work, parallel, overlaps, dense = pending
-    if overlaps and type(work) is ListedPending:
+    if overlaps and type(work) is RecordedPending:
         # The instruction's function is called with real tensors. The bias is an argument of the instruction.
         settings = epilogue._replace(bias=None)
-        return list_gathered_product(
+        return record_gathered_product(
             lambda started, other, bias: gathered_product(
                 Pending(started, parallel, overlaps, dense), other, settings._replace(bias=bias)
             ),
@@ -162,10 +162,11 @@ def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParall
         parallel: The group.
     """
     left, right = operand_of(a), operand_of(b)
-    if is_listed(a):
-        started = list_scattered_product(
+    if is_symbolic(a):
+        started = record_scattered_product(
             lambda first, second: scattered_product(first, second, epilogue, parallel).work,
-            (a, b),
+            a,
+            b,
             (left.rows, right.rows),
             epilogue.dtype,
             parallel.size,

@@ -23,16 +23,10 @@ from typing import NamedTuple
 from ...common.dispatch import Backend, Table
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
-from .linear_spec import (
-    LinearSpec,
-    gathers_values,
-    gradient_cast,
-    input_cast,
-    inspects,
-    sums_over_ranks,
-)
+from .linear_operands import gradient_cast, input_cast
+from .linear_spec import LinearSpec, gathers_values, inspects, sums_over_ranks
 
-IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
+FUSED_CAST, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 
 # Reasons why the layer that reads a matrix must quantize it itself.
 RETURNED = "a matrix that is returned too"
@@ -111,7 +105,7 @@ def _unsupported_epilogue(fusion: Fusion) -> str | None:
 
 
 _MODES = {
-    IN_CODES: Backend(IN_CODES, unsupported_reason=_unsupported_cast),
+    FUSED_CAST: Backend(FUSED_CAST, unsupported_reason=_unsupported_cast),
     IN_PRODUCT: Backend(IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_epilogue),
     SEPARATE: Backend[Fusion](SEPARATE, takes=_FEATURES),
 }
@@ -121,17 +115,17 @@ def _table(matrix: str, *modes: str) -> Table[Fusion]:
     return Table(matrix, tuple([_MODES[mode] for mode in modes]), describe=Fusion)
 
 
-NORM_OUTPUT = _table("norm_output", IN_CODES, SEPARATE)
-MLP_ACTIVATION = _table("mlp_activation", IN_CODES, IN_PRODUCT, SEPARATE)
-MLP_GRADIENT = _table("mlp_gradient", IN_CODES, IN_PRODUCT, SEPARATE)
+NORM_OUTPUT = _table("norm_output", FUSED_CAST, SEPARATE)
+MLP_ACTIVATION = _table("mlp_activation", FUSED_CAST, IN_PRODUCT, SEPARATE)
+MLP_GRADIENT = _table("mlp_gradient", FUSED_CAST, IN_PRODUCT, SEPARATE)
 
 
-def norm_output(linear: LinearSpec, returned: bool) -> str:
+def choose_norm_mode(linear: LinearSpec, returned: bool) -> str:
     """Choose how the matrix between a norm and a linear layer is made; with `returned` the caller gets norm(x) too."""
     return NORM_OUTPUT.choose(_input_fusion(linear, returned))
 
 
-def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
+def choose_activation_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """Choose how the matrix between an activation and fc2 is made."""
     return MLP_ACTIVATION.choose(
         _input_fusion(fc2)._replace(
@@ -143,7 +137,7 @@ def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     )
 
 
-def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
+def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """Choose how the gradient of fc1's output is made."""
     features = _features(
         {

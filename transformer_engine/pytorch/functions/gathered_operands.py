@@ -36,7 +36,7 @@ class QuantizedGradient(NamedTuple):
 
 
 def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize x [M, K], of which each rank has M / ranks rows; see `linear.forward_input`.
+    """Quantize x [M, K], of which each rank has M / ranks rows; see `linear.quantize_input`.
 
     Returns:
         x by rows, possibly in transit from other ranks; and the saved x of the backward pass.
@@ -78,18 +78,22 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     return x_rows, saved_value(saved, spec.needs_grad_weight)
 
 
-def gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any, None]:
-    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes; see `linear.output_gradient`."""
+def gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any]:
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes.
+
+    Returns:
+        (row-wise operand, column-wise operand), each the `Pending` gather or None; see `linear.OutputGradient`.
+    """
     by_rows = spec.gather_gradient == ROW_CODES
     rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
     if not (spec.needs_grad_input or spec.needs_grad_weight):
-        return None, None, None
+        return None, None
     rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
     rows = begin_gather(rows, spec) if rowwise else None
     columns = begin_gather(columns, spec, axis=1) if columnwise else None
     if rows is not None and not spec.needs_grad_input:
         rows = rows.wait()
-    return rows, columns, None
+    return rows, columns
 
 
 def columns_of_rows(rows: Any) -> Operand | Matrix:
@@ -97,12 +101,12 @@ def columns_of_rows(rows: Any) -> Operand | Matrix:
     return transposed_operand(rows) if isinstance(rows, Operand) else Matrix(rows)
 
 
-def gathers_again(spec: LinearSpec) -> bool:
+def gathers_saved_input(spec: LinearSpec) -> bool:
     """Whether the backward pass gathers the shard of x that the forward pass has saved."""
     return spec.needs_grad_weight and spec.parallel.gathers_input and spec.gather_input != ONCE
 
 
-def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
+def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
     """Begin to gather the saved rows of x: values, codes by rows, or codes by columns [K, M / ranks]."""
     if offloading.used:
         wait_for_saved(x)
@@ -115,7 +119,7 @@ def begin_gather_again(x: Any, spec: LinearSpec) -> Pending:
     return begin_gather(x, spec, axis=0 if by_rows else 1)
 
 
-def columns_again(x: Any, spec: LinearSpec) -> Any:
+def column_operand(x: Any, spec: LinearSpec) -> Any:
     """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x

@@ -94,7 +94,7 @@ class GroupedCall:
         rows: Number of rows of each group; not read if `layout` is given.
         layout: The groups on the device, for one launch per step; None to loop over the groups.
         buffers: Buffers of the caller for the results.
-        cached: All weights as quantized for an earlier microbatch, for one launch per step.
+        cached: All weights as quantized in the module's cache, for one launch per step; None if not cached.
         unassigned: Rows behind those of the groups; results are zero there. Not read if `layout` is given.
         clears: With `layout`, results are zero in rows behind those of the groups; otherwise they are undefined there.
     """
@@ -119,7 +119,7 @@ class GroupedCall:
 
     # Numbers of rows change from call to call, so a compiled pass would serve one call only.
     compiled = None
-    beside = ()
+    referenced_tensors = ()
 
     def rows_of(self, x: Any) -> Sequence[Any]:
         """Return each group's rows of a matrix; values that are given per group are returned unchanged."""

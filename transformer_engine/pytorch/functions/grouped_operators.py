@@ -26,7 +26,7 @@ from ..runtime.double_backward import once_differentiable
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantizer import Calibrating, Quantizer
 from .grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec
-from .linear_spec import LinearSpec, changed
+from .linear_spec import LinearSpec, replace_fields
 from .scale_update import ScaleUpdate
 
 
@@ -160,7 +160,7 @@ def _with_states(
         return made
 
     groups: list[LinearSpec] = [
-        changed(g, input=of(g.input), weight=of(g.weight), grad_output=of(g.grad_output))
+        replace_fields(g, input=of(g.input), weight=of(g.weight), grad_output=of(g.grad_output))
         for g in kernel.spec.groups
     ]
     merged = kernel.spec.quantizers

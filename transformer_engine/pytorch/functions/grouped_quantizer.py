@@ -140,7 +140,9 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
 def _is_native(tensor_format: TensorFormat) -> bool:
     """Whether the GPU's tensor cores read the block scales, and the installed Triton emits their instruction."""
     needs, hardware = tensor_format.block_products, current_hardware()
-    return needs is not None and hardware.has(needs) and optional.release("triton") >= hardware.scaled_dot
+    if needs is None or not hardware.has(needs):
+        return False
+    return optional.scaled_dot_problem(hardware, optional.release("triton")) is None
 
 
 def _is_outdated(tensor_format: TensorFormat) -> bool:

@@ -22,7 +22,6 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved_before_transfer, unpack
-from .sequence import leading_shape
 
 
 class LayerFunctions(NamedTuple):
@@ -48,11 +47,11 @@ class LayerFunctions(NamedTuple):
 runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]] = []
 
 
-def infer_with(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
     """Run the forward pass without saving; return its results."""
     check_transforms(functions.name, tensors)
     if spec.compiled is not None:
-        return spec.compiled.forward([*tensors], spec, spec.beside)[0]
+        return spec.compiled.forward([*tensors], spec, spec.referenced_tensors)[0]
     return _forward_without_autocast(functions, spec, tensors, False)[0]
 
 
@@ -70,9 +69,9 @@ def record(
     """
     ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
-        outputs, kind = spec.compiled.forward([*tensors], spec, spec.beside)
+        outputs, kind = spec.compiled.forward([*tensors], spec, spec.referenced_tensors)
         keep(ctx, outputs[functions.results :])
-        spec.compiled.record(ctx, kind)
+        spec.compiled.save_kind(ctx, kind)
         ctx.scale_update = spec.scale_update
         return outputs[: functions.results]
     results, saved = forward_results(functions, spec, tensors, True)
@@ -184,6 +183,19 @@ def compiled_passes(
         CompiledPass(forward, device, quantizers),
         CompiledPass(backward, device if returned else None, of_backward),
     )
+
+
+def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Dimensions of a result with so many rows, for an input with these dimensions instead of its rows.
+
+    Sequence parallelism scales the rows; it then scales the first dimension.
+    """
+    before = 1
+    for size in leading:
+        before = before * size
+    if rows == before or not leading:
+        return leading
+    return (leading[0] * rows // before, *leading[1:])
 
 
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:

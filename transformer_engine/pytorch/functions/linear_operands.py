@@ -10,20 +10,27 @@ from torch import Tensor
 from ..distributed.common_scale import with_common_scale
 from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
-from ..fast.listed_collectives import is_listed, list_check
-from ..fast.listed_products import SymbolicOperand
+from ..fast.recorded_collectives import is_symbolic, record_check
+from ..fast.recorded_products import SymbolicOperand
 from ..fast.symbols import Symbol
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
-from ..primitives.quantize import dequantize
+from ..primitives.quantize import Cast, dequantize
 from ..runtime.device import current_hardware
 from ..runtime.tracing import result_in
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
-from .linear_spec import LinearSpec, gathers_codes, gathers_gradient_codes
+from .linear_spec import (
+    QUANTIZED,
+    ROW_CODES,
+    LinearSpec,
+    gathers_codes,
+    gathers_gradient_codes,
+    gathers_values,
+)
 
 
 def operand_of(value: Operand | Matrix | Tensor) -> Operand:
@@ -45,28 +52,59 @@ def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Ope
     """Quantize x [M, K] in the requested directions; a plain layer reads x itself."""
     if spec.plain:
         return Operands(x, Matrix(x))
-    if gathers_codes(spec):
-        _check_shard(spec.parallel, x)
-    matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
-    if rowwise or isinstance(x, QuantizedTensorStorage):
-        shards = spec.parallel if gathers_codes(spec) else None
-        return input_operands(matrix, spec.input, columnwise, shards, spec.parallel.size > 1)
-    return operands_for_products(spec.input, matrix, rowwise, columnwise, spec.parallel.size > 1)
+    shards = spec.parallel if spec.communicates and gathers_codes(spec) else None
+    if shards is not None:
+        _check_shard(shards, x)
+    if isinstance(x, QuantizedTensorStorage):
+        return input_operands(x, spec.input, columnwise, shards, spec.parallel.size > 1)  # pyright: ignore
+    x = as_matrix(x)
+    if isinstance(spec.input, BlockScalingQuantizer):
+        return operands_for_products(spec.input, x, rowwise, columnwise, spec.parallel.size > 1)
+    return spec.input.operands(x, rowwise, columnwise)
 
 
 def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
     """Quantize the output gradient dy [M, N] in the requested directions; a plain layer reads dy itself."""
     if spec.plain:
         return Operands(dy, Matrix(dy))
-    if gathers_gradient_codes(spec):
+    if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
     return operands_for_products(spec.grad_output, matrix, rowwise, columnwise, spec.parallel.size > 1)
 
 
+def input_cast(spec: LinearSpec) -> Cast | None:
+    """Cast with which the kernel that computes x may quantize it; None if the layer must do it."""
+    if spec.plain or spec.keep_input or spec.backward != QUANTIZED:
+        return None
+    if spec.traced:
+        return None  # the compiler must trace writes to the scaling state
+    by_rows = False
+    if spec.communicates:
+        if gathers_values(spec):
+            return None
+        by_rows = (
+            gathers_codes(spec) and spec.gather_input == ROW_CODES
+        )  # columns are made of the gathered rows
+    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
+
+
+def gradient_cast(spec: LinearSpec) -> Cast | None:
+    """Cast with which the kernel that computes or sums dy may quantize it; None if the layer must do it."""
+    if (
+        spec.plain
+        or not spec.needs_grad_input
+        or spec.backward != QUANTIZED
+        or spec.traced
+        or (spec.communicates and spec.parallel.gathers_gradient)
+    ):
+        return None
+    return spec.grad_output.cast(True, spec.needs_grad_weight)
+
+
 def _check_shard(parallel: TensorParallel, x: Any) -> None:
     """Compare the quantization of a shard over the ranks: some quantizers take maxima over the ranks."""
-    (list_check if is_listed(x) else check_collective)(parallel, "quantization of a shard", x)
+    (record_check if is_symbolic(x) else check_collective)(parallel, "quantization of a shard", x)
 
 
 def dequantized(x: Any, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.quantize import Cast
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -77,13 +76,13 @@ class LayerSpec:
 
     Attributes:
         compiled: `compiled.CompiledLayer` of the layer's passes; None if they are not compiled.
-        beside: The tensors of weights that were quantized for an earlier microbatch.
+        referenced_tensors: The tensors of cached quantized weights (`cached_weight`).
         scale_update: The scales that delayed scaling updates after the backward pass.
         needs_grad: Some tensor of the layer needs a gradient.
     """
 
     compiled: Any = field(default=None, kw_only=True)
-    beside: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    referenced_tensors: tuple[Tensor, ...] = field(default=(), kw_only=True)
     scale_update: ScaleUpdate | None = field(default=None, kw_only=True)
     needs_grad: bool = field(default=True, kw_only=True)
 
@@ -105,7 +104,8 @@ class LinearSpec(LayerSpec):
         parallel: The tensor-parallel group.
         weight_gradient: Destination of the gradient of the weight.
         output, grad_input: Quantizers of the results; None to leave them in `dtype`.
-        cached_weight: The weight as quantized for an earlier microbatch, or None.
+        cached_weight: The quantized weight in the module's cache, of this microbatch or an earlier one; None without
+            `is_first_microbatch`.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
@@ -207,7 +207,7 @@ def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, 
 Spec = TypeVar("Spec")
 
 
-def changed(spec: Spec, **fields: Any) -> Spec:
+def replace_fields(spec: Spec, **fields: Any) -> Spec:
     """Return `dataclasses.replace` of a frozen spec in 1 us instead of 10, traced in 20 ms instead of 150."""
     if torch.compiler.is_compiling():
         # torch 2.11 does not trace the __dict__ of a frozen dataclass.
@@ -218,7 +218,7 @@ def changed(spec: Spec, **fields: Any) -> Spec:
     return made
 
 
-def gathering(
+def with_gathering(
     spec: LinearSpec, shard: int, quantized_as: type | None = None, histories_agree: bool = False
 ) -> LinearSpec:
     """Return the spec of a layer whose input or output gradient is gathered as codes where the format allows it.
@@ -239,12 +239,14 @@ def gathering(
             spec.backward != "quantized" or spec.keep_input or not spec.input.joins_shards_of(quantized_as)
         )
         way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or as_tensor)
-        return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))
+        return replace_fields(
+            spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree)
+        )
     if parallel.gathers_gradient and not spec.needs_grad_bias:
         way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
         if way != ONCE:
             quantizer = _of_shards(spec.grad_output, way, parallel, histories_agree)
-            return changed(spec, gather_gradient=way, grad_output=quantizer)
+            return replace_fields(spec, gather_gradient=way, grad_output=quantizer)
     return spec
 
 
@@ -286,29 +288,6 @@ def gathers_codes(spec: LinearSpec) -> bool:
 def gathers_gradient_codes(spec: LinearSpec) -> bool:
     """Return whether each rank quantizes its rows of the output gradient, whose codes are gathered."""
     return spec.gather_gradient in (CODES, ROW_CODES) and spec.parallel.gathers_gradient
-
-
-def input_cast(spec: LinearSpec) -> Cast | None:
-    """Return the cast with which the producer of a layer's input may quantize it; None if the layer must do it."""
-    if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):
-        return None
-    if spec.traced:
-        return None  # the compiler must trace writes to the scaling state
-    by_rows = gathers_codes(spec) and spec.gather_input == ROW_CODES  # columns are made of the gathered rows
-    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
-
-
-def gradient_cast(spec: LinearSpec) -> Cast | None:
-    """Return the same for the producer of the gradient of a layer's output."""
-    if (
-        spec.plain
-        or not spec.needs_grad_input
-        or spec.backward != "quantized"
-        or spec.traced
-        or (spec.communicates and spec.parallel.gathers_gradient)
-    ):
-        return None
-    return spec.grad_output.cast(True, spec.needs_grad_weight)
 
 
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:

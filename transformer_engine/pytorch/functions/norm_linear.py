@@ -1,8 +1,8 @@
 """LayerNormLinear: y = norm(x) @ weight.T + bias; LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
 
-The linear products are those of `linear.py`. Between them a kernel can do more than one step: a norm, an activation or
-the gradient of one can quantize its result (`IN_CODES`), and a product can compute GELU or its gradient in its epilogue
-(`IN_PRODUCT`). `fusions.py` decides this when a spec is built; the functions here read the decision from the spec.
+The linear products are those of `linear.py`. The kernel of a norm, an activation or an activation's gradient can also
+quantize its output (`FUSED_CAST`), and a product can compute GELU or its gradient in its epilogue (`IN_PRODUCT`).
+`fusions.py` decides this when a spec is built. F is the size of the MLP; a gated activation reads 2F.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
 from ..runtime.autograd import Function
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .communication import Pending
-from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradient, norm_output
+from .fusions import (
+    FUSED_CAST,
+    IN_PRODUCT,
+    SEPARATE,
+    choose_activation_mode,
+    choose_gradient_mode,
+    choose_norm_mode,
+)
 from .gathered_operands import QuantizedGradient
-from .layer import LayerFunctions, backward_results, forward_results, infer_with, record, run_backward
-from .linear import forward_input, forward_weight, linear_backward, linear_forward
-from .linear_operands import operand_of
-from .linear_spec import Dtypes, LayerSpec, LinearSpec, gradient_cast, input_cast
+from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
+from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
+from .linear_operands import gradient_cast, input_cast, operand_of
+from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, save, take_saved, wait_for_saved
 
@@ -38,7 +45,7 @@ class NormLinearSpec(LayerSpec):
         norm: The norm.
         linear: The linear layer.
         returns_norm_output: The caller also gets norm(x).
-        norm_mode: How norm(x) is quantized: IN_CODES by the norm's kernel, SEPARATE by the linear layer.
+        norm_mode: How norm(x) is quantized: FUSED_CAST by the norm's kernel, SEPARATE by the linear layer.
     """
 
     norm: Norm
@@ -46,9 +53,9 @@ class NormLinearSpec(LayerSpec):
     returns_norm_output: bool = False
     norm_mode: str = SEPARATE
 
-    def chosen(self) -> NormLinearSpec:
+    def with_fusion_modes(self) -> NormLinearSpec:
         """The spec with its fusion mode."""
-        return replace(self, norm_mode=norm_output(self.linear, self.returns_norm_output))
+        return replace(self, norm_mode=choose_norm_mode(self.linear, self.returns_norm_output))
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """The spec with another norm, which quantizes nothing."""
@@ -66,30 +73,33 @@ def norm_forward(
     Returns:
         h, or its `Operands` for `linear` if the kernel of the norm quantizes it; and the statistics of the rows.
     """
-    if mode != IN_CODES:
+    # h = (x - mean) * rstdev * gamma + beta; mean and rstdev [M] of each row. An RMSNorm has neither mean nor beta.
+    if mode != FUSED_CAST:
         return norm.forward(plain_matrix(x), gamma, beta)
-    cast = input_cast(linear)
+    cast = input_cast(linear)  # codes by rows for y and by columns for dw
     assert cast is not None
     codes, statistics = norm.forward(plain_matrix(x), gamma, beta, cast)
     return linear.input.adopt(codes, x.dtype), statistics
 
 
 def norm_backward(
-    dh: Tensor, d_returned: Tensor | None, saved: Sequence[Any], norm: Norm
+    dh: Tensor, grad_norm_output: Tensor | None, saved: Sequence[Any], norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx [M, K], dgamma [K] and dbeta [K] from dh [M, K].
 
     Args:
         dh: Gradient of h from the linear layer.
-        d_returned: Gradient of h where the caller has used it; None if h is not returned.
+        grad_norm_output: Gradient of h where the caller has used it; None if h is not returned.
         saved: x, gamma, mean and rstdev.
         norm: The norm.
     """
     x, gamma, mean, rstdev = saved
     if offloading.used:
         wait_for_saved(x, gamma, mean, rstdev)
-    if d_returned is not None:
-        dh = dh + d_returned.reshape(dh.shape)
+    if grad_norm_output is not None:
+        dh = dh + grad_norm_output.reshape(dh.shape)
+    # n [M, K] = (x - mean) * rstdev and g [M, K] = dh * gamma; means of each row, without mean(g) in an RMSNorm:
+    # dx = rstdev * (g - mean(g) - n * mean(g * n)), dgamma [K] = sum of rows of dh * n, dbeta [K] = sum of rows of dh.
     return norm.backward(plain_matrix(dh), plain_matrix(x), NormStatistics(mean, rstdev), gamma)
 
 
@@ -101,7 +111,7 @@ def norm_linear_forward(
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
         spec: Settings.
-        saves: A backward pass follows.
+        saves: Not read: the saved values are returned in either case.
         leading: Dimensions of x before K.
 
     Returns:
@@ -110,9 +120,10 @@ def norm_linear_forward(
     x, gamma, beta, weight, bias = tensors
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     returned = h if spec.returns_norm_output else None
-    y, *operands = linear_forward(h, weight, bias, spec.linear, leading)
-    of_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
-    return [y, returned], [*of_norm, *operands]
+    # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
+    y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear, leading)
+    saved_by_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
+    return [y, returned], [*saved_by_norm, *saved_by_linear]
 
 
 def norm_linear_backward(
@@ -127,13 +138,13 @@ def norm_linear_backward(
         leading: Dimensions of x before K.
     """
     # Slices: torch 2.11 traces a starred target as a tuple, from which nothing can be deleted.
-    dy, d_returned = operands[:2]
-    saved, of_linear = operands[2:6], [dy, *operands[6:]]
+    dy, grad_norm_output = operands[:2]
+    saved, linear_operands = operands[2:6], [dy, *operands[6:]]
     operands.clear()
-    del dy
-    dh, dw, db = linear_backward(of_linear, spec.linear, dtypes[0])
-    of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
-    return [*of_norm, dw, db]
+    del dy  # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K]
+    dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0])
+    norm_gradients = [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved, spec.norm)
+    return [*norm_gradients, dw, db]
 
 
 NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
@@ -144,7 +155,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = infer_with(NORM_LINEAR, spec, (x, gamma, beta, weight, bias))
+        y, norm_output, *_ = run_without_saving(NORM_LINEAR, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -200,12 +211,14 @@ class NormMLPSpec(LayerSpec):
     recompute: bool = False
     fusion_modes: FusionModes = UNFUSED
 
-    def chosen(self) -> NormMLPSpec:
+    def with_fusion_modes(self) -> NormMLPSpec:
         """The spec with its fusion modes: kernels do several steps where that pays."""
-        gradient = mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else SEPARATE
-        norm = norm_output(self.fc1, self.returns_norm_output)
-        activation = mlp_activation(self.activation, self.fc1, self.fc2)
-        return replace(self, fusion_modes=FusionModes(norm, activation, gradient))
+        gradient_mode = (
+            choose_gradient_mode(self.activation, self.fc1, self.fc2) if self.needs_grad else SEPARATE
+        )
+        norm_mode = choose_norm_mode(self.fc1, self.returns_norm_output)
+        activation_mode = choose_activation_mode(self.activation, self.fc1, self.fc2)
+        return replace(self, fusion_modes=FusionModes(norm_mode, activation_mode, gradient_mode))
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """The spec with another norm, which quantizes nothing."""
@@ -232,7 +245,7 @@ def norm_mlp_forward(
     spec: NormMLPSpec,
     saves: bool,
     leading: tuple[int, ...],
-    multiplies: bool = True,
+    compute_output: bool = True,
 ) -> tuple[list[Any], list[Any]]:
     """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
 
@@ -241,7 +254,7 @@ def norm_mlp_forward(
         spec: Settings.
         saves: A backward pass follows.
         leading: Dimensions of x before H.
-        multiplies: Compute y. Recomputation needs the saved values only.
+        compute_output: Compute y. Recomputation needs the saved values only.
 
     Returns:
         (y, norm(x) or None); and the saved values: x, gamma, the statistics, u, and the operands of fc1
@@ -256,9 +269,11 @@ def norm_mlp_forward(
         a, u, *operands = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
         del h
     else:
+        # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *operands = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
-        if modes.activation == IN_CODES:
+        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] of a gated activation; or codes of a from the same kernel.
+        if modes.activation == FUSED_CAST:
             cast = input_cast(fc2)
             codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
             a: Any = fc2.input.adopt(codes, u.dtype)  # pyright: ignore[reportArgumentType]
@@ -267,10 +282,12 @@ def norm_mlp_forward(
             a = activation_forward(spec.activation, u, spec.activation_params)
     saved = []
     if saves:
-        mark_ready(u)
+        if offloading.synchronizer is not None:
+            mark_ready(u)
         saved = [x, gamma, *statistics, u, *operands]
     del u, operands
-    y, *operands = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, multiplies)
+    # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
+    y, *operands = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_output)
     return [y, returned], [*saved, *operands] if saves else []
 
 
@@ -282,8 +299,8 @@ def _gelu_product(
     Returns:
         a, u if it is saved, and what the backward pass reads of h and of the weight.
     """
-    h_rows, saved_input = forward_input(h, spec)
-    w_rows, saved_weight = forward_weight(weight, spec)
+    h_rows, saved_input = quantize_input(h, spec)
+    w_rows, saved_weight = quantize_weight(weight, spec)
     h_rows = h_rows.wait() if isinstance(h_rows, Pending) else h_rows
     epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
     # A call that may run again with gradients rounds u as that run does.
@@ -302,32 +319,33 @@ def norm_mlp_backward(
         dtypes: Dtypes of the gradients of weight and bias of fc1 and of fc2.
         leading: Dimensions of x before H.
     """
-    dy, d_returned = operands[:2]
+    dy, grad_norm_output = operands[:2]
     saved = operands[2:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
     operands.clear()
-    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product.
-    of_fc2 = [dy, a, fc2_weight]
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] = dy.T @ a [M, F].
+    fc2_operands = [dy, a, fc2_weight]
     del dy, a, fc2_weight
     if offloading.used:
         wait_for_saved(u)
     if spec.fusion_modes.gradient == IN_PRODUCT:
-        of_fc2.append(u)
+        fc2_operands.append(u)
         u = None
-    da, dw2, db2 = linear_backward(of_fc2, spec.fc2, dtypes[1])
-    of_fc1 = [da if u is None else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
+    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1])
+    fc1_operands = [da if u is None else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
     del da, u, h, fc1_weight
-    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]
-    dh, dw1, db1 = linear_backward(of_fc1, spec.fc1, dtypes[0])
-    of_norm = [None] * 3 if dh is None else norm_backward(dh, d_returned, saved, spec.norm)
-    return [*of_norm, dw1, db1, dw2, db2]
+    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du's rows.
+    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0])
+    norm_gradients = [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved, spec.norm)
+    return [*norm_gradients, dw1, db1, dw2, db2]
 
 
 def _activation_gradient(da: Tensor, u: Tensor, spec: NormMLPSpec, bias_dtype: Any) -> Any:
     """Compute du = da * act'(u), or its codes and column sums where the same kernel quantizes it."""
     fc1 = spec.fc1
-    if spec.fusion_modes.gradient != IN_CODES:
+    if spec.fusion_modes.gradient != FUSED_CAST:
         return activation_backward(spec.activation, da, u, spec.activation_params)
+    # One kernel reads da and u, and writes the codes of du by rows for dh and by columns for dfc1, and db1 [F or 2F].
     cast = gradient_cast(fc1)
     assert cast is not None
     sums = bias_dtype if fc1.needs_grad_bias else None
@@ -341,7 +359,7 @@ NORM_MLP = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, r
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = infer_with(NORM_MLP, spec, tensors)
+        y, norm_output, *_ = run_without_saving(NORM_MLP, spec, tensors)
         return y, norm_output
     outputs = _NormMLP.apply(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -351,7 +369,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+def _recompute_and_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
     count, kept = len(NormMLPTensors._fields), take_saved(ctx)
     # Quantizers repeat the quantization of the forward pass and record nothing.
@@ -361,8 +379,10 @@ def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
         replayed.append(quantizer.replaying(tuple(kept[start:end])))
         start = end
     fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
-    spec = replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
-    operands = [*grads, *norm_mlp_forward(kept[:count], spec, True, (), multiplies=False)[1]]
+    spec = replace(
+        spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])
+    ).with_fusion_modes()
+    operands = [*grads, *norm_mlp_forward(kept[:count], spec, True, (), compute_output=False)[1]]
     del kept
     return backward_results(NORM_MLP, spec, operands, ctx.dtypes, ctx.input_shape)
 
@@ -386,6 +406,8 @@ class _NormMLP(Function):
     @backward_of("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
-        gradients = _recomputed(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
+        gradients = (
+            _recompute_and_backward(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
+        )
         dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest

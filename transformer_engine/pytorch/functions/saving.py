@@ -81,12 +81,8 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
     tensors: list[Tensor | None] = []
     forms: list[Any] = []
     for operand in operands:
-        kind = type(operand)
         if operand is None:
             forms.append(None)
-        elif kind is Tensor:
-            tensors.append(operand)  # pyright: ignore[reportArgumentType]
-            forms.append(_VALUES)
         elif type(operand) is Operand:
             codes, scale, tensor_format, amax, dtype = operand
             tensors += (codes, scale, amax)

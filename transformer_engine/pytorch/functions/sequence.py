@@ -1,4 +1,4 @@
-"""Sequences that ranks share: y [n * M, ...] = all-gather of x [M, ...] over n ranks, and shapes of results."""
+"""Sequences that ranks share: y [n * M, ...] = all-gather of x [M, ...] over n ranks, differentiable."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from ..runtime.double_backward import once_differentiable
 def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
     """Gather x [M, ...] from all ranks of the group in rank order; the gradients of all ranks are summed."""
     return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
-
-
-def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Dimensions of a result with so many rows, for an input with these dimensions instead of its rows.
-
-    Sequence parallelism scales the rows; it then scales the first dimension.
-    """
-    before = 1
-    for size in leading:
-        before = before * size
-    if rows == before or not leading:
-        return leading
-    return (leading[0] * rows // before, *leading[1:])
 
 
 class _GatherSequence(Function):

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.memory import Memory
 from ..distributed_weight import ShardGroup, is_distributed_weight
-from ..primitives.gemm import Epilogue, gemm
+from ..primitives.gemm import Epilogue, multiply
 from ..primitives.operand import Operand
 from ..runtime.capture import is_capturing
 from ..runtime.device_tables import keep_if_captured
@@ -257,14 +257,14 @@ class WeightGradient:
         """
         if inspector is not None and "grad_weight" in inspector.results:
             dtype = main_grad_of(self.parameter).dtype if self.fused else dtype
-            return self.place(inspector.inspect("grad_weight", gemm(dy, x, Epilogue(dtype, exact=exact))))
+            return self.place(inspector.inspect("grad_weight", multiply(dy, x, Epilogue(dtype, exact=exact))))
         if self.store is not None:
             self.store.put((dy, x, exact, dtype), self._late)
             return self._placeholder(dtype) if self.fused else None
         if self.fused:
             self._accumulate(dy, x, exact)
             return self._placeholder(dtype)
-        return gemm(dy, x, Epilogue(dtype, exact=exact))
+        return multiply(dy, x, Epilogue(dtype, exact=exact))
 
     def place(self, gradient: Tensor) -> Tensor | None:
         """Store a given dw [N, K] where `compute` stores its result."""
@@ -325,7 +325,7 @@ class WeightGradient:
             if self.fused:
                 self._accumulate(dy, x, exact)
                 return self._deliver(None)
-            return self._deliver(gemm(dy, x, Epilogue(dtype, exact=exact)))
+            return self._deliver(multiply(dy, x, Epilogue(dtype, exact=exact)))
 
     def _deliver(self, gradient: Tensor | None) -> tuple[tuple[Any, ...], Tensor] | None:
         """Add a delayed gradient to .grad, unless it is in main_grad.
@@ -346,7 +346,7 @@ class WeightGradient:
     def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
         main_grad = main_grad_of(self.parameter)
         overwrite = self.begins_accumulation()
-        gemm(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
+        multiply(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
 
     def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
         """Return a placeholder for a gradient that was accumulated into main_grad, or None.

@@ -12,11 +12,10 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from ...common.checks import described, whole
 from ...common.dispatch import Backend, Table, undisturbed
 from ..quantization.autocast import AutocastState, here
 from ..runtime.device import has_cuda
@@ -33,7 +32,6 @@ _FIRST = "is_first_microbatch"
 _WARM_UPS = 2
 # Maximum number of signatures without a graph.
 EAGER_SIGNATURES = 64
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Situation(NamedTuple):
@@ -56,7 +54,7 @@ class Situation(NamedTuple):
     most: int
 
 
-def _unsupported_reason(call: Situation) -> str | None:
+def unsupported_reason(call: Situation) -> str | None:
     if call.obstacle is not None:
         return call.obstacle
     if call.is_kept:
@@ -69,7 +67,7 @@ def _unsupported_reason(call: Situation) -> str | None:
 
 
 TABLE: Table[Situation] = Table(
-    "graphed", (Backend(CAPTURED, unsupported_reason=_unsupported_reason), Backend(EAGER)), describe=Situation
+    "graphed", (Backend(CAPTURED, unsupported_reason=unsupported_reason), Backend(EAGER)), describe=Situation
 )
 
 
@@ -87,6 +85,7 @@ class AutomaticGraph:
 
     Attributes:
         call: The eager forward or function.
+        reason: Why the last call ran eagerly; None if it replayed a graph.
     """
 
     def __init__(self, call: Callable[..., Any], module: torch.nn.Module | None, after: int, signatures: int):
@@ -94,6 +93,7 @@ class AutomaticGraph:
         self.module = module
         self.after = after
         self.signatures = signatures
+        self.reason: str | None = "it has not been called yet"
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         try:
             names = list(inspect.signature(call).parameters)
@@ -118,7 +118,7 @@ class AutomaticGraph:
         standing = standing_of(self.module)
         thread = here()
         obstacle = (
-            unsupported_leaf_reason(leaves) or standing.obstacle or _obstacle_now(leaves, thread.recomputes)
+            unsupported_leaf_reason(leaves) or standing.obstacle or obstacle_of(leaves, thread.recomputes)
         )
         entry = _Entry()
         if obstacle is None:
@@ -137,6 +137,7 @@ class AutomaticGraph:
             self.kept,
             self.signatures,
         )
+        self.reason = unsupported_reason(situation)
         chosen = TABLE.choose(situation)
         if chosen == EAGER or not undisturbed():  # observers see operations of eager calls only
             entry.calls += 1
@@ -229,7 +230,7 @@ def _rebuilt(module: torch.nn.Module | None, call: Any, after: int, signatures: 
     return AutomaticGraph(call, module, after, signatures)
 
 
-def _obstacle_now(leaves: ArgumentLeaves, recomputes: bool) -> str | None:
+def obstacle_of(leaves: ArgumentLeaves, recomputes: bool) -> str | None:
     """Return why a call cannot be captured at this moment, or None."""
     if not leaves.tensors:
         return "no argument is a tensor"
@@ -248,30 +249,3 @@ def _obstacle_now(leaves: ArgumentLeaves, recomputes: bool) -> str | None:
 def records(device: torch.device) -> bool:
     """Return whether operations on a device can be recorded."""
     return device.type == "cuda"
-
-
-def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Function:
-    """Turn the calls of a module into CUDA graphs, without sample arguments, and return the module.
-
-    Args:
-        module: A module, which is modified, or a function, which is wrapped. Tensors that a function reads besides its
-            arguments must keep their addresses.
-        after: Number of eager calls of a signature before its capture. A signature covers shapes, dtypes, modes, recipe
-            and addresses of parameters.
-        signatures: Maximum number of graphs; calls with further signatures run eagerly.
-
-    `te.explain(module, x)` reports whether a call is captured, and why not. Outputs and gradients are bit-equal to
-    eager calls, and later calls do not overwrite them. A second forward pass before the backward pass of the first
-    runs eagerly. `module.reset()` frees all graphs.
-    """
-    if not callable(module):
-        raise TypeError(f"module={described(module)} cannot be called; give a module or a function")
-    whole("after", after)
-    whole("signatures", signatures)
-    if isinstance(getattr(module, "forward", None), AutomaticGraph) or isinstance(module, AutomaticGraph):
-        raise ValueError("the module is graphed already; call graphed() once")
-    if not isinstance(module, torch.nn.Module):
-        return AutomaticGraph(module, None, after, signatures)  # pyright: ignore[reportReturnType]
-    forward = AutomaticGraph(module.forward, module, after, signatures)
-    vars(module).update(forward=forward, reset=forward.reset)
-    return module  # pyright: ignore[reportReturnType]

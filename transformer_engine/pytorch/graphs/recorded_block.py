@@ -70,13 +70,13 @@ class RecordedBlock:
         if self.forward is None:
             raise RuntimeError("this graph has been reset; capture the callable again")
         # Register the block's delayed-scaling states for updates, also after a reset of the global state.
-        if self._states is not delayed_scaling.pools():
+        if self._states is not delayed_scaling.registry.pools:
             for layer in self._quantized:
                 if isinstance(layer, RecipeSlots):
                     layer.register_for_updates()
                 else:
                     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
-            self._states = delayed_scaling.pools()
+            self._states = delayed_scaling.registry.pools
         if first and self.backward is not None:
             for layer in self.block.layers:
                 layer.begin_microbatch(True)

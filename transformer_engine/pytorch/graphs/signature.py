@@ -27,7 +27,7 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The bookkeeping of torch.nn.Module. Of these only parameters, buffers, children and the mode belong to a signature.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
-_VALUES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
+PLAIN_TYPES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
 # Attributes of this package's layers that are not in their `_config` and that a capture freezes.
 _OUTSIDE_CONFIG = ("forward", "score_mod")
 
@@ -117,7 +117,7 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
             )
         facts.append(_layer(layer, seen, 1))
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
-            facts.append(None if tensor is None else (_place(tensor), tensor.requires_grad))
+            facts.append(None if tensor is None else (address_of(tensor), tensor.requires_grad))
         waiting += [child for child in own["_modules"].values() if child is not None]
     return Standing(tuple(facts), None)
 
@@ -136,7 +136,7 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
         names = [name for name in own.keys() - _BOOKKEEPING if not name.startswith("_")]
     settings = [
         (name, type(own[name]), own[name])
-        if type(own[name]) in _VALUES
+        if type(own[name]) in PLAIN_TYPES
         else (name, _fact(own[name], seen, depth))
         for name in names
     ]
@@ -161,13 +161,13 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
         depth: How many levels of objects are read.
     """
     kind = type(value)
-    if kind in _VALUES:
+    if kind in PLAIN_TYPES:
         return kind, value
     if isinstance(value, Tensor):
         # A result of the forward pass, such as an auxiliary loss, is overwritten by each replay.
         if value.grad_fn is not None:
             return kind
-        return kind, _place(value), value.shape, value.dtype, value.requires_grad
+        return kind, address_of(value), value.shape, value.dtype, value.requires_grad
     if id(value) in seen:
         return SameObject(value)
     if isinstance(value, (set, frozenset)):
@@ -190,7 +190,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
     return SameObject(value), tuple([(name, _fact(attributes[name], seen, depth - 1)) for name in attributes])
 
 
-def _place(tensor: Tensor) -> Any:
+def address_of(tensor: Tensor) -> Any:
     """Return the address of a tensor, or those of the parts of a quantized tensor."""
     if isinstance(tensor, QuantizedTensorStorage):
         parts: Sequence[Tensor | None] = tensor.as_storage().flatten()[0]

@@ -96,7 +96,7 @@ class PassTrace:
         finally:
             sys.settrace(before)
         saved: tuple[str, ...] = ()
-        if isinstance(results, tuple):
+        if name.startswith("forward pass"):  # it returns (results, saved values)
             buffers = _buffers(results[1])
             saved = tuple([f"{known.get(id(b), ('', 0))[0]} {form(b)}".strip() for b in buffers])
         self.reports.append(PassReport(name, tuple(steps), saved))

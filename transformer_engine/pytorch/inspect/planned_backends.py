@@ -28,6 +28,7 @@ from ..primitives.quantize.fused_codes import in_row_blocks
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
 from ..runtime.autograd import Function
+from ..runtime.device import current_hardware
 from ..runtime.double_backward import once_differentiable
 from ..tensor.elements import empty_quantized
 
@@ -49,15 +50,15 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
             return partial(planned_quantize, request.spec)
         return _PLANNERS.get(table.operation, _results)(table, request)
 
-    pools, moment = delayed_scaling._registry.pools, snapshot()
+    pools, moment = delayed_scaling.registry.pools, snapshot()
     dummies = dict(weight_gradient._dummy_wgrads)
-    delayed_scaling._registry.pools = {}
+    delayed_scaling.registry.pools = {}
     weight_gradient._dummy_wgrads.clear()
     try:
         with binding(bind):
             yield
     finally:
-        delayed_scaling._registry.pools = pools
+        delayed_scaling.registry.pools = pools
         weight_gradient._dummy_wgrads.clear()
         weight_gradient._dummy_wgrads.update(dummies)
         reinstate(moment)
@@ -108,7 +109,11 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
 
     def gradients(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         # Allocate the workspace in which a GPU's kernels sum columns, as in their program.
-        if request.device.type != "cuda" or launch.missing() is not None or not request.shape[0]:
+        if (
+            request.device.type != "cuda"
+            or launch.missing(current_hardware()) is not None
+            or not request.shape[0]
+        ):
             partial_sums = None
         else:
             sums = {

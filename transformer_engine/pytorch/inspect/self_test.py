@@ -133,7 +133,8 @@ def self_test(
             if time.perf_counter() - start > seconds:
                 results.append(SelfTestResult(case.path, case.name, "all", "not run"))
             else:
-                results += _examined(case, device, times)
+                with self_tested.testing(case.path):
+                    results += _examined(case, device, times)
     test = SelfTest(self_tested.machine_facts(), tuple(results), time.perf_counter() - start)
     if has_cuda():
         self_tested.save(test.paths)

@@ -340,12 +340,13 @@ def _attention(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
         if groups == heads:
             forward = partial(_attend, q, k, v, None, False)
             yield SelfTestCase("attention", f"{name}, forward", "attention", forward, ATTENTION_BOUND)
-            for scaling, recipe in (
-                ("current", recipes.Float8CurrentScaling(fp8_dpa=True)),
-                ("delayed", recipes.DelayedScaling(fp8_dpa=True)),
+            for path, scaling, recipe in (
+                ("fp8 attention", "current", recipes.Float8CurrentScaling(fp8_dpa=True)),
+                ("fp8 attention", "delayed", recipes.DelayedScaling(fp8_dpa=True)),
+                ("mxfp8 attention", "block", recipes.MXFP8BlockScaling(fp8_dpa=True)),
             ):
                 yield SelfTestCase(
-                    "fp8 attention",
+                    path,
                     f"{name}, {scaling} scaling",
                     "fp8_attention",
                     partial(_attend, q, k, v, recipe, True),

@@ -290,7 +290,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         In eager mode it updates all scales at the end of the backward pass. In a compiled graph it updates the module's
         own scales, after the backward pass of the module's first call, which comes last.
         """
-        active = self.numerics.active
+        active = self.numerics.cached.recipe
         if not needs_grad or not state.enabled or active is None or not active.has_state:
             return None
         if not torch.compiler.is_compiling():

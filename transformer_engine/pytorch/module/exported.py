@@ -12,7 +12,7 @@ from ..quantization.family import family_of
 from ..tensor.quantizer import Quantizer
 from .linear_base import ProductsModule
 from .products import unquantized
-from .specs import computing_dtype, quantizable
+from .specs import computing_dtype, quantizers_of_call
 
 # Rows that every format can quantize, in place of a dynamic number of rows.
 _ANY_ROWS = 128
@@ -59,12 +59,12 @@ def exported_products(
     dtype = computing_dtype(call)
     if not isinstance(call.rows, int):
         call = call._replace(x=(call.x[0], torch.Size((_ANY_ROWS, inp.shape[-1])), *call.x[2:]))
-    return dtype, [(product.input, product.weight) for product in quantizable(call, shapes)]
+    return dtype, [(product.input, product.weight) for product in quantizers_of_call(call, shapes)]
 
 
 def _check_warm(module: ProductsModule, state: Any) -> None:
     """Raise RuntimeError for a recipe with scales from earlier steps, of which the layer has none."""
-    active = module.numerics.active
+    active = module.numerics.cached.recipe
     served = active is not None and active.matches_recipe(state.recipe, state.group)
     if family_of(state.recipe).stateful and not served:
         raise RuntimeError(

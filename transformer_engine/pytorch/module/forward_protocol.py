@@ -187,13 +187,13 @@ class ForwardInterface(torch.nn.Module):
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
         """Whether quantizers exist. Setting it to False recreates them in the next forward pass or set_extra_state."""
-        return self.numerics.active is not None
+        return self.numerics.cached.recipe is not None
 
     @fp8_meta_tensors_initialized.setter
     def fp8_meta_tensors_initialized(self, initialized: bool) -> None:
         if not initialized:
             self.numerics.forget()
-        elif self.numerics.active is None:
+        elif self.numerics.cached.recipe is None:
             raise ValueError(
                 f"{type(self).__name__} has no quantizers yet; call init_fp8_meta_tensors(recipe) instead of "
                 "setting fp8_meta_tensors_initialized=True"

@@ -196,9 +196,11 @@ class GroupedLinear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            m_splits: Rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a GPU
-                is not read by the host if one launch computes all groups: its sum is then not checked, and rows past
-                it get undefined results.
+            m_splits: Rows of each group, in order; zeros are allowed, the sum is the number of rows. The host reads a
+                tensor on a GPU, and waits for it, if the groups are computed in a loop, and under recipes that require
+                a multiple of rows per group (MXFP8, NVFP4). It does not read the tensor if one launch computes all
+                groups unquantized, with one FP8 scale per tensor or with FP8 blocks: the sum is then not checked, and
+                rows past it get undefined results.
             is_first_microbatch: See `Linear.forward`.
             out: Contiguous buffer of the output's shape and dtype, whose memory the output shares.
             dgrad_out: Contiguous buffer of the input's shape and dtype, whose memory the input gradient shares.
@@ -278,7 +280,7 @@ class GroupedLinear(ProductsModule):
                 encode = partial(quantizer.matrices, Matrices.of(members), True)
                 for i in range(count if is_first_microbatch else 0):
                     self.numerics.workspaces.pop(f"weight{i}", None)
-                cached = self.numerics.workspaces.weight_of_call(
+                cached = self.numerics.workspaces.get_or_quantize(
                     _ALL_WEIGHTS, members, encode, groups[0].needs_grad_input, is_first_microbatch
                 )
             return GroupedCall(spec, groups, (), layout, buffers, cached)

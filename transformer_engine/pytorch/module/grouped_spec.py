@@ -39,7 +39,7 @@ from ..functions.linear_spec import (
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
-    changed,
+    replace_fields,
     unsupported_product_reason,
 )
 from ..quantization.autocast import AutocastState, current, reinstate, snapshot
@@ -71,7 +71,7 @@ def build(call: Call) -> GroupedSpec:
         together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
-    first = changed(
+    first = replace_fields(
         first,
         needs_grad_weight=any(group.needs_grad_weight for group in groups),
         needs_grad_bias=any(group.needs_grad_bias for group in groups),
@@ -114,7 +114,7 @@ def _groups(
             member = StackMember(target, i) if config.single_grouped_weight else target
             gradient = replace(gradient, parameters=(member,))
         made.append(
-            changed(
+            replace_fields(
                 first,
                 input=product.input,
                 weight=product.weight,
@@ -296,7 +296,9 @@ def _registered_while_tracing(
     kernel = GroupedKernel(
         spec=spec,
         inference=lambda call, inputs: grouped_linear_forward(padded(inputs), call, False)[0][0],
-        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, multiplies=False)[1],
+        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, compute_output=False)[
+            1
+        ],
         backward=lambda call, operands: grouped_linear_backward(operands, call, dtypes),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),

@@ -20,11 +20,11 @@ from ..functions.by_name import (
     check_unquantized,
     general_gemm,
 )
-from ..functions.linear_spec import changed
+from ..functions.linear_spec import replace_fields
 from ..functions.norm_linear import NORM_LINEAR, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
-from ..runtime.checks import is_distributed
+from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -36,11 +36,10 @@ from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured, early
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
-from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, parameter_of
-from .specs import Call, check_call, product_spec, quantizable, scale_update, with_compiled_passes
+from .parameters import InitMethod, create_parameters, mark_parameters, parameter_of, weight_and_bias
+from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
 
 # Beside the layer, names of the original that other libraries import from here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
@@ -60,7 +59,7 @@ def build(call: Call) -> NormLinearSpec:
     weight, bias, *of_norm = call.parameters
     assert weight is not None
     parallel = config.parallel()
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
+    (quantizers,) = quantizers_of_call(call, ((config.in_features, weight.shape[0]),), parallel)
     before = (call.input, *of_norm)
     needs = (
         call.records and any(facts is not None and facts.requires_grad for facts in before),
@@ -77,7 +76,7 @@ def build(call: Call) -> NormLinearSpec:
         returns_norm_output=bool(config.return_layernorm_output),
         scale_update=update,
         needs_grad=any(needs),
-    ).chosen()
+    ).with_fusion_modes()
     return with_compiled_passes(call, NORM_LINEAR, spec)
 
 
@@ -202,7 +201,7 @@ class LayerNormLinear(ProductsModule):
         weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
             return output_of_shards(self, options, inp, weight, bias, norm=norm)
@@ -232,7 +231,7 @@ class LayerNormLinear(ProductsModule):
         if is_first_microbatch is not None:
             self.begin_microbatch(is_first_microbatch)
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
-            spec = changed(spec, linear=linear, beside=linear.beside)
+            spec = replace_fields(spec, linear=linear, referenced_tensors=linear.referenced_tensors)
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)

@@ -23,7 +23,7 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import NormByName
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.linear_spec import LinearSpec, replace_fields
 from ..functions.norm_linear import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
@@ -40,7 +40,15 @@ from .exported import exported_products
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
-from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update, with_compiled_passes
+from .specs import (
+    Call,
+    Facts,
+    check_call,
+    product_spec,
+    quantizers_of_call,
+    scale_update,
+    with_compiled_passes,
+)
 
 # Beside the layer, names of the original that other libraries import from here.
 __all__ = ["LayerNormMLP", "apply_normalization"]
@@ -84,7 +92,7 @@ def build(call: Call) -> NormMLPSpec:
     assert fc1_weight is not None and fc2_weight is not None
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-    products = quantizable(call, shapes, config.parallel("column"))
+    products = quantizers_of_call(call, shapes, config.parallel("column"))
     wants = call.wants
     recompute = config.checkpoint and wants
     update = scale_update(call, wants)
@@ -93,7 +101,7 @@ def build(call: Call) -> NormMLPSpec:
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
         parallel = config.parallel(mode)
         made = product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
-        return changed(made, may_run_again=True) if recompute else made
+        return replace_fields(made, may_run_again=True) if recompute else made
 
     added = None if config.adds_bias_late else fc2_bias
     made = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
@@ -106,7 +114,7 @@ def build(call: Call) -> NormMLPSpec:
         recompute=recompute,
         scale_update=update,
         needs_grad=wants,
-    ).chosen()
+    ).with_fusion_modes()
     return made if recompute else with_compiled_passes(call, NORM_MLP, made)
 
 
@@ -134,7 +142,8 @@ class LayerNormMLP(ProductsModule):
         activation: gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu or clamped_swiglu.
         activation_params: For clamped_swiglu `{"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}`.
         set_parallel_mode: Shard fc1 by columns and fc2 by rows over tp_group.
-        checkpoint: Save only x, and recompute the norm, fc1 and the activation in the backward pass.
+        checkpoint: Save x, the parameters and, under delayed scaling, copies of the scales, and recompute the norm, fc1
+            and the activation in the backward pass.
         seq_length: No effect, since kernels need no warm-up.
         micro_batch_size: No effect, like seq_length.
 
@@ -292,7 +301,9 @@ class LayerNormMLP(ProductsModule):
             self.begin_microbatch(is_first_microbatch)
             fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
             fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
-            spec = changed(spec, fc1=fc1, fc2=fc2, beside=fc1.beside + fc2.beside)
+            spec = replace_fields(
+                spec, fc1=fc1, fc2=fc2, referenced_tensors=fc1.referenced_tensors + fc2.referenced_tensors
+            )
         if _replaced.names or _common._replaced.names:
             # The norm is this module's apply_normalization, which another library has replaced.
             spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))

@@ -18,7 +18,7 @@ from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
-from ..runtime.checks import is_distributed
+from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -27,14 +27,13 @@ from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
-from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .local_shards import output_of_shards
-from .parameters import InitMethod
+from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
     Call,
     check_call,
     product_spec,
-    quantizable,
+    quantizers_of_call,
     rows_of_shard,
     scale_update,
     with_compiled_passes,
@@ -53,7 +52,7 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     shard = rows_of_shard(call, parallel)
-    (quantizers,) = quantizable(call, ((in_features, weight.shape[0]),), parallel)
+    (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.records and call.input.requires_grad,
@@ -178,8 +177,9 @@ class Linear(ProductsModule):
         Args:
             inp: Input [.., in_features].
             is_first_microbatch: True quantizes the weight into its cache, whose memory stays the same from step to
-                step, False reads the cache, None quantizes the weight for this call only. With
-                fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
+                step. False reads the cache; if the cache is empty or lacks the column-wise codes, as in the first
+                training call after an evaluation, it quantizes the present weight into it. None quantizes the weight
+                for this call only. With fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 
@@ -195,7 +195,7 @@ class Linear(ProductsModule):
             return self.onnx_forward(inp, fp8_output, fp8_grad)
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        plain = type(weight) is torch.nn.Parameter and type(inp) is Tensor
+        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             return output_of_shards(self, options, inp, weight, bias)
         if getattr(weight, "is_distributed_weight", False):

@@ -21,7 +21,7 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
-from ..functions.linear_spec import LinearSpec, ProductQuantizers, changed
+from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import begin_first_microbatch
@@ -30,7 +30,7 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.autograd import gradients_expected, in_first_run
 from ..runtime.checks import floating
-from ..runtime.device import autocast_dtype
+from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
@@ -39,7 +39,7 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import Call, built, check_call, facts_of, quantizable, repeated_facts, tensor_facts
+from .specs import Call, built, check_call, facts_of, quantizers_of_call, repeated_facts, tensor_facts
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -280,7 +280,8 @@ class ProductsModule(TransformerEngineBaseModule):
                 facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
             x = type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad
             targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
-            autocast, environment = autocast_dtype(device.type), env.generation()
+            autocast = autocast_dtype(device.type) if autocast_is_active() else None
+            environment = env.generation()
             traced, begin = False, None
             # fmt: off
             fields = (
@@ -321,11 +322,11 @@ class ProductsModule(TransformerEngineBaseModule):
     ) -> ModuleRecipe:
         """Return the settings of the computation; a rejected call creates nothing."""
         numerics = self.numerics
-        active = numerics.active
+        active = numerics.cached.recipe
         if active is None or not active.serves(state):
             self._check_call(inp, tensors, options)
             self._check_parameter_recipe(state.recipe)
-        elif state.enabled and (not active.has_state or active.pools is delayed_scaling.pools()):
+        elif state.enabled and (not active.has_state or active.pools is delayed_scaling.registry.pools):
             return active
         return numerics.of_call(self, state)
 
@@ -368,7 +369,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
         """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
-        return quantizable(self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
+        return quantizers_of_call(
+            self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
+        )
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """Return norm(x) of a fused layer: of the whole sequence if requested, otherwise of this rank's part."""
@@ -390,4 +393,4 @@ class ProductsModule(TransformerEngineBaseModule):
         if cached is None:
             return spec
         parts = tuple([part for part in cached.flatten()[0] if part is not None])
-        return changed(spec, cached_weight=cached, beside=parts)
+        return replace_fields(spec, cached_weight=cached, referenced_tensors=parts)

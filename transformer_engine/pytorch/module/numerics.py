@@ -66,6 +66,7 @@ class Numerics:
         quantizers: {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}.
         workspaces: {name: weight as quantized for the first microbatch of a step}.
         state: Autocast state of the last call.
+        cached: The quantizers of the last recipe by product, valid until a container that they depend on is written.
         initialized: Whether quantizers were ever created.
         observer: Maps the recipe of a call to the recipe it computes by; None: no observer.
         observes_unquantized: Whether the observer also receives calls outside of autocast.
@@ -77,13 +78,13 @@ class Numerics:
         Args:
             recipe: Recipe of quantized_model_init, which callers read before the first call and on the meta device.
         """
-        self._active = Active()
-        self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
+        self.cached = Active()
+        self.meta = WatchedDict(self.cached, {"fp8_checkpoint": False, "fp8_group": None})
         if recipe is not None:
             self.meta["recipe"] = recipe
         self.quantizers: dict[str, Slots] = {
-            "scaling_fwd": Slots(self._active),
-            "scaling_bwd": Slots(self._active),
+            "scaling_fwd": Slots(self.cached),
+            "scaling_bwd": Slots(self.cached),
         }
         self.workspaces = WeightCache()
         self.state: AutocastState = OUTSIDE
@@ -112,7 +113,7 @@ class Numerics:
             unquantized: Whether calls outside of autocast are observed too.
         """
         self.observer, self.observes_unquantized = observer, unquantized
-        self._active.regroup()
+        self.cached.regroup()
 
     def unquantized(self, products: int) -> ModuleRecipe:
         """Return the settings of a call outside of autocast."""
@@ -123,24 +124,19 @@ class Numerics:
             self._unquantized = (observer, observer(unquantized(products)))
         return self._unquantized[1]
 
-    @property
-    def active(self) -> ModuleRecipe | None:
-        """The quantizers of the last recipe by product; None if they must be created or assembled again."""
-        return self._active.recipe
-
     def forget(self) -> None:
         """Recreate the quantizers in the next call; states that match its recipe are kept."""
-        self._active.forget()
+        self.cached.forget()
 
     def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
         """Replace the quantizers of both directions."""
-        given = {key: Slots(self._active, quantizers[key]) for key in self.quantizers}
+        given = {key: Slots(self.cached, quantizers[key]) for key in self.quantizers}
         self.quantizers = given
-        self._active.regroup()
+        self.cached.regroup()
 
     def replace_meta(self, meta: dict[str, Any]) -> None:
-        self.meta = WatchedDict(self._active, meta)
-        self._active.forget()
+        self.meta = WatchedDict(self.cached, meta)
+        self.cached.forget()
 
     def of_call(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
         """Return the settings of a call under an autocast state; create missing quantizers and states."""
@@ -156,26 +152,26 @@ class Numerics:
         """Return the module's quantizers for the recipe of a state, with its scales registered for updates."""
         recipe = state.recipe
         assert recipe is not None
-        active = self._active.recipe
+        active = self.cached.recipe
         if active is None or not active.serves(state):
             active = self.renew(owner, recipe, state.group)
         # Register again if FP8GlobalStateManager.reset() has cleared the participants of scale updates.
-        if active.has_state and active.pools is not delayed_scaling.pools():
+        if active.has_state and active.pools is not delayed_scaling.registry.pools:
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.meta)
-            active.pools = delayed_scaling.pools()
+            active.pools = delayed_scaling.registry.pools
         return active
 
     def renew(self, owner: Owner, recipe: Recipe, group: Any) -> ModuleRecipe:
         """Return quantizers for a recipe: the active ones if the recipes are equal, otherwise new ones."""
-        active = self._active.recipe
+        active = self.cached.recipe
         if active is not None and active.matches_recipe(recipe, group):
             active.recipe, active.revision, active.pools = recipe, revision_of(recipe), None
             return active
-        before = self._active.before
+        before = self.cached.before
         if before is None or not before.matches_recipe(recipe, group):
             self._make(owner, recipe, group)
         made = self._of_slots(recipe, group)
-        self._active.recipe, self._active.before = made, None
+        self.cached.recipe, self.cached.before = made, None
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
@@ -242,7 +238,7 @@ class Numerics:
             delayed_scaling.unregister(replaced)
         self.meta[key] = state
         made = state.make_quantizers()
-        self.quantizers[key] = Slots(self._active, made)
+        self.quantizers[key] = Slots(self.cached, made)
         held = state.delayed_states
         if forward and any(all(old is not new for new in held) for old in before):
             # Quantized parameters get the new quantizers of their slots, so that later scale updates reach them.
@@ -284,7 +280,7 @@ class Numerics:
             # There is one flag, on the GPU if the machine has one; a layer on the CPU reads a copy.
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
             return cached
-        return self.workspaces.weight_of_call(
+        return self.workspaces.get_or_quantize(
             key, (weight,), lambda columns: quantizer.encode(weight, True, columns), columnwise, first
         )
 
@@ -350,7 +346,7 @@ def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> Modu
     if not (state.enabled or state.calibrating):
         return unquantized(owner.num_products)
     _serve_while_tracing(tracing_key, description_of(state.recipe), state.group)
-    active = owner.numerics._active.recipe
+    active = owner.numerics.cached.recipe
     assert active is not None
     if state.enabled:
         return active
@@ -361,7 +357,7 @@ def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> Modu
 @constant_while_tracing
 def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
     module = _modules[tracing_key]
-    active = module.numerics.active
+    active = module.numerics.cached.recipe
     if active is None or (active.revision or repr(active.recipe)) != recipe or active.group is not group:
         active = module.numerics.renew(module, recipe_described_as(recipe), group)
     if active.has_state:

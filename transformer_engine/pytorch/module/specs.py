@@ -25,9 +25,9 @@ from ..functions.linear_spec import (
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
-    changed,
-    gathering,
     linear_spec,
+    replace_fields,
+    with_gathering,
 )
 from ..functions.precision import estimates, runs_quantized
 from ..functions.scale_update import END_OF_PASS, ScaleUpdate
@@ -208,7 +208,7 @@ def common_dtype(
     return x
 
 
-def quantizable(
+def quantizers_of_call(
     call: Call, shapes: Sequence[tuple[int, int]], parallel: TensorParallel | None = None
 ) -> tuple[ProductQuantizers, ...]:
     """Quantizers of each product, or no quantizers if a product is not quantized; see `precision.runs_quantized`.
@@ -370,11 +370,11 @@ def product_spec(
         and parallel.group is not None
         and histories_agree(active.recipe, active.group, parallel.group)
     )
-    return gathering(spec, shard, inp.kind if inp.is_quantized else None, agree)
+    return with_gathering(spec, shard, inp.kind if inp.is_quantized else None, agree)
 
 
 def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
     """The spec of a layer with its compiled passes, if the call may be repeated."""
     if call.begin is not None:
         return spec
-    return changed(spec, compiled=compiled_functions(functions, spec, call.device))
+    return replace_fields(spec, compiled=compiled_functions(functions, spec, call.device))

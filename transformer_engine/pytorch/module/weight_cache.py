@@ -140,7 +140,7 @@ class WeightCache(dict[str, Any]):
             self._keep_if_captured(name, entry)
         return weight
 
-    def weight_of_call(
+    def get_or_quantize(
         self,
         name: str,
         parameters: Sequence[Tensor],

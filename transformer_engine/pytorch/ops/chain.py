@@ -1,8 +1,9 @@
-"""Run consecutive operations as one forward pass and one backward pass, fused where kernels compute more than one.
+"""Run consecutive operations as one forward and one backward pass, with fused kernels where they exist.
 
-The passes of an operation in one kind of call are an `OperationPasses`. `forward` and `backward` call them one after
-another. Each gets the cast of its neighbor, and pairs of `passes/patterns.py` are computed together. Operations that
-run alone go through the same functions, so the passes of a chain are compared with those of its operations one by one.
+An `OperationPasses` holds the forward and the backward function of one operation for one kind of call. `forward` and
+`backward` call these functions one after another. Each function is asked to quantize its result for the next operation,
+and the pairs in `passes/patterns.py` are computed together. A single operation runs by the same functions, so that
+tests compare a chain with its operations.
 """
 
 from __future__ import annotations
@@ -23,20 +24,19 @@ from ..runtime.autograd import without_autocast
 from ..runtime.device import autocast_dtype
 from .passes.contract import (
     BackwardResult,
-    ForwardResult,
-    Given,
     InputFacts,
     OperationCall,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
-from .passes.patterns import BACKWARD, FORWARD
+from .passes.patterns import BACKWARD_PAIRS, FORWARD_PAIRS
 
 _SHAPES = (tuple, torch.Size)  # saved values that are not tensors
 
 
-class ForwardResults(NamedTuple):
+class ChainOutputs(NamedTuple):
     """Results of a chain's forward pass.
 
     Attributes:
@@ -48,36 +48,67 @@ class ForwardResults(NamedTuple):
     extra: list[tuple[Any, ...]]
 
 
+class ChainGradients(NamedTuple):
+    """Results of a chain's backward pass.
+
+    Attributes:
+        input: Gradient of the input; None if it is not needed.
+        parameters: Gradients of the parameters by operation.
+        extra_inputs: Gradients of the extra inputs by operation; None for an absent one.
+    """
+
+    input: Any
+    parameters: list[Sequence[Any]]
+    extra_inputs: list[list[Any]]
+
+
+class PackedValues(NamedTuple):
+    """Saved values of a forward pass, taken apart for `save_for_backward`.
+
+    Attributes:
+        tensors: The tensors of all values.
+        forms: By value the non-tensor part of an operand (`saving.pack`).
+        shapes: {index: shape} of the values that are shapes.
+    """
+
+    tensors: list[Any]
+    forms: list[Any]
+    shapes: dict[int, Any]
+
+
 class PassState(NamedTuple):
-    """Non-tensor state that the forward pass of an operation leaves in its context."""
+    """State that the forward pass of an operation stores in its context in addition to tensors.
+
+    Attributes:
+        passes: The passes of the operation in this call.
+        forms, shapes: See `PackedValues`.
+    """
 
     passes: OperationPasses
     forms: list[Any]
     shapes: dict[int, Any]
 
 
-class _Unfused:
-    """Whether operations run without fusion, which tests compare with."""
-
-    blocks = 0
+_unfused_blocks = 0  # number of open `unfused` blocks
 
 
 def fusion_enabled() -> bool:
-    """Whether kernels may compute several operations, which is so outside of `unfused` blocks."""
-    return not _Unfused.blocks
+    """Whether fusion is enabled, i.e. no `unfused` block is open."""
+    return _unfused_blocks == 0
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Run operations without fusion inside of the block."""
-    _Unfused.blocks += 1
+    """Run each operation by its own kernels inside of the block; tests compare fused chains with this."""
+    global _unfused_blocks
+    _unfused_blocks += 1
     try:
         yield
     finally:
-        _Unfused.blocks -= 1
+        _unfused_blocks -= 1
 
 
-def describe(
+def build_passes(
     ops: Sequence[Any],
     ctxs: Sequence[Any],
     x: Any,
@@ -85,29 +116,30 @@ def describe(
     options: Sequence[dict[str, Any]],
     records: bool,
 ) -> tuple[list[OperationPasses], list[list[Tensor]]]:
-    """Passes of operations for one call, and by operation the parameters that they read; see `run_forward`."""
-    facts, state = InputFacts.of(x), current()
+    """Build the `OperationPasses` of operations, and list the parameters of each. Arguments as in `run_forward`."""
+    facts = InputFacts.of(x)
+    state = current()
     passes: list[OperationPasses] = []
-    tensors: list[list[Tensor]] = []
-    traced, narrowed = torch.compiler.is_compiling(), autocast_dtype(x.device.type)
+    parameters: list[list[Tensor]] = []
+    traced = torch.compiler.is_compiling()
+    dtype_of_autocast = autocast_dtype(x.device.type)
     for i, (op, ctx) in enumerate(zip(ops, ctxs, strict=True)):
-        extra = tuple([InputFacts.of(tensor) for tensor in extra_inputs[i]])
-        call = OperationCall(
-            state,
-            narrowed,
-            traced,
-            ctx.requires_grad,
-            ctx.input_requires_grad,
-            records,
-            extra,
-            tuple(extra_inputs[i]),
-            options[i],
-        )
         check_options(op, options[i])
-        made, facts = op.passes(facts, call)
-        passes.append(made)
-        tensors.append(list(op.pass_parameters().values()))
-    return passes, tensors
+        call = OperationCall(
+            state=state,
+            autocast=dtype_of_autocast,
+            traced=traced,
+            saves=ctx.requires_grad,
+            grad_input=ctx.input_requires_grad,
+            records=records,
+            extra=tuple([InputFacts.of(tensor) for tensor in extra_inputs[i]]),
+            extra_tensors=tuple(extra_inputs[i]),
+            options=options[i],
+        )
+        op_passes, facts = op.passes(facts, call)
+        passes.append(op_passes)
+        parameters.append(list(op.pass_parameters().values()))
+    return passes, parameters
 
 
 def check_options(op: Any, options: dict[str, Any]) -> None:
@@ -122,27 +154,27 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
 
 @without_autocast
 def forward(
-    passes: Sequence[OperationPasses], x: Any, given: Sequence[Given], fuses: bool
-) -> tuple[ForwardResults, list[Sequence[Any]]]:
+    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OperationTensors], fuse: bool
+) -> tuple[ChainOutputs, list[Sequence[Any]]]:
     """Compute the forward pass of consecutive operations.
 
     Args:
         passes: Their passes.
         x: The input.
-        given: Their parameters and extra inputs.
-        fuses: Kernels may compute several operations.
+        tensors: Their parameters and extra inputs.
+        fuse: Kernels may compute several operations.
 
     Returns:
         The results, and by operation the values that its backward pass reads.
     """
     if runners:
-        return runners[-1]("forward pass of Sequential", _forward, (passes, x, given, fuses))
-    return _forward(passes, x, given, fuses)
+        return runners[-1]("forward pass of Sequential", _forward, (passes, x, tensors, fuse))
+    return _forward(passes, x, tensors, fuse)
 
 
 def _forward(
-    passes: Sequence[OperationPasses], x: Any, given: Sequence[Given], fuses: bool
-) -> tuple[ForwardResults, list[Sequence[Any]]]:
+    passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OperationTensors], fuse: bool
+) -> tuple[ChainOutputs, list[Sequence[Any]]]:
     value = Value(x)
     offloads = offloading.synchronizer is not None
     if offloads:
@@ -150,38 +182,39 @@ def _forward(
     del x
     saved: list[Sequence[Any]] = [()] * len(passes)
     extra: list[tuple[Value, ...]] = [()] * len(passes)
-    computing = [i for i, own in enumerate(passes) if not own.keeps_input]
-    at = 0
-    while at < len(computing):
-        i = computing[at]
-        following = computing[at + 1] if fuses and at + 1 < len(computing) else None
-        made: ForwardResult | None = None
-        if following is not None:
-            pattern = FORWARD.get((type(passes[i]), type(passes[following])))
-            pair = pattern and pattern(passes[i], passes[following], value, given[i], given[following])
-            if pair:
-                saved[i], made = pair[0].saved, pair[1]
-                at += 1
-        if made is None:
+    remaining = [i for i in reversed(range(len(passes))) if not passes[i].is_identity]
+    while remaining:
+        i = remaining.pop()
+        reader = remaining[-1] if fuse and remaining else None  # the next operation, which reads the result
+        pair = None
+        if reader is not None:
+            compute_pair = FORWARD_PAIRS.get((type(passes[i]), type(passes[reader])))
+            if compute_pair is not None:
+                pair = compute_pair(passes[i], passes[reader], value, tensors[i], tensors[reader])
+        if pair is not None:
+            remaining.pop()
+            first, second = pair
+            saved[i], value = first.saved, second.output
+            del first, second, pair
+        else:
             request = None
-            if following is not None and passes[i].casts_output:
-                request = passes[following].input_request()
-            made = passes[i].fused_forward(value, given[i], request)
-            saved[i], extra[i] = made.saved, made.extra
-        value = made.output
-        del made
+            if reader is not None and passes[i].casts_output:
+                request = passes[reader].input_request()
+            result = passes[i].fused_forward(value, tensors[i], request)
+            saved[i], extra[i], value = result.saved, result.extra, result.output
+            del result
         if offloads and not passes[i].linears():  # a product marks its operands itself
             for tensor in saved[i]:
                 if type(tensor) not in _SHAPES:
                     mark_ready(tensor)
-        at += 1
-    tensors: dict[int, Any] = {}
-    output = _returned(value, tensors)
-    return ForwardResults(output, [tuple([_returned(own, tensors) for own in made]) for made in extra]), saved
+    returned: dict[int, Any] = {}
+    output = _returned(value, returned)
+    extra_outputs = [tuple([_returned(output, returned) for output in op_outputs]) for op_outputs in extra]
+    return ChainOutputs(output, extra_outputs), saved
 
 
 def _returned(value: Value, tensors: dict[int, Any]) -> Any:
-    """The tensor of a result; several results of the same data are one tensor."""
+    """Convert a `Value` to the tensor to return; Values that share data return the same object."""
     if torch.compiler.is_compiling():
         return value.result()
     if id(value.data) not in tensors:
@@ -195,8 +228,8 @@ def backward(
     dy: list[Any],
     saved: list[Sequence[Any]],
     grads: Sequence[Sequence[Any]],
-    fuses: bool,
-) -> list[Any]:
+    fuse: bool,
+) -> ChainGradients:
     """Compute the backward pass of consecutive operations.
 
     Args:
@@ -204,14 +237,11 @@ def backward(
         dy: [gradient of the output]. The list is emptied, so that the gradient is freed after its last reader.
         saved: By operation the values that its forward pass saved. The list is emptied.
         grads: Gradients of the extra outputs by operation; None for an absent one.
-        fuses: Kernels may compute several operations.
-
-    Returns:
-        [gradient of the input, gradients of the parameters by operation, gradients of the extra inputs by operation].
+        fuse: Kernels may compute several operations.
     """
     if runners:
-        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuses))
-    return _backward(passes, dy, saved, grads, fuses)
+        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse))
+    return _backward(passes, dy, saved, grads, fuse)
 
 
 def _backward(
@@ -219,47 +249,56 @@ def _backward(
     dy: list[Any],
     saved: list[Sequence[Any]],
     grads: Sequence[Sequence[Any]],
-    fuses: bool,
-) -> list[Any]:
-    parameters: list[Sequence[Any]] = [own.absent_gradients for own in passes]
+    fuse: bool,
+) -> ChainGradients:
+    parameters: list[Sequence[Any]] = [operation.absent_gradients for operation in passes]
     extra: list[Sequence[Value | None]] = [()] * len(passes)
-    computing = [i for i, own in enumerate(passes) if not own.keeps_gradient(grads[i])]
-    operands, leading = dy, None
-    while computing:
-        i = computing.pop()
+    remaining = [i for i, operation in enumerate(passes) if not operation.gradient_is_unchanged(grads[i])]
+    operands = dy
+    leading = None
+    while remaining:
+        i = remaining.pop()
         operands += saved[i]
         saved[i] = ()
         if offloading.used and not passes[i].linears():  # a product waits for each operand before it reads it
             wait_for_saved(*[value for value in operands[1:] if type(value) not in _SHAPES])
-        made: BackwardResult | None = None
-        if fuses and computing:
-            earlier = computing[-1]
-            pattern = BACKWARD.get((type(passes[earlier]), type(passes[i])))
-            made = pattern and pattern(passes[earlier], passes[i], operands, leading, grads[earlier])  # pyright: ignore
-            if made is not None:
-                computing.pop()
-        if made is None:
-            request = _gradient_request(passes, computing) if fuses and passes[i].casts_gradient else None
-            made = passes[i].fused_backward(operands, leading, grads[i], request)
-        parameters[i], extra[i] = made.parameters, made.extra
+        result: BackwardResult | None = None
+        if fuse and remaining:
+            earlier = remaining[-1]
+            compute_pair = BACKWARD_PAIRS.get((type(passes[earlier]), type(passes[i])))
+            if compute_pair is not None:
+                result = compute_pair(passes[earlier], passes[i], operands, leading, grads[earlier])
+            if result is not None:
+                remaining.pop()
+        if result is None:
+            request = _gradient_request(passes, remaining) if fuse and passes[i].casts_gradient else None
+            result = passes[i].fused_backward(operands, leading, grads[i], request)
+        parameters[i], extra[i] = result.parameters, result.extra
         operands = [None]
-        if made.grad_input is not None:
-            operands, leading = [made.grad_input.data], made.grad_input.leading
-        del made
+        if result.grad_input is not None:
+            operands, leading = [result.grad_input.data], result.grad_input.leading
+        del result
     saved.clear()
     (grad_input,) = operands
-    tensors: dict[int, Any] = {}
-    dx = None if grad_input is None else _returned(Value(grad_input, leading), tensors)
-    of_inputs = [[None if grad is None else _returned(grad, tensors) for grad in own] for own in extra]
-    return [dx, parameters, of_inputs]
+    returned: dict[int, Any] = {}
+    dx = None if grad_input is None else _returned(Value(grad_input, leading), returned)
+    extra_inputs = [
+        [None if grad is None else _returned(grad, returned) for grad in op_grads] for op_grads in extra
+    ]
+    return ChainGradients(dx, parameters, extra_inputs)
 
 
 def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> ReaderCast | None:
-    """The cast that the last of some earlier operations requests of the gradient of its output."""
+    """Return the cast that the previous operation requests for the gradient of its output.
+
+    Args:
+        passes: The passes of the chain.
+        earlier: Indices of the operations whose backward pass follows; the last one is the previous operation.
+    """
     if not earlier:
         return None
-    before = passes[earlier[-2]].gradient_request(None) if len(earlier) > 1 else None
-    return passes[earlier[-1]].gradient_request(before)
+    request_before = passes[earlier[-2]].gradient_request(None) if len(earlier) > 1 else None
+    return passes[earlier[-1]].gradient_request(request_before)
 
 
 def run_forward(
@@ -278,26 +317,26 @@ def run_forward(
         x: The input.
         extra_inputs: Extra inputs by operation.
         options: Keyword arguments by operation.
-        records: The chain of which these operations are a part records gradients; None to find out.
+        records: Whether the whole chain records gradients; None: detect.
 
     Returns:
         The output, and the extra outputs by operation.
     """
     if records is None:
         records = bool(torch.is_grad_enabled() or ctxs[-1].requires_grad)
-    passes, parameters = describe(ops, ctxs, x, extra_inputs, options, records)
-    passes = [own.bound(extra) for own, extra in zip(passes, extra_inputs, strict=True)]
-    given = [Given(own, extra) for own, extra in zip(parameters, extra_inputs, strict=True)]
-    results, saved = forward(passes, x, given, fusion_enabled())
-    for ctx, own, values in zip(ctxs, passes, saved, strict=True):
+    passes, parameters = build_passes(ops, ctxs, x, extra_inputs, options, records)
+    passes = [operation.bound(extra) for operation, extra in zip(passes, extra_inputs, strict=True)]
+    tensors = [OperationTensors(*pair) for pair in zip(parameters, extra_inputs, strict=True)]
+    outputs, saved = forward(passes, x, tensors, fusion_enabled())
+    for ctx, operation, values in zip(ctxs, passes, saved, strict=True):
         if ctx.requires_grad:
-            _save(ctx, own, values)
-    return results.output, results.extra
+            _save(ctx, operation, values)
+    return outputs.output, outputs.extra
 
 
 def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
-    """Save values in a context: tensors and operands by their tensors, shapes separately."""
-    tensors, forms, shapes = pack_saved(saved)
+    """Save values in a context: tensors by `save_for_backward`, forms and shapes in `pass_state`."""
+    tensors, forms, shapes = pack_values(saved)
     if torch.compiler.is_compiling():
         # torch 2.13 cannot save a tensor of a traced function that shares memory with another one of its tensors.
         tensors = [
@@ -308,15 +347,15 @@ def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
     ctx.pass_state = PassState(passes, forms, shapes)
 
 
-def pack_saved(saved: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:
-    """Tensors of saved values, the forms of operands, and {place: shape} of values that are shapes."""
+def pack_values(saved: Sequence[Any]) -> PackedValues:
+    """Split saved values into tensors, forms of operands, and shapes."""
     shapes = {i: value for i, value in enumerate(saved) if type(value) in _SHAPES}
     tensors, forms = pack(*[None if i in shapes else value for i, value in enumerate(saved)])
-    return tensors, forms, shapes
+    return PackedValues(tensors, forms, shapes)
 
 
-def unpack_saved(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:
-    """The saved values that `pack_saved` took apart."""
+def unpack_values(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:
+    """Inverse of `pack_values`."""
     values = unpack(tensors, forms)
     for i, shape in shapes.items():
         values[i] = shape
@@ -346,7 +385,7 @@ def run_backward(
                 "fuser_backward needs the state that fuser_forward of the same operation saves, and this context has "
                 "none; call fuser_forward of the basic operations with their contexts in the forward pass"
             )
-        saved.append(unpack_saved(ctx.saved_tensors, ctx.pass_state.forms, ctx.pass_state.shapes))
+        saved.append(unpack_values(ctx.saved_tensors, ctx.pass_state.forms, ctx.pass_state.shapes))
         ctx.saved_tensors = None
     dy = [grad_output]
     del grad_output

@@ -15,12 +15,12 @@ from ..quantization.autocast import AutocastState
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from .applied_recipe import update_of
 from .chain import run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
 from .shard_places import places_of_shards
-from .tracing import update_of
 from .user_results import backward_results, forward_results
 
 # Operations in order, each with the indices of its basic operations.
@@ -75,7 +75,7 @@ class ChainRun:
         records = torch.is_grad_enabled() or self.first < count
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
-        ops_of_passes = _unfused(self.forward_ops, has_forward_pass)
+        ops_of_passes = _with_basic_operations(self.forward_ops, has_forward_pass)
         with_passes = {i for op, indices in ops_of_passes if has_forward_pass(op) for i in indices}
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -189,7 +189,7 @@ class ChainRun:
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
         given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
-        apart = _unfused(self.backward_ops, self._backward_of_passes)
+        apart = _with_basic_operations(self.backward_ops, self._backward_of_passes)
         reached = [entry for entry in apart if entry[1][-1] >= self.first]
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -238,7 +238,7 @@ class ChainRun:
         return own and self._have_states(indices) and not self._opaque_backward.keys() & set(indices)
 
 
-def _unfused(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
+def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
     """Replace fused operations with passes by their basic operations, which kernels compute together."""
     made: Fused = []
     for op, indices in ops:

@@ -1,15 +1,21 @@
-"""OperationFuser: a chain of fusible operations as one autograd function, fused by registered functions and in kernels.
+"""OperationFuser: runs a chain of operations as one autograd function.
 
-Two kinds of fusion meet here. Registered fusion functions replace operations by `FusedOperation`s; their result is
-`_forward_ops` and `_backward_ops`. Neighboring operations of this package, fused or not, then run as one pass, in which
-kernels compute several operations (`chain.py`). All other operations run by their own methods between such passes.
+Two mechanisms fuse operations:
+
+- **Kernels.** Neighboring operations of this package run as one forward and one backward pass, in which a kernel may
+  compute several operations or quantize its result for the next one (`chain.py`, `passes/patterns.py`). A chain of such
+  operations alone is prepared once per kind of call (`prepared_chain.py`). Every other chain runs in segments: passes,
+  and between them the operations of users by their own methods (`chain_run.py`).
+- **Registered fusion functions** replace operations by `FusedOperation`s; the result is `_forward_ops` and
+  `_backward_ops`. A `FusedOperation` of this package (`fused/operations.py`) is a description that clients inspect. It
+  does not change what is computed: `prepare_chain` and `chain_run.py` run the passes of its basic operations. Only a
+  `FusedOperation` of a user runs by its own methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,20 +30,27 @@ from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from ..runtime.device import autocast_dtype
-from .chain import describe, fusion_enabled
-from .chain_run import ChainRun, Fused, FusedChain, contexts_of
+from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
+from .chain import fusion_enabled
+from .chain_run import ChainRun, Fused, FusedChain
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
-from .prepared_chain import Fusions, PreparedChain, TensorCounts
-from .shard_places import places_of_shards
-from .tracing import NOT_TRACED, Followed, distinct_while_tracing, following
-from .user_results import fused_operations
+from .prepared_chain import Fusions, PreparedChain, prepare_chain
+from .user_results import apply_fusions
 
-_MOST_PREPARED = 64  # kinds of calls of a chain; a full table is cleared, as shapes may vary
+_MAX_PREPARED = 64  # prepared chains per fuser; a full cache is cleared, as shapes may vary
 
 Fusion = Callable[..., list[FusibleOperation]]
+
+
+class Registrations(NamedTuple):
+    """Registered fusion functions: of both passes, which are applied first, and of one pass."""
+
+    both: list[Fusion]
+    forward: list[Fusion]
+    backward: list[Fusion]
 
 
 class OperationFuser:
@@ -48,7 +61,7 @@ class OperationFuser:
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
-        first_op_requiring_backward (int): Index of the first basic operation that the backward pass reaches.
+        first_op_requiring_backward: Index of the first basic operation that the backward pass reaches.
         recipe_type: Class of the active recipe; None without one.
         forward_fusion_functions: Functions of `register_forward_fusion`.
         backward_fusion_functions: Functions of `register_backward_fusion`.
@@ -74,24 +87,28 @@ class OperationFuser:
         self.recipe_type: type[Recipe] | None = None
         self._fused_for: Any = None
         self._is_first_forward = True
-        # Chains that may be prepared: every operation has passes, and the caller handles all extra tensors.
-        self._has_passes = not self._links.has_channels and all(
+        # Whether the chain may be prepared: every operation has passes, and the caller handles all extra tensors.
+        self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
-        self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
+        self._overrides_call_facts = [
+            type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops
+        ]
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
-        self._registered = self._registered_now()
-        self._followed = NOT_TRACED
+        self._registered = self._copy_registrations()
+        self._applied_recipe = NOT_APPLIED
         self._state_without_gradients: AutocastState | None = None
 
-    def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
-        """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
-        both, forward = self.forward_backward_fusion_functions, self.forward_fusion_functions
-        return [*both], [*forward], [*self.backward_fusion_functions]
+    def _copy_registrations(self) -> Registrations:
+        return Registrations(
+            both=list(self.forward_backward_fusion_functions),
+            forward=list(self.forward_fusion_functions),
+            backward=list(self.backward_fusion_functions),
+        )
 
     @property
     def _basic_op_params(self) -> list[list[Any]]:
-        """What each basic operation reads as its parameters."""
+        """The parameters of each basic operation."""
         return [op.own_tensors() for op in self._basic_ops]
 
     @property
@@ -121,12 +138,13 @@ class OperationFuser:
             ValueError: The number of extra inputs or of keyword arguments does not fit.
         """
         if not parametrize._cache_enabled and are_parametrized(self._basic_ops):
-            # A parametrization computes its tensor once in a call: passes and autograd read the same one.
+            # Compute each parametrized tensor once per call, so that the passes and autograd see the same object.
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         if len(extra_inputs) != self.num_extra_inputs:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
-        check_tensor("the main input", input)
+        if type(input) is not Tensor:
+            check_tensor("the main input", input)
         if extra_inputs:
             extra_inputs = self._links.accepted(input, extra_inputs)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
@@ -138,46 +156,79 @@ class OperationFuser:
             for op in self._ops:
                 op.pre_first_fuser_forward()
             self._ops, self._is_first_forward = self._basic_ops, False
-        if self._has_passes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
+        if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = eager_thread_state()
-            state = thread.state
-            before = self._state_without_gradients
-            if before is not state and (before is not None or not torch.is_grad_enabled()):
-                self._state_without_gradients = state_without_gradients("te.ops", before, state)
-            recipe = state.recipe if state.enabled or state.calibrating else None
-            if not self._followed.is_current(recipe, state.group, self._basic_ops):
-                ops = self._basic_ops
-                following(ops, state)
-                stateful = any(op.has_scaling_state() for op in ops)
-                served = [op._served for op in ops]
-                self._followed = Followed(
-                    recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools()
-                )
-            repeats = self._followed.stateful and (thread.recomputes or in_backward_pass())
-            if undisturbed() and not repeats:
-                key, given = self._key(state, input, extra_inputs)
-                chain = self._prepared.get(key)
-                if chain is None and key not in self._prepared:
-                    chain = self._prepare(key, state, input, extra_inputs)
+            self._use_recipe(thread.state)
+            is_recomputation = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
+            if undisturbed() and not is_recomputation:
+                chain, inputs = self._find_prepared(thread.state, input, extra_inputs)
                 if chain is not None:
                     if chain.fusions.key is not self._fused_for:
-                        self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for = (
-                            chain.fusions
-                        )
-                        self.first_op_requiring_backward = chain.first
+                        self._show(chain)
                     for check in chain.checks:
                         check()
-                    return chain(given)
+                    return chain(inputs)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
+
+    def _use_recipe(self, state: AutocastState) -> None:
+        """Make the operations use the recipe of an autocast state, if they do not use it already.
+
+        Raises:
+            RuntimeError: A reentrant checkpoint of another library runs the chain again under another autocast state:
+                its first run, without gradients, had the state `_state_without_gradients`.
+        """
+        before = self._state_without_gradients
+        if before is not state and (before is not None or not torch.is_grad_enabled()):
+            self._state_without_gradients = state_without_gradients("te.ops", before, state)
+        recipe = state.recipe if state.enabled or state.calibrating else None
+        if self._applied_recipe.is_current(recipe, state.group, self._basic_ops):
+            return
+        apply_recipe(self._basic_ops, state)
+        self._applied_recipe = AppliedRecipe(
+            recipe=recipe,
+            revision=revision_of(recipe),
+            group=state.group,
+            served=[op._served for op in self._basic_ops],
+            stateful=any(op.has_scaling_state() for op in self._basic_ops),
+            pools=delayed_scaling.registry.pools,
+        )
+
+    def _find_prepared(
+        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> tuple[PreparedChain | None, list[Any]]:
+        """Return the prepared chain of this kind of call, built in its first call, and the chain's inputs.
+
+        The chain is None if a user's fused operation must run by its own methods. The prepared chains are cleared if
+        the registered fusion functions have changed.
+        """
+        registered = (
+            self.forward_backward_fusion_functions,
+            self.forward_fusion_functions,
+            self.backward_fusion_functions,
+        )
+        if registered != self._registered:
+            self._prepared.clear()
+            self._registered = self._copy_registrations()
+        key, inputs = self._key_and_inputs(state, x, extra_inputs)
+        chain = self._prepared.get(key)
+        if chain is None and key not in self._prepared:
+            chain = self._prepare(key, state, x, extra_inputs)
+        return chain, inputs
+
+    def _show(self, chain: PreparedChain) -> None:
+        """Set the attributes that clients inspect after a call to those of a prepared chain."""
+        self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
+        self.recipe_type, self._fused_for = chain.fusions.recipe_type, chain.fusions.key
+        self.first_op_requiring_backward = chain.first
 
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> Any:
-        """Run a chain that is not prepared: operations of users, channels, recomputation, tracing."""
-        options = [{}] * self._num_basic_ops if basic_op_kwargs is None else basic_op_kwargs
+        """Run a chain that cannot be prepared (user operations, channels, recomputation, torch.compile)."""
+        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
         check_parameters(self._basic_ops)
         state = current()
-        following(self._basic_ops, state)
+        apply_recipe(self._basic_ops, state)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
@@ -185,38 +236,30 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=indices[-1] >= first)
         flat = [parameter for group in parameters for parameter in group]
         call = ChainRun(
-            self._basic_ops,
-            self._links,
-            (self._forward_ops, self._backward_ops),
-            first,
-            list(map(len, parameters)),
-            options,
-            state,
+            basic_ops=self._basic_ops,
+            links=self._links,
+            fused=(self._forward_ops, self._backward_ops),
+            first=first,
+            parameters=list(map(len, parameters)),
+            options=options,
+            state=state,
         )
         if first < self._num_basic_ops:
             x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
-            results = FusedChain.apply(x, call, *tensors)
+            results: Any = FusedChain.apply(x, call, *tensors)
         else:
             check_transforms(FusedChain.OPERATION, x, flat, extra_inputs)
             results = call.forward(x, extra_inputs)[0]
-        made: Any = results
-        return made if len(made) > 1 else made[0]
+        return results if len(results) > 1 else results[0]
 
-    def _key(
+    def _key_and_inputs(
         self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        """Return everything that a prepared chain depends on, and the inputs of its forward pass.
+        """Return the key of a prepared chain, and the chain's inputs: x, parameters and extra inputs by operation.
 
-        A write to an attribute of an operation changes its `_revision`, and so does another recipe.
+        The key contains everything that the chain depends on. `_revision` of an operation changes with every attribute
+        write and with the recipe. Key and inputs are collected in one walk, because it runs in every warm call.
         """
-        both, forward, backward = self._registered
-        if (
-            self.forward_fusion_functions != forward
-            or self.backward_fusion_functions != backward
-            or self.forward_backward_fusion_functions != both
-        ):
-            self._prepared.clear()
-            self._registered = self._registered_now()
         device = x.device
         key: list[Any] = [
             torch.is_grad_enabled(),
@@ -226,71 +269,45 @@ class OperationFuser:
             fusion_enabled(),
             (type(x), x.shape, x.dtype, device, x.requires_grad),
         ]
-        given: list[Any] = [x]
-        at = 0
+        inputs: list[Any] = [x]
+        offset = 0
         basic_ops: list[Any] = self._basic_ops  # each has passes
-        for op, has_facts in zip(basic_ops, self._with_facts, strict=True):
+        for op, has_facts in zip(basic_ops, self._overrides_call_facts, strict=True):
             key += (op._revision, op.training)
             for tensor in [getattr(op, name) for name in op.parameter_names]:
                 if tensor is None:
                     key.append(None)
                     continue
-                given.append(tensor)
+                inputs.append(tensor)
                 key.append((type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
             extra: tuple[Tensor, ...] = ()
             if op.num_extra_inputs:
-                extra = extra_inputs[at : at + op.num_extra_inputs]
-                at += op.num_extra_inputs
-                given += extra
+                extra = extra_inputs[offset : offset + op.num_extra_inputs]
+                offset += op.num_extra_inputs
+                inputs += extra
                 key += [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in extra]
             if has_facts:
                 key.append(op.call_facts(extra))
-        return tuple(key), given
+        return tuple(key), inputs
 
     def _prepare(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
-        """Return the prepared chain of a key, built in its first call; None if it does not run as one pass.
-
-        All operations have passes; fused operations of users may not.
-        """
+        """Build and store the prepared chain of `key`; None if a user's fused operation needs its own methods."""
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
-        chain = None
-        if all(has_forward_pass(op) for op, _ in self._forward_ops) and all(
-            has_backward_pass(op) for op, _ in self._backward_ops
-        ):
-            for op, indices in self._forward_ops:
-                op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-            extra = self._links.given(extra_inputs)
-            contexts = contexts_of(self._num_basic_ops, first, x)
-            options: list[dict[str, Any]] = [{}] * self._num_basic_ops
-            records = torch.is_grad_enabled()
-            passes, read = describe(self._basic_ops, contexts, x, extra, options, records)  # pyright: ignore
-            # Gradients are returned in the order of the parameters.
-            if all(
-                list(map(id, own)) == list(map(id, held)) for own, held in zip(read, parameters, strict=True)
-            ):
-                counts = [
-                    TensorCounts(len(own), op.num_extra_inputs, op.num_extra_outputs)
-                    for op, own in zip(self._basic_ops, parameters, strict=True)
-                ]
-                fusions = Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for)
-                stateful = state.enabled and self._followed.stateful
-                chain = PreparedChain(passes, tuple(counts), first, stateful, x.device, fusion_enabled())
-                chain.fusions, chain.shards = fusions, places_of_shards(self._basic_ops)
-                # The checks before a forward pass that depend on more than the key of a prepared chain.
-                chain.checks = tuple(
-                    [
-                        partial(op.pre_fuser_forward, requires_grad=i >= first)
-                        for i, op in enumerate(self._basic_ops)
-                        if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
-                        and getattr(op, "_accumulate_into_main_grad", True)
-                    ]
-                )
-        if len(self._prepared) >= _MOST_PREPARED:
+        chain = prepare_chain(
+            self._basic_ops,
+            Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for),
+            first,
+            x,
+            self._links.given(extra_inputs),
+            parameters,
+            updates_scales=state.enabled and self._applied_recipe.stateful,
+        )
+        if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         self._prepared[key] = chain
         return chain
@@ -298,62 +315,46 @@ class OperationFuser:
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Return the index of the first operation with a gradient to compute; their number if no operation has one."""
+        """Return the index of the first operation with a gradient, or the number of operations."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
             return 0
         given = self._links.given(extra_inputs)
-        for i, held in enumerate(parameters):
-            tensors = [*held, *[tensor for tensor in given[i] if tensor is not None]]
+        for i, own_parameters in enumerate(parameters):
+            tensors = [*own_parameters, *[tensor for tensor in given[i] if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):
                 return i
         return self._num_basic_ops
 
     def _fuse(self, first: int, state: AutocastState) -> None:
-        """Apply the registered fusions where anything that they may depend on has changed."""
+        """Apply the registered fusions again if the recipe, the registrations or `first` has changed."""
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
         override = getattr(recipe, "backward_override", None)
-        registered = self._registered_now()
-        kind = None if recipe is None else type(recipe)
+        registered = self._copy_registrations()
+        recipe_type = None if recipe is None else type(recipe)
         key = (length, override, first, registered)
-        # Torch 2.11 traces the identity of two classes, and not their equality inside of a tuple.
-        if kind is self.recipe_type and key == self._fused_for:
+        # torch 2.11 can trace `is` between classes, but not == of tuples that contain classes.
+        if recipe_type is self.recipe_type and key == self._fused_for:
             return
-        both = self._fused(self._basic_ops, registered[0], recipe)
-        self._forward_ops = self._with_indices(self._fused(both, registered[1], recipe))
-        self._backward_ops = self._with_indices(self._fused(both, registered[2], recipe))
+        both = apply_fusions(registered.both, self._basic_ops, self._basic_ops, recipe)
+        self._forward_ops = _with_indices(apply_fusions(registered.forward, both, self._basic_ops, recipe))
+        self._backward_ops = _with_indices(apply_fusions(registered.backward, both, self._basic_ops, recipe))
         self.first_op_requiring_backward = first
-        self.recipe_type = kind
+        self.recipe_type = recipe_type
         self._fused_for = key
 
-    def _fused(
-        self, ops: Sequence[FusibleOperation], functions: Sequence[Fusion], recipe: Recipe | None
-    ) -> list[FusibleOperation]:
-        ops = list(ops)
-        for function in functions:
-            ops = fused_operations(function, function(ops, recipe=recipe))
-        basic = [member for op in ops for member in op.basic_operations()]
-        same = len(basic) == self._num_basic_ops and all(
-            member is own for member, own in zip(basic, self._basic_ops, strict=True)
-        )
-        if not same:
-            raise RuntimeError(
-                f"mismatch after fusing: the operations {[type(op).__name__ for op in ops]} do not cover the basic "
-                f"operations {[type(op).__name__ for op in self._basic_ops]} once each in their order; a fusion "
-                "function must replace operations by FusedOperations of exactly these operations"
-            )
-        return ops
 
-    def _with_indices(self, ops: Sequence[FusibleOperation]) -> Fused:
-        fused: Fused = []
-        at = 0
-        for op in ops:
-            count = len(op.basic_operations())
-            fused.append((op, list(range(at, at + count))))
-            at += count
-        return fused
+def _with_indices(ops: Sequence[FusibleOperation]) -> Fused:
+    """Pair each operation with the indices of its basic operations."""
+    fused: Fused = []
+    offset = 0
+    for op in ops:
+        count = len(op.basic_operations())
+        fused.append((op, list(range(offset, offset + count))))
+        offset += count
+    return fused
 
 
 def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
@@ -370,7 +371,9 @@ def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> No
 def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in backward passes.
 
-    The other arguments are those of `register_forward_fusion`.
+    Args:
+        op_fusion_func: See `register_forward_fusion`.
+        prepend: Apply the function before those registered earlier.
     """
     _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
 
@@ -378,7 +381,9 @@ def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> N
 def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in both passes, before the functions of one pass.
 
-    The other arguments are those of `register_forward_fusion`.
+    Args:
+        op_fusion_func: See `register_forward_fusion`.
+        prepend: Apply the function before those registered earlier.
     """
     _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
 
@@ -391,4 +396,5 @@ def _register(functions: list[Fusion], function: Fusion, prepend: bool) -> None:
     functions.insert(0 if prepend else len(functions), function)
 
 
+# A single operation runs as a chain of one. The class is set here because operation.py cannot import this file.
 FusibleOperation._fuser = OperationFuser

@@ -1,4 +1,4 @@
-"""Linear: y = x @ weight.T + bias, a fused operation of a product, a bias and the communication of a sharded layer."""
+"""Linear: `BasicLinear`, `Bias` and, if row-parallel, a reduction, as one operation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
 class Linear(PassFusedOperation):
     """y = x @ weight.T + bias over the last dimension of x.
 
-    A state dict holds "basic_ops.0.weight" and "basic_ops.1.bias". A row-parallel layer adds its bias to the reduced
-    sum.
+    A state dict holds "basic_ops.0.weight" and "basic_ops.1.bias". In a row-parallel layer each rank has a bias
+    [out_features] and adds it before the reduction, so y contains the sum of the biases of all ranks.
 
     Args:
         in_features: Last dimension of the input, over all ranks.
@@ -32,8 +32,8 @@ class Linear(PassFusedOperation):
         dtype: Dtype of the parameters, by default torch's default dtype.
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
-        sequence_parallel: Activations outside of the pair of sharded layers are sharded along their first dimension.
-        rng_state_tracker_function: Function that returns the tracker under whose state the weight is initialized.
+        sequence_parallel: Shard the activations between layers along their first dimension.
+        rng_state_tracker_function: Returns an RNG state tracker; the weight is initialized within `tracker().fork()`.
         accumulate_into_main_grad: Accumulate the weight gradient into `weight.main_grad`.
 
     Raises:
@@ -77,19 +77,22 @@ class Linear(PassFusedOperation):
         ops: list[BasicOperation] = [linear]
         has_bias = to_bool("bias", bias)
         if has_bias:
-            # The bias of a row-parallel layer is the sum of the biases of all ranks.
-            added = Bias(
+            # Each rank of a row-parallel layer adds its own bias [out_features] before the reduction. `Bias` divides
+            # its size by the number of ranks, hence the factor.
+            bias_op = Bias(
                 out_features * (boundary.size if row else 1),
                 device=device,
                 dtype=linear.weight.dtype,
                 tensor_parallel=boundary.mode is not None,
                 tensor_parallel_group=tensor_parallel_group,
             )
-            ops.append(added)
+            ops.append(bias_op)
         if row:
-            ops.append((ReduceScatter if boundary.sequence else AllReduce)(boundary.group))
+            reduction = ReduceScatter if boundary.sequence else AllReduce
+            ops.append(reduction(boundary.group))
         super().__init__(ops)
-        self._sizes = in_features, out_features
+        self._sizes = in_features, out_features  # one attribute, because pickled modules have it
+        # Linear owns the parameters, so that their names and parametrizations are those of torch.nn.Linear.
         for op in ops:
             op.lend_parameters(self)
         if not has_bias:
@@ -110,7 +113,7 @@ class Linear(PassFusedOperation):
         if name == "bias" and not self.__dict__.get("_has_bias", True):
             if value is None:
                 return
-            raise ValueError("this Linear has no bias; make it with bias=True")
+            raise ValueError("this Linear has no bias; construct it with bias=True")
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -120,8 +123,15 @@ class Linear(PassFusedOperation):
             if prefix + name in destination:
                 destination[prefix + key] = destination.pop(prefix + name)
 
-    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
+    def _load_from_state_dict(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         """Accept parameters under the names of the basic operations, or under their own names.
 
@@ -137,10 +147,11 @@ class Linear(PassFusedOperation):
                     "remove one of them"
                 )
             state_dict[prefix + name] = state_dict.pop(prefix + key)
-        super()._load_from_state_dict(state_dict, prefix, *others)
-        missing_keys: list[str] = others[2]
-        of_original = {prefix + name: prefix + key for name, key in _KEYS.items()}
-        missing_keys[:] = [of_original.get(key, key) for key in missing_keys]
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        saved_keys = {prefix + name: prefix + key for name, key in _KEYS.items()}
+        missing_keys[:] = [saved_keys.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"

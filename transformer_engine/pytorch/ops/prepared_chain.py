@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,12 @@ from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import backward, forward, pack_saved, unpack_saved
-from .chain_run import Fused, distinct, own_quantized
-from .passes.contract import Given, OperationPasses
-from .shard_places import ShardPlaces
+from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
+from .chain_run import Fused, contexts_of, distinct, own_quantized
+from .operation import BasicOperation, FusibleOperation
+from .pass_operation import has_backward_pass, has_forward_pass
+from .passes.contract import OperationPasses, OperationTensors
+from .shard_places import ShardPlaces, places_of_shards
 
 
 class Fusions(NamedTuple):
@@ -55,8 +58,6 @@ class PreparedChain:
         updates_scales: The backward pass ends with an update of delayed-scaling states.
         device: Device of the tensors.
         fuses: Kernels may compute several operations.
-
-    Attributes:
         fusions: The operations that the fuser shows after a call.
         checks: Functions that check parameters before every call.
         shards: Places of distributed weights among the tensors of a call.
@@ -84,13 +85,19 @@ class PreparedChain:
         updates_scales: bool,
         device: torch.device,
         fuses: bool,
+        fusions: Fusions,
+        checks: tuple[Callable[[], None], ...],
+        shards: ShardPlaces,
     ) -> None:
-        self.passes, self.counts, self.first = passes, counts, first
-        self.updates_scales, self.fuses = updates_scales, fuses
+        self.passes = passes
+        self.counts = counts
+        self.first = first
+        self.updates_scales = updates_scales
+        self.fuses = fuses
+        self.fusions = fusions
+        self.checks = checks
+        self.shards = shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
-        self.fusions = Fusions([], [], None, None)
-        self.checks: tuple[Callable[[], None], ...] = ()
-        self.shards = ShardPlaces()
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(own).bound is not OperationPasses.bound for own in passes)
 
@@ -101,62 +108,126 @@ class PreparedChain:
             return None
         return compiled_passes(specs, device, _forward_pass, _backward_pass)
 
-    def given(self, tensors: Sequence[Any]) -> list[Given]:
+    def tensors_by_operation(self, tensors: Sequence[Any]) -> list[OperationTensors]:
         """Parameters and extra inputs of each operation among the tensors behind the main input."""
-        found: list[Given] = []
+        result: list[OperationTensors] = []
         at = 1
         for parameters, extra, _ in self.counts:
             between = at + parameters
-            found.append(Given(tensors[at:between], tensors[between : between + extra]))
+            result.append(OperationTensors(tensors[at:between], tensors[between : between + extra]))
             at = between + extra
-        return found
+        return result
 
-    def __call__(self, given: list[Any]) -> Any:
+    def __call__(self, inputs: list[Any], gathered: bool = False) -> Any:
         """Run the chain.
 
         Args:
-            given: The main input, then the parameters and the extra inputs of each operation.
+            inputs: The main input, then the parameters and the extra inputs of each operation.
+            gathered: Distributed weights among the inputs are gathered already.
 
         Returns:
             The main output, or a tuple of the main output and the extra outputs.
         """
-        if self.shards.groups:
-            given = list(given)
-            shards = [[given[place] for place in places] for places in self.shards.groups]
-            with whole_weights(shards, self.shards.fused, None) as wholes:
-                for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
-                    given[place] = whole
-                return self._results(given)
-        return self._results(given)
-
-    def _results(self, given: list[Any]) -> Any:
-        """Run the chain on whole weights."""
+        if self.shards.groups and not gathered:
+            return self._with_gathered_weights(list(inputs))
         passes = self.passes
         if self._binds:
-            passes = [own.bound(read.extra) for own, read in zip(passes, self.given(given), strict=True)]
+            tensors = self.tensors_by_operation(inputs)
+            passes = [operation.bound(read.extra) for operation, read in zip(passes, tensors, strict=True)]
         if self.first < len(passes):
-            results = _PreparedChain.apply(self, passes, *given)
+            results = _PreparedChain.apply(self, passes, *inputs)
             return results if self.outputs > 1 else results[0]
-        check_transforms(_PreparedChain.OPERATION, given)
+        check_transforms(_PreparedChain.OPERATION, inputs)
         if self.compiled is None:
-            results = _forward_pass(given, self, passes)[0]
+            results = _forward_pass(inputs, self, passes)[0]
         else:
-            results = self.compiled.forward(given, self)[0]
+            results = self.compiled.forward(inputs, self)[0]
         return results if self.outputs > 1 else results[0]
+
+    def _with_gathered_weights(self, inputs: list[Any]) -> Any:
+        """Run the chain on the full weights of distributed ones."""
+        shards = [[inputs[place] for place in places] for places in self.shards.groups]
+        with whole_weights(shards, self.shards.fused, None) as wholes:
+            for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
+                inputs[place] = whole
+            return self(inputs, gathered=True)
+
+
+def prepare_chain(
+    basic_ops: Sequence[BasicOperation],
+    fusions: Fusions,
+    first: int,
+    x: Tensor,
+    extra_inputs: Sequence[Sequence[Any]],
+    parameters: Sequence[Sequence[Any]],
+    updates_scales: bool,
+) -> PreparedChain | None:
+    """Prepare a chain whose basic operations all have passes.
+
+    Args:
+        basic_ops: The basic operations.
+        fusions: The operations after the registered fusion functions.
+        first: Index of the first operation that the backward pass reaches.
+        x: The main input.
+        extra_inputs: Extra inputs by operation.
+        parameters: Parameters by operation.
+        updates_scales: The backward pass ends with an update of delayed-scaling states.
+
+    Returns:
+        The chain; None if a user's fused operation must run by its own methods.
+    """
+    if not all(has_forward_pass(op) for op, _ in fusions.forward):
+        return None
+    if not all(has_backward_pass(op) for op, _ in fusions.backward):
+        return None
+    for op, indices in fusions.forward:
+        op.pre_fuser_forward(requires_grad=indices[-1] >= first)
+    contexts = contexts_of(len(basic_ops), first, x)
+    options: list[dict[str, Any]] = [{} for _ in basic_ops]
+    records = torch.is_grad_enabled()
+    passes, read_parameters = build_passes(basic_ops, contexts, x, extra_inputs, options, records)
+    if not all(map(_same_tensors, read_parameters, parameters)):
+        return None  # gradients are returned in the order of the parameters
+    # Checks that every call repeats, because they depend on more than the key (main_grad).
+    checks = [
+        partial(op.pre_fuser_forward, requires_grad=i >= first)
+        for i, op in enumerate(basic_ops)
+        if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
+        and getattr(op, "_accumulate_into_main_grad", True)
+    ]
+    counts = [
+        TensorCounts(len(tensors), op.num_extra_inputs, op.num_extra_outputs)
+        for op, tensors in zip(basic_ops, parameters, strict=True)
+    ]
+    return PreparedChain(
+        passes,
+        tuple(counts),
+        first,
+        updates_scales=updates_scales,
+        device=x.device,
+        fuses=fusion_enabled(),
+        fusions=fusions,
+        checks=tuple(checks),
+        shards=places_of_shards(basic_ops),
+    )
+
+
+def _same_tensors(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _forward_pass(
-    tensors: list[Any], chain: PreparedChain, passes: list[OperationPasses] | None = None
+    inputs: list[Any], chain: PreparedChain, passes: list[OperationPasses] | None = None
 ) -> tuple[tuple[Any, ...], Any]:
     """The outputs and the tensors to save; and the non-tensor parts of the saved values."""
-    given, x = chain.given(tensors), tensors[0]
-    tensors.clear()
-    results, saved = forward(chain.passes if passes is None else passes, x, given, chain.fuses)
+    tensors, x = chain.tensors_by_operation(inputs), inputs[0]
+    inputs.clear()
+    results, saved = forward(chain.passes if passes is None else passes, x, tensors, chain.fuses)
     outputs = (results.output, *itertools.chain(*results.extra))
     if chain.first == len(chain.passes):
         return outputs, ([], {}, ())
     saved[: chain.first] = [()] * chain.first
-    parts, forms, shapes = pack_saved(list(itertools.chain(*saved)))
+    parts, forms, shapes = pack_values(list(itertools.chain(*saved)))
     return (*outputs, *parts), (forms, shapes, tuple(map(len, saved)))
 
 
@@ -164,14 +235,14 @@ def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[
     """Gradients of the forward pass' inputs from the gradients of its outputs and the saved tensors."""
     forms, shapes, lengths = ctx.forms
     gradients = tensors[: chain.outputs]
-    values = iter(unpack_saved(tensors[chain.outputs :], forms, shapes))
+    values = iter(unpack_values(tensors[chain.outputs :], forms, shapes))
     tensors.clear()
     saved: list[Sequence[Any]] = [[next(values) for _ in range(length)] for length in lengths[chain.first :]]
-    of_outputs = iter(gradients[1:])
-    grads = [tuple([next(of_outputs) for _ in range(count.extra_outputs)]) for count in chain.counts]
+    extra_gradients = iter(gradients[1:])
+    grads = [tuple([next(extra_gradients) for _ in range(count.extra_outputs)]) for count in chain.counts]
     quantized = [grad for grad in gradients if isinstance(grad, QuantizedTensorStorage)]
     dy = [gradients[0]]
-    del gradients, values, of_outputs
+    del gradients, values, extra_gradients
     grad_input, parameters, extra = backward(
         ctx.passes[chain.first :], dy, saved, grads[chain.first :], chain.fuses
     )
@@ -180,8 +251,12 @@ def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[
         if i < chain.first:
             results += [None] * (count.parameters + count.extra_inputs)
             continue
-        of_parameters, of_inputs = parameters[i - chain.first], extra[i - chain.first]
-        results += [*of_parameters, *of_inputs, *[None] * (count.extra_inputs - len(of_inputs))]
+        parameter_gradients, input_gradients = parameters[i - chain.first], extra[i - chain.first]
+        results += [
+            *parameter_gradients,
+            *input_gradients,
+            *[None] * (count.extra_inputs - len(input_gradients)),
+        ]
     if quantized or any(isinstance(result, QuantizedTensorStorage) for result in results):
         results = own_quantized(results, quantized)
     return tuple(results), None
@@ -193,12 +268,12 @@ class _PreparedChain(Function):
         ctx.chain, ctx.passes = chain, passes
         ctx.scale_update = update_at_end_of_pass() if chain.updates_scales else None
         if chain.compiled is None:
-            made, ctx.forms = _forward_pass([*tensors], chain, passes)
+            results, ctx.forms = _forward_pass([*tensors], chain, passes)
         else:
-            made, kind = chain.compiled.forward([*tensors], chain)
-            chain.compiled.record(ctx, kind)
-        keep(ctx, made[chain.outputs :])
-        outputs = distinct(made[: chain.outputs], tensors)
+            results, kind = chain.compiled.forward([*tensors], chain)
+            chain.compiled.save_kind(ctx, kind)
+        keep(ctx, results[chain.outputs :])
+        outputs = distinct(results[: chain.outputs], tensors)
         constant = [y for y in outputs if not y.is_floating_point()]
         if constant:
             ctx.mark_non_differentiable(*constant)
@@ -214,11 +289,11 @@ class _PreparedChain(Function):
         if grads[0] is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
-        given = [*grads, *take_saved_before_transfer(ctx)]  # both calls empty this list
+        inputs = [*grads, *take_saved_before_transfer(ctx)]  # both calls empty this list
         if chain.compiled is None:
-            results = _backward_pass(given, chain, ctx)[0]
+            results = _backward_pass(inputs, chain, ctx)[0]
         else:
-            results = chain.compiled.backward(ctx, given, len(grads), chain)
+            results = chain.compiled.backward(ctx, inputs, len(grads), chain)
         if ctx.scale_update is not None:
             ctx.scale_update.run()
         return None, None, *results

@@ -106,21 +106,21 @@ class RecipeSlots:
         Args:
             recipe: The recipe; None removes the quantizers.
         """
-        self._serve(recipe, None)
+        self._set_recipe(recipe, None)
 
-    def follow(self, state: AutocastState) -> None:
+    def apply_recipe(self, state: AutocastState) -> None:
         """Use the recipe of an autocast state from now on."""
         recipe = state.recipe if state.enabled or state.calibrating else None
         served = self._served
         if served is None or recipe is None:
             if served is not None or recipe is not None:
-                self._serve(recipe, state.group)
+                self._set_recipe(recipe, state.group)
         elif not (is_unchanged(served[0], served[1], recipe) and served[2] is state.group):
-            self._serve(recipe, state.group)
+            self._set_recipe(recipe, state.group)
         if recipe is not None and family_of(recipe).stateful:
             self.register_for_updates()
 
-    def _serve(self, recipe: Recipe | None, group: Any) -> None:
+    def _set_recipe(self, recipe: Recipe | None, group: Any) -> None:
         if recipe is None:
             self._quantizers = {mode: [] for mode in MODES}
             self._served = None

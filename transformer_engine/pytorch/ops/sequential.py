@@ -32,9 +32,8 @@ class Sequential(CheckedLoading):
         super().__init__()
         # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        # The modules of these groups, and those that fuse.
+        # (modules, modules that fuse) for which _module_groups was computed.
         self._grouped: tuple[list[Any], list[Any]] = [], []
-        self._last_global_state: Any = None
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -46,7 +45,7 @@ class Sequential(CheckedLoading):
         self._module_groups = None
         super().add_module(name, module)
 
-    def _key(self, index: int) -> str:
+    def _name_at(self, index: int) -> str:
         keys = list(self._modules)
         if not -len(keys) <= index < len(keys):
             raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
@@ -55,15 +54,15 @@ class Sequential(CheckedLoading):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
-        return self._modules[self._key(index)]
+        return self._modules[self._name_at(index)]
 
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
         self._module_groups = None
-        self._modules[self._key(index)] = self._module(module)
+        self._modules[self._name_at(index)] = self._checked_module(module)
 
     def __delitem__(self, index: int | slice) -> None:
         self._module_groups = None
-        keys = list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]
+        keys = list(self._modules)[index] if isinstance(index, slice) else [self._name_at(index)]
         for key in keys:
             del self._modules[key]
 
@@ -77,7 +76,7 @@ class Sequential(CheckedLoading):
         """Append a module and return the container."""
         numbers = [int(key) for key in self._modules if key.isdigit()]
         key = str(max(numbers, default=-1) + 1)
-        self.add_module(key, self._module(module))
+        self.add_module(key, self._checked_module(module))
         return self
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
@@ -89,9 +88,9 @@ class Sequential(CheckedLoading):
     def insert(self, idx: int, module: torch.nn.Module) -> Sequential:
         """Insert a module before an index, renumber the modules, and return the container."""
         modules = list(self)
-        modules.insert(idx, self._module(module))
+        modules.insert(idx, self._checked_module(module))
         self._module_groups = None
-        self._modules = {str(i): held for i, held in enumerate(modules)}
+        self._modules = {str(i): child for i, child in enumerate(modules)}
         return self
 
     def pop(self, idx: int | slice) -> Any:
@@ -108,7 +107,7 @@ class Sequential(CheckedLoading):
             {key: module for key, module in self._modules.items() if module is not None}
         ).extend(modules)
 
-    def _module(self, module: Any) -> torch.nn.Module:
+    def _checked_module(self, module: Any) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
                 f"{module!r} is {with_article(type(module))}; a Sequential holds torch.nn.Module objects, "
@@ -143,9 +142,11 @@ class Sequential(CheckedLoading):
         groups = self._groups()
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
             return groups[0](input, *extra_inputs)
-        options = self._options(op_kwargs)
-        wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, _TAKES_EXTRA_INPUTS)])
-        if len(extra_inputs) != wanted:
+        options = self._kwargs_by_operation(op_kwargs)
+        num_extra_inputs = sum(
+            [group.num_extra_inputs for group in groups if isinstance(group, _TAKES_EXTRA_INPUTS)]
+        )
+        if len(extra_inputs) != num_extra_inputs:
             operations: list[BasicOperation] = []
             for group in groups:
                 if isinstance(group, _TAKES_EXTRA_INPUTS):
@@ -153,30 +154,31 @@ class Sequential(CheckedLoading):
             raise extra_inputs_error(len(extra_inputs), operations)
         x: Any = input
         outputs: list[Tensor] = []
-        at = 0
+        offset = 0
         for group in groups:
             if not isinstance(group, _TAKES_EXTRA_INPUTS):
                 x = group(x)
                 continue
-            given = extra_inputs[at : at + group.num_extra_inputs]
-            at += group.num_extra_inputs
+            group_inputs = extra_inputs[offset : offset + group.num_extra_inputs]
+            offset += group.num_extra_inputs
             if isinstance(group, OperationFuser):
                 kwargs = [options.get(id(op), {}) for op in group._basic_ops] if options else None
-                x = group(x, *given, basic_op_kwargs=kwargs)
+                x = group(x, *group_inputs, basic_op_kwargs=kwargs)
             else:
-                x = group(x, *given, **options.get(id(group), {}))
+                x = group(x, *group_inputs, **options.get(id(group), {}))
             if isinstance(x, tuple):
                 x, *extra = x
                 outputs += extra
         return (x, *outputs) if outputs else x
 
     def _groups(self) -> list[OperationFuser | torch.nn.Module]:
-        """Fused chains, and modules that are called by themselves, in order.
+        """Split the modules into fused chains and single modules; cached until the modules or their hooks change.
 
-        Operations with hooks or with another `forward` are called by themselves, because fusion would skip both.
+        Operations with hooks or with another `forward` are single modules, because fusion would skip both.
         """
         modules = [module for module in self._modules.values() if module is not None]
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
+        # Usually all operations are bare, and one call finds that out.
         fused = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
         if is_explaining():
             self._note_unfused()
@@ -188,9 +190,11 @@ class Sequential(CheckedLoading):
             if module in fused:
                 chain.append(module)  # pyright: ignore[reportArgumentType]
                 continue
-            groups += [OperationFuser(chain)] if chain else []
-            groups += [] if module is None else [module]
-            chain = []
+            if chain:
+                groups.append(OperationFuser(chain))
+                chain = []
+            if module is not None:
+                groups.append(module)
         self._module_groups, self._grouped = groups, (modules, fused)
         return groups
 
@@ -201,11 +205,17 @@ class Sequential(CheckedLoading):
             if reason is not None:
                 note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
 
-    def _options(self, given: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
-        """Return keyword arguments by the identity of the operation."""
-        found: dict[int, dict[str, Any]] = {}
+    def _kwargs_by_operation(
+        self, op_kwargs: Mapping[Any, dict[str, Any]] | None
+    ) -> dict[int, dict[str, Any]]:
+        """Return {id(operation): keyword arguments}.
+
+        Raises:
+            ValueError: A key is not a basic operation of this container.
+        """
+        result: dict[int, dict[str, Any]] = {}
         members = {id(module) for module in self}
-        for target, options in (given or {}).items():
+        for target, options in (op_kwargs or {}).items():
             if isinstance(target, int) and not -len(self) <= target < len(self):
                 raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
             op = self[target] if isinstance(target, int) else target
@@ -215,5 +225,5 @@ class Sequential(CheckedLoading):
                 )
             if id(op) not in members:
                 raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
-            found[id(op)] = dict(options)
-        return found
+            result[id(op)] = dict(options)
+        return result

@@ -106,8 +106,10 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
             raise RuntimeError(
                 f"{with_article(type(local))} cannot be stepped without masters; use FusedAdam(master_weights=True)"
             )
-        if capturable:
-            raise RuntimeError("capturable=True takes no quantized parameters; use capturable=False")
+        if capturable and not master_weights:
+            raise RuntimeError(
+                "capturable=True steps quantized parameters with master_weights=True only; set it"
+            )
     elif local.dtype not in _PLAIN:
         raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
     if is_distributed(parameter) != is_distributed(grad):

@@ -39,7 +39,7 @@ class FusedAdam(AdamStates):
     """Adam and AdamW over all parameters of a kind in one launch.
 
     A quantized parameter (`quantized_model_init`) requires master_weights=True. An FP8 parameter with delayed scaling
-    may do without; it loses updates that are smaller than the step between two codes.
+    may do without, unless capturable is set; it loses updates that are smaller than the step between two codes.
 
     Between steps, `parameter.data` may be replaced by a tensor of another dtype or memory: the moments stay, and a
     master of another kind is created from the parameter. Replacements of another size or device raise ValueError
@@ -242,7 +242,7 @@ class FusedAdam(AdamStates):
                 values = device_rates(lr, betas, eps, step, *rest, inverse)
                 rates = {device: values.to(device) for device in devices}
             for bucket, of_bucket in zip(layout.buckets, of_group, strict=True):
-                self._step_bucket(bucket, of_bucket, rates)
+                self._step_bucket(bucket, of_bucket, rates, may_skip=inverse is not None)
         return loss
 
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
@@ -263,7 +263,8 @@ class FusedAdam(AdamStates):
         """Return the states that a step of the bucket changes."""
         return NAMES if self.master_weights and not bucket.own else NAMES[:2]
 
-    def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor]) -> None:
+    def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool) -> None:
+        """Step the parameters of a bucket; with may_skip, the flag may hold that nothing changes."""
         names, device = self._names(bucket), bucket.parameters[0].device
         how = (rates[device], Adam(decoupled=bool(self.adam_w_mode)), self.capturable)
         if not bucket.quantized and all(self.name_to_dtype_map[name] not in states.RANGES for name in names):
@@ -288,7 +289,11 @@ class FusedAdam(AdamStates):
             for parameter, numbers in zip(bucket.parameters, stepped, strict=True):
                 # A rank without elements takes part too: the maximum is reduced over the ranks.
                 if isinstance(parameter, QuantizedTensor):
-                    parameter.quantize_(local_of(numbers).view(parameter.shape))
+                    values = local_of(numbers).view(parameter.shape)
+                    if may_skip:
+                        _quantize_unless(self._dummy_overflow_buf.to(device) != 0, parameter, values)
+                    else:
+                        parameter.quantize_(values)
 
     def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """Return a state of each parameter: itself where the kernel supports its dtype, otherwise float32 numbers."""
@@ -338,3 +343,12 @@ class FusedAdam(AdamStates):
                     parameter.decoupled_grad = None
                 elif parameter.decoupled_grad is not None:
                     parameter.decoupled_grad.zero_()
+
+
+def _quantize_unless(skipped: Tensor, parameter: QuantizedTensor, values: Tensor) -> None:
+    """Quantize values into a parameter; where skipped, bool [1] on the device, holds True, nothing changes."""
+    parts = [part for part in parameter.as_storage().flatten()[0] if part is not None]
+    before = [part.clone() for part in parts]
+    parameter.quantize_(values)
+    for part, old in zip(parts, before, strict=True):
+        part.copy_(torch.where(skipped, old.view(torch.uint8), part.view(torch.uint8)).view(part.dtype))

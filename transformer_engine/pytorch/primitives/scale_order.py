@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.formats import round_up
+from ...common.kernels.launch import missing
+from ..runtime.device import current_hardware
 from ..runtime.launching import run
 from .operand import Operand
 
@@ -26,7 +28,7 @@ def swizzled(scale: Tensor) -> Tensor:
     rows, columns = scale.shape
     scale = scale.view(torch.uint8)
     shape = tiled_shape(rows, columns)
-    if scale.is_cuda:
+    if scale.is_cuda and missing(current_hardware()) is None:
         from ...common.kernels.swizzled_scales import swizzle  # it imports triton
 
         down, along = scale.stride()

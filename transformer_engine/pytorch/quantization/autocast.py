@@ -169,7 +169,8 @@ class autocast(ContextDecorator):
     ):
         if others:
             reject_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
-        enabled = check_block(enabled, recipe)
+        if type(enabled) is not bool or not (recipe is None or isinstance(recipe, Recipe)):
+            enabled = check_block(enabled, recipe)
         if type(calibrating) is not bool:
             calibrating = to_bool("calibrating", calibrating)
         if amax_reduction_group is not None:
@@ -221,20 +222,22 @@ class autocast(ContextDecorator):
         if not traced:
             holder.update_context()
         outermost = state.enabled and holder.enabled_blocks == 0
-        if (
-            not outermost
-            or export_mode.onnx
-            or exception_type is not None
-            or state.graph
-            or (holder.recomputing and not traced)  # a traced update is left out when the graph runs
-        ):
-            return
-        # The first run of a reentrant checkpoint has gradients off although its second run will train.
-        if holder.recomputes and not traced:
-            with hidden_from_selective_checkpoints():
-                delayed_scaling.update_all(forward=True)
-        elif torch.is_grad_enabled() or holder.recomputes:
+        if outermost and exception_type is None and (traced or delayed_scaling.registry.pools):
+            _update_scales(holder, state, traced)
+
+
+def _update_scales(holder: _ThreadState, state: AutocastState, traced: bool) -> None:
+    """Update the forward scales of delayed scaling at the end of a thread's outermost enabled block."""
+    if export_mode.onnx or state.graph:
+        return
+    if holder.recomputing and not traced:  # a traced update is left out when the graph runs
+        return
+    # The first run of a reentrant checkpoint has gradients off although its second run will train.
+    if holder.recomputes and not traced:
+        with hidden_from_selective_checkpoints():
             delayed_scaling.update_all(forward=True)
+    elif torch.is_grad_enabled() or holder.recomputes:
+        delayed_scaling.update_all(forward=True)
 
 
 def fp8_autocast(

@@ -273,7 +273,7 @@ class Pool:
         if not torch.compiler.is_compiling():
             with _lock:
                 self.tidy()
-                _drop_empty(_registry.pools)
+                _drop_empty(registry.pools)
 
     def tidy(self) -> None:
         """Drop deleted members; where they are gaps in a reduction, merge neighbours instead."""
@@ -305,7 +305,7 @@ class _Registry:
     pools: dict[str, Pool] = field(default_factory=dict)
 
 
-_registry = _Registry()
+registry = _Registry()
 _lock = threading.Lock()
 _updating = threading.Lock()
 
@@ -323,13 +323,13 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
 def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
     """Register a state with the pool of (forward, recipe, group) on its device, and with no other pool."""
     held = state.registration
-    if held is not None and held.pools is _registry.pools and held.recipe is recipe and held.group is group:
+    if held is not None and held.pools is registry.pools and held.recipe is recipe and held.group is group:
         return
     key = buffer_key(forward, recipe, group)
     device = state.scale_in_place.device
     with _lock:
         _leave(state)
-        pools = _registry.pools
+        pools = registry.pools
         pool = pools.get(key)
         if pool is not None and pool.device != device:  # a model on several devices: one more pool for each
             key = f"{key}:{device}"
@@ -351,7 +351,7 @@ def unregister(state: Any) -> None:
 def _leave(state: Any) -> None:
     held = state.registration
     state.registration = None
-    if held is not None and held.pools is _registry.pools:
+    if held is not None and held.pools is registry.pools:
         held.pool.members = [member for member in held.pool.members if member.state() is not state]
         _drop_empty(held.pools)
 
@@ -361,28 +361,21 @@ def _drop_empty(pools: dict[str, Pool]) -> None:
         del pools[key]
 
 
-def pools() -> dict[str, Pool]:
-    """Return all pools by key."""
-    return _registry.pools
-
-
 def update_all(forward: bool) -> None:
     """Update every pool of one direction, in order of registration; one thread at a time."""
     if torch.compiler.is_compiling():  # the pools may be traced before a module registers its states
         _update_all(forward)
-        return
-    if not _registry.pools:
         return
     with _updating:
         _update_all(forward)
 
 
 def _update_all(forward: bool) -> None:
-    for pool in list(_registry.pools.values()):
+    for pool in list(registry.pools.values()):
         if pool.forward == forward:
             pool.update()
 
 
 def reset() -> None:
     """Drop every pool."""
-    _registry.pools = {}
+    registry.pools = {}

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Format, MMParams, QParams, Recipe
+from ...common.recipe.living import changes_nothing
 from .family import all_families, family_of
 from .pickle_reader import (
     MAXIMUM_BYTES,
@@ -381,7 +382,8 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
     if not isinstance(attributes, dict):
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     known = {f.name: f for f in fields(kind)}
-    unknown = sorted({str(name) for name in attributes} - {*known, "_description"})
+    others = {str(name): value for name, value in attributes.items() if name not in (*known, "_description")}
+    unknown = sorted(name for name, value in others.items() if not changes_nothing(name, value))
     if unknown and not torch.compiler.is_compiling():
         warnings.warn(
             f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2

@@ -226,7 +226,7 @@ register(
         samples=(
             FormatSample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
         ),
-        attention="block",
+        attention="mxfp8",
         fits=lambda: support.support_of("mxfp8").native,
     )
 )

@@ -53,7 +53,7 @@ class Family:
         needs: The hardware requirement; None: no requirement.
         alignment: `alignment(recipe)` returns the multiple to which a group's rows are padded before quantization.
         samples: Formats of the family, which are measured one by one.
-        attention: Scaling of FP8 attention: "delayed", "current" or "block"; None: unsupported.
+        attention: Scaling of FP8 attention: "delayed", "current", "mxfp8" or "block"; None: unsupported.
         measured_as: Name of the product measurements in `functions/precision.py`; None: not measured.
         stateful: Whether its states take part in scale updates.
         follows_history: Whether scales depend on earlier steps, and so change between the forward and backward passes.

@@ -83,7 +83,7 @@ class StateAttributes(type):
 
 
 def _of_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
-    return {key: list(map(read, pool.states)) for key, pool in delayed_scaling.pools().items()}
+    return {key: list(map(read, pool.states)) for key, pool in delayed_scaling.registry.pools.items()}
 
 
 def _support(kind: str, part: int) -> property:

@@ -34,10 +34,13 @@ class Recorder(Protocol):
 
     Attributes:
         warming: Context for all code that runs before the first recording.
+        on_capture_stream: Context for eager code on the stream of the recordings; the host waits for nothing.
         record: Runs the body once; the results are invalid until the first replay if the recorder only records.
     """
 
     def warming(self) -> AbstractContextManager[None]: ...
+
+    def on_capture_stream(self) -> AbstractContextManager[None]: ...
 
     def record(self, body: Callable[[], Results]) -> Recording: ...
 
@@ -123,11 +126,19 @@ class CudaRecorder:
     @contextmanager
     def warming(self) -> Iterator[None]:
         torch.cuda.synchronize()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with self.on_capture_stream():
             yield
-        torch.cuda.current_stream().wait_stream(self.stream)
         torch.cuda.synchronize()
+
+    @contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            here.wait_stream(self.stream)
 
     def record(self, body: Callable[[], Results]) -> CudaRecording:
         graph = torch.cuda.CUDAGraph()

@@ -13,14 +13,14 @@ from ...common.checks import described
 from ...common.numbers import to_int, with_article
 from .device import canonical_device
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _DISTRIBUTED = "torch.distributed.tensor"
 _NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch.dtype)
 
 
 def is_distributed(tensor: Any) -> bool:
     """Return whether a value is a DTensor, without the import of its module, which takes half a second."""
-    if type(tensor) in _PLAIN or _DISTRIBUTED not in sys.modules:
+    if type(tensor) in PLAIN_TENSORS or _DISTRIBUTED not in sys.modules:
         return False
     return isinstance(tensor, sys.modules[_DISTRIBUTED].DTensor)
 

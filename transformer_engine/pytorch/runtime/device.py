@@ -54,10 +54,14 @@ def current_hardware() -> Hardware:
     return TABLE[_current_architecture()]
 
 
+# Whether torch.autocast is active on any kind of device: 0.1 us; the query for one kind takes 0.5 us.
+autocast_is_active = torch._C._is_any_autocast_enabled
+
+
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of torch.autocast on a kind of device, such as "cuda", while autocast is active there."""
-    # The query over all device types takes 0.1 us, the query for one type 0.5 us. Meta tensors have no autocast.
-    if not torch._C._is_any_autocast_enabled() or kind == "meta" or not torch.is_autocast_enabled(kind):
+    # Meta tensors have no autocast.
+    if not autocast_is_active() or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.dispatch import Operator
 from ...common.kernels.launch import ALIGNMENT, Launch, Output, check_memory, missing, start, starter
 from ...common.kernels.program import Program
-from ..fast.symbols import Form, Symbol
+from ..fast.symbols import Symbol, TensorLayout
 from .device import current_hardware, is_current_device
 from .operator_definition import define_operator
 from .zeros import numbers, zero
@@ -56,7 +56,7 @@ def _listed(launch: Launch, first: Symbol, inputs: Sequence[Any]) -> list[Any]:
     """Append a launch to the instructions of a pass; return the symbols of its outputs."""
     instructions = first.instructions
     makers = makers_of(launch, instructions.device)
-    outputs = [None if maker is None else instructions.make(maker) for maker in makers]
+    outputs = [None if maker is None else instructions.allocate_by(maker) for maker in makers]
     instructions.start(launch, (*inputs, *outputs))
     return outputs
 
@@ -128,7 +128,7 @@ class Performed:
     def _listed(self, first: Symbol, given: Sequence[Any]) -> tuple[Any, ...]:
         """Append the program to the instructions of a pass; return the symbols of its results."""
         instructions = first.instructions
-        made = [instructions.make(maker) for maker in self.makers]
+        made = [instructions.allocate_by(maker) for maker in self.makers]
         buffers = (None, *given, *made, *instructions.numbers(self.zeroed))
         for launch, pick in zip(self.launches, self.picks, strict=True):
             instructions.start(launch, pick(buffers))
@@ -234,8 +234,8 @@ def uniform(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Random float32 numbers in [0, 1) on the device of a tensor, from torch's generator."""
     draw = functools.partial(torch.rand, shape, dtype=torch.float32, device=like.device)
     if type(like) is Symbol:  # a pass that is being listed draws in every call
-        form = Form.contiguous(shape, torch.float32)
-        return like.instructions.apply(lambda: (draw(),), (), (form,))[0]
+        layout = TensorLayout.contiguous(shape, torch.float32)
+        return like.instructions.apply(lambda: (draw(),), (), (layout,))[0]
     return draw()
 
 
@@ -255,7 +255,7 @@ def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str |
     """Return the reason why a Triton kernel on 16- and 32-bit floats is unsupported on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if (reason := missing()) is not None:
+    if (reason := missing(current_hardware())) is not None:
         return reason
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
@@ -267,7 +267,7 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why Triton casts of a dtype do not match the reference's bits on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
-    if (reason := missing()) is not None:
+    if (reason := missing(current_hardware())) is not None:
         return reason
     if dtype not in DTYPE_NAMES:
         return f"it takes bfloat16, float16 and float32, not {dtype}"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ...common.formats import TILED_FORMATS, round_up
+from ...common.formats import round_up
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Quantized, QuantizeSpec, quantize
@@ -73,9 +73,10 @@ class BlockScalingQuantizer(Quantizer):
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        if self.optimize_for_gemm and self.makes_tiles:
-            return self.tiled_operands(matrix, rowwise, columnwise)
-        return super().operands(matrix, rowwise, columnwise)
+        if type(self).encode is not BlockScalingQuantizer.encode:
+            return super().operands(matrix, rowwise, columnwise)
+        spec = self.spec(rowwise, columnwise)
+        return self._operands(matrix, _tiled(spec) if self.optimize_for_gemm and self.makes_tiles else spec)
 
     @property
     def makes_tiles(self) -> bool:
@@ -84,12 +85,15 @@ class BlockScalingQuantizer(Quantizer):
 
     def tiled_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         """Return `operands` with scales in the order of matrix instructions, which no other code can split or join."""
-        reason = self.unsupported_shape_reason(matrix.shape, rowwise, columnwise)
+        return self._operands(matrix, _tiled(self.spec(rowwise, columnwise)))
+
+    def _operands(self, matrix: Tensor, spec: QuantizeSpec) -> Operands:
+        """Quantize a matrix [M, K]; the operands have the codes and scales of `quantize`, without padding."""
+        reason = self.unsupported_shape_reason(matrix.shape, spec.rowwise, spec.columnwise)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(matrix.shape)}: {reason}")
-        spec = _tiled(self.spec(rowwise, columnwise))
         codes, scale, codes_t, scale_t, amax, amax_t = self._quantized(plain_matrix(matrix), spec)
-        form, form_t = spec.operand_format, TILED_FORMATS[spec.format.columnwise]
+        form, form_t = spec.operand_format, spec.columnwise_operand_format
         return Operands(
             None if codes is None else Operand(codes, scale, form, amax, matrix.dtype),
             None if codes_t is None else Operand(codes_t, scale_t, form_t, amax_t, matrix.dtype),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -123,3 +125,24 @@ def reduce_maxima(maxima: Any, group: Any, matrix: Any = None) -> Any:
     else:
         listed.instructions.apply(reduce, [maxima], [])
     return maxima
+
+
+def reduce_together(maxima: Sequence[Any], group: Any) -> tuple[Any, ...]:
+    """Return the maxima over the ranks of a group, by one collective for all of them.
+
+    Args:
+        maxima: Tensors float32 [1], or symbols of such tensors.
+        group: Process group.
+    """
+    first = maxima[0]
+    if type(first) is Symbol:
+        forms = [maximum.form for maximum in maxima]
+        return tuple(first.instructions.apply(functools.partial(_reduced_together, group), maxima, forms))
+    return _reduced_together(group, *maxima)
+
+
+def _reduced_together(group: Any, *maxima: Tensor) -> tuple[Tensor, ...]:
+    joined = torch.cat(maxima)
+    torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
+    # Kernels rely on the alignment of a tensor of their own.
+    return tuple([maximum.clone() for maximum in joined.split(1)])

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...common.formats import E2M1, E4M3, E5M2, FLOAT8, Element, ceil_div
 from ..constants import DType
-from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.quantize import Quantized, QuantizeSpec, torch_dtype
 from ..runtime.checks import tensor, values_dtype
 
@@ -107,9 +106,3 @@ def float8_spec(
     return QuantizeSpec(
         FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
     )
-
-
-def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
-    """Directions in which a kernel writes FP8 codes for these operands of a product."""
-    one_copy = columnwise and reads_all_layouts() and not torch.compiler.is_compiling()
-    return (True, False) if one_copy else (rowwise, columnwise)

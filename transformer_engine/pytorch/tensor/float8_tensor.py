@@ -16,21 +16,15 @@ from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.gemm.cublaslt import reads_all_layouts
 from ..primitives.operand import Operand
-from ..primitives.quantize import (
-    Cast,
-    Quantized,
-    absolute_maximum,
-    quantize,
-    scale_from_amax,
-)
+from ..primitives.quantize import Cast, Quantized, absolute_maximum, quantize, scale_from_amax
 from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
-from ..runtime.device import canonical_device
+from ..runtime.device import canonical_device, has_cuda
 from . import elements
 from .current_scaling import RecordsScale, ReducesMaximum, reduce_maxima
 from .delayed_scale import DelayedScale, ScalingState
-from .elements import check_scalar, code_directions, empty_quantized, float8_dtype, float8_number, float8_spec
+from .elements import check_scalar, empty_quantized, float8_dtype, float8_number, float8_spec
 from .padded_groups import PaddedGroups, maxima_of_groups, scaled_groups
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
@@ -38,6 +32,13 @@ from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
 __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
+
+
+def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
+    """Directions in which a kernel writes FP8 codes for these operands of a product."""
+    # Without a GPU, no product reads all layouts; `has_cuda` is cached.
+    one_copy = columnwise and not torch.compiler.is_compiling() and has_cuda() and reads_all_layouts()
+    return (True, False) if one_copy else (rowwise, columnwise)
 
 
 def _operands(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def quantize_rows(
     buffers = _flat(quantizer.encode_groups(x, groups))
     if tensor_offsets is None:
         tensor_offsets = groups.starts * x.shape[1]
-    layout = GroupLayout(groups.count, tuple(x.shape), (True, False), None, row_major=True)
+    layout = GroupLayout(groups.count, tuple(x.shape), (True, False))
     storage = GroupedTensorStorage(
         layout=layout,
         quantizer=StackQuantizer([quantizer.copy() for _ in range(groups.count)]),
@@ -75,9 +74,9 @@ def quantize_blocks_of_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
         f"_{name}" if "amax" in name else name: t for name, t in buffers.items()
     }
     known = {name: by_name.get(name) for name in (*ROWWISE, *COLUMNWISE)}
-    members = placed_members([(rows, depth)] * count, quantizer, known, x.dtype, Offsets(), row_major=True)
+    members = placed_members([(rows, depth)] * count, quantizer, known, x.dtype, Offsets())
     storage = GroupedTensorStorage(
-        layout=replace(GroupLayout.of(members), row_major=True),
+        layout=GroupLayout.of(members),
         quantizer=StackQuantizer([quantizer.copy() for _ in range(count)]),
         dtype=x.dtype,
         **buffers,

@@ -18,11 +18,11 @@ from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, hadamard_transform, pack_fp4, quantize
 from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.formats.nvfp4 import encode as encode_rows
-from ..primitives.quantize.maximum import maximum
+from ..primitives.quantize.maximum import maximum, transformed_maximum
 from ..runtime.checks import group_or_none
 from ..runtime.launching import uniform
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
-from .current_scaling import ReducesMaximum
+from .current_scaling import ReducesMaximum, reduce_together
 from .elements import element_number
 from .padded_groups import (
     TILE,
@@ -244,12 +244,11 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             # The group's maxima of both directions, each float32 [1], in one reduction. Maxima per row stay the rank's.
             if spec.format.row_scaled:
                 amax_t = self.reduce_amax(maximum(matrix)) if spec.columnwise else None
+            elif spec.hadamard and spec.columnwise:
+                columns = transformed_maximum(matrix, spec.random_sign)
+                amax, amax_t = reduce_together((maximum(matrix), columns), self.amax_reduction_group)
             else:
-                columns = matrix
-                if spec.hadamard and spec.columnwise:
-                    columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
-                maxima = self.reduce_amax(torch.cat((maximum(matrix), maximum(columns))))
-                amax, amax_t = maxima[:1], maxima[1:]
+                amax = amax_t = self.reduce_amax(maximum(matrix))
         random = None
         if spec.stochastic:
             # Uniform in [0, 1), [M, K] and [K, M] for the directions that are rounded; empty for the others.

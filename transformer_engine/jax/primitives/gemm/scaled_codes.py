@@ -22,6 +22,8 @@ from jax import Array
 from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, SWIZZLED_NAMES, TensorFormat
+from ....common.kernels import launch
+from ...platform import hardware
 from ..launching import run, switched_off, unsupported_on
 from ..operand import Operand
 from ..quantize import unpack_e2m1
@@ -30,7 +32,7 @@ from .block_scales import BlockScaledProduct
 from .request import GemmRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.product_parts import Side
+    from ....common.kernels.product_parts import ByCopies, Side
 
 _RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _XLA_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -64,14 +66,30 @@ class DotScaledProduct(BlockScaledProduct):
             factor = 1.0
             if units[0] is not None and units[1] is not None:
                 levels, factor = (a.amax, b.amax), 1.0 / (units[0] * units[1])
-            options = {"length": a.format.block[1], "packing": a.format.packing, "factor": factor}
-            launch = scaled_product.product(*sides, depth, rows[1], dtype, **options)
+            launch = scaled_product.product(
+                *sides,
+                depth,
+                rows[1],
+                dtype,
+                length=a.format.block[1],
+                packing=a.format.packing,
+                factor=factor,
+                copies=_copies(a.codes.shape[1], rows[1] * self.dtype.itemsize),
+            )
         order = slice(None, None, -1) if is_swapped(*rows) else slice(None)
         inputs = [*(a.codes, b.codes)[order], *scales[order]]
         inputs += [*levels[order], None, None] if a.format.swizzled else [None, None]
         out, _ = run(launch, inputs)
         assert out is not None
         return out
+
+
+def _copies(pitch: int, result_pitch: int) -> ByCopies:
+    """Return the tensors that the copy engine moves, by the bytes of their rows; all arrays are aligned to 16 bytes."""
+    from ....common.kernels.product_parts import ByCopies  # it imports triton
+
+    engine = hardware().has("tensor memory")
+    return ByCopies(*(engine and size > 0 and size % launch.ALIGNMENT == 0 for size in (pitch, result_pitch)))
 
 
 def _side(operand: Operand) -> Side:
@@ -103,10 +121,9 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := _unsupported_pair(request)) is not None:
         return reason
     if request.swizzled:
-        least = request.hardware.scaled_dot
-        if optional.release("triton") < least:
-            place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
-            return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton"
+        reason = optional.scaled_dot_problem(request.hardware, optional.release("triton"))
+        if reason is not None:
+            return reason
     if request.dtype not in _RESULTS:
         return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
     return None

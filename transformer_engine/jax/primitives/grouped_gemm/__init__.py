@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ....common.dispatch import Table
+from ....common.dispatch import Backend, Table
 from ..platforms import compute
-from . import reference, triton
+from . import blocks, reference, triton
+from .blocks import BlockTensor, GroupedBlockRequest, row_multiple
 from .reference import GroupedGemmRequest, Scales
 
-__all__ = ["TABLE", "GroupedGemmRequest", "Scales", "grouped_contraction", "grouped_gemm"]
+__all__ = [
+    "BLOCK_TABLE",
+    "TABLE",
+    "GroupedBlockRequest",
+    "GroupedGemmRequest",
+    "Scales",
+    "grouped_block_contraction",
+    "grouped_block_gemm",
+    "grouped_contraction",
+    "grouped_gemm",
+    "row_multiple",
+]
 
 TABLE: Table[GroupedGemmRequest] = Table("jax_grouped_gemm", (triton.BACKEND, reference.BACKEND))
 
@@ -59,3 +74,93 @@ def grouped_contraction(
         ),
         a, b, group_sizes, scales, dtype=dtype,
     )  # fmt: skip
+
+
+def _decoded_rows(
+    a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool
+) -> Array:
+    """Compute `grouped_block_gemm` of values in the nominal dtype of the codes."""
+    return grouped_gemm(a.dequantize(), b.dequantize(), group_sizes, dtype, features_first=features_first)
+
+
+def _decoded_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
+    """Compute `grouped_block_contraction` of values in the nominal dtype of the codes."""
+    return grouped_contraction(a.dequantize(), b.dequantize(), group_sizes, dtype)
+
+
+BLOCK_TABLE: Table[GroupedBlockRequest] = Table(
+    "jax_grouped_block_gemm",
+    (
+        blocks.DOT_SCALED,
+        blocks.TRITON,
+        Backend(
+            "dequantized",
+            bind=lambda request: _decoded_contraction if request.contracts_rows else _decoded_rows,
+        ),
+    ),
+)
+
+
+def grouped_block_gemm(
+    a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool = False
+) -> Array:
+    """Return out [M, N]: the rows of group g of a, times b[g]; rows after the last group are zero.
+
+    Args:
+        a: Block-scaled codes of rows in groups, contracted along the columns.
+        b: Block-scaled codes of a stack [G, K, N], contracted along K.
+        group_sizes: Rows per group, integers [G].
+        dtype: dtype of the result.
+        features_first: Whether b is [G, N, K].
+    """
+
+    def request(platform: str) -> GroupedBlockRequest:
+        rows, stack = _shapes(a, b)
+        (groups, n, k), m = stack.codes.shape, a.shape[0]
+        padded = rows.codes.shape[0] != m
+        return _request(rows, stack, (groups, m, n, k), dtype, False, padded, platform)
+
+    dtype = jnp.dtype(dtype)
+    return compute(BLOCK_TABLE, request, a, b, group_sizes, dtype=dtype, features_first=features_first)
+
+
+def grouped_block_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
+    """Return out [G, K, N]: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]).
+
+    Args:
+        a: Block-scaled codes of rows in groups, contracted along the rows.
+        b: The same of the other rows.
+        group_sizes: Rows per group, integers [G].
+        dtype: dtype of the result.
+    """
+
+    def request(platform: str) -> GroupedBlockRequest:
+        left, right = _shapes(a, b)
+        (k, rows), n = left.codes.shape, right.codes.shape[0]
+        return _request(left, right, (group_sizes.shape[0], rows, n, k), dtype, True, False, platform)
+
+    dtype = jnp.dtype(dtype)
+    return compute(BLOCK_TABLE, request, a, b, group_sizes, dtype=dtype)
+
+
+def _shapes(a: BlockTensor, b: BlockTensor) -> tuple[Any, Any]:
+    """Operands of two tensors with shapes and dtypes in place of arrays."""
+    return jax.eval_shape(lambda a, b: (a.operand(), b.operand()), a, b)
+
+
+def _request(
+    a: Any,
+    b: Any,
+    extents: tuple[int, int, int, int],
+    dtype: jnp.dtype,
+    contracts_rows: bool,
+    padded: bool,
+    platform: str,
+) -> GroupedBlockRequest:
+    """The request of two operands; extents: groups, m, n and k."""
+    assert a.format is not None and b.format is not None
+    elements = jnp.dtype(a.codes.dtype), jnp.dtype(b.codes.dtype)
+    transformed = a.hadamard, b.hadamard
+    return GroupedBlockRequest(
+        *extents, a.format, b.format, elements, dtype, contracts_rows, padded, transformed, platform
+    )

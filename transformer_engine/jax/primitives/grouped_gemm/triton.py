@@ -79,7 +79,7 @@ class GroupedRowsProduct(Kernel):
             if scales
             else (None, None)
         )
-        layout = _layout(sizes, a.shape[0])
+        layout = layout_of_rows(sizes, a.shape[0])
         (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout], [out])
         assert made is not None
         return (made,)
@@ -115,7 +115,7 @@ class GroupedContraction(Kernel):
             shared_memory=processors().shared_memory,
             hopper=hardware().has("hopper instructions"),
         )  # fmt: skip
-        layout = _layout(sizes, a.shape[0])
+        layout = layout_of_rows(sizes, a.shape[0])
         scale_a = scale_b = None
         if self.scaled:
             a, b = (_columns(codes, layout, made.shape[0]) for codes in (a, b))
@@ -146,9 +146,9 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
     return turned
 
 
-def _layout(sizes: Array, rows: int) -> Array:
-    """Return the layout of rows in groups, as the kernels read it."""
-    from ....common.kernels.grouped_layout import layout_of
+def layout_of_rows(sizes: Array, rows: int) -> Array:
+    """Positions of groups of these sizes [G] among the rows, as `common/kernels/grouped_layout.py` stores them."""
+    from ....common.kernels.grouped_layout import layout_of  # it imports triton
 
     (layout,) = run(layout_of(rows, sizes.shape[0]), [sizes])
     assert layout is not None

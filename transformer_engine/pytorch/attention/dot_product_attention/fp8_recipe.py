@@ -109,7 +109,7 @@ def requested_backward(bf16_backward: bool | None) -> Any:
 
 
 def scaling_of(recipe: Recipe) -> str:
-    """Return "delayed", "current" or "block".
+    """Return "delayed", "current", "mxfp8" or "block".
 
     Args:
         recipe: Recipe of the attention.
@@ -150,7 +150,7 @@ def fp8_attention(
     of_rank = backend.inner_call if shared else call
     assert state.recipe is not None
     scaling = scaling_of(state.recipe)
-    products, active = layer._product_quantizers(state), layer.numerics.active
+    products, active = layer._product_quantizers(state), layer.numerics.cached.recipe
     direct = scaling == "delayed" and active is not None and products is active.products
     fp8 = FP8Attention(
         of_rank,

@@ -230,7 +230,8 @@ def attend_by_policies(
         ids = torch.ops.transformer_engine.sequence_ids_of_policies(ids, sequences)
     else:
         check_coverage(ids, sequences)
-    used = [policy._replace(ids=x) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]]
+    # Not `_replace`, whose result torch 2.11 rebuilds as an empty tuple where a compiled graph ends.
+    used = [Policy(x, *policy[1:]) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]]
     q, k, v = qkv
     if not q.shape[0]:
         return _zeros(q, k, v)

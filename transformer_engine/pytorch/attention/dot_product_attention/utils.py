@@ -250,6 +250,31 @@ def get_attention_backend(
     )
 
 
+def fused_attention_support(attention_params: AttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """Return the kind of fused attention that supports a call and "", or No_Backend and the reasons.
+
+    Args:
+        attention_params: The call.
+    """
+    supported = get_attention_backend(attention_params)[-1][1]
+    if supported and attention_params.fp8:
+        return NVTE_Fused_Attn_Backend.NVTE_FP8, ""
+    if supported:
+        return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+    request = attention_params.request()
+    if attention_params.fp8:
+        recipe = (attention_params.fp8_meta or {}).get("recipe")
+        request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
+        verdicts = [v for v in fp8.FORWARD.explain(request) if v.backend == "cudnn"]
+    else:
+        verdicts = [v for v in TABLE.explain(request) if v.backend not in (*FLASH, "reference")]
+    words = [f"{verdict.backend}: {verdict.reason}" for verdict in verdicts if verdict.reason]
+    kind = env.get("NVTE_FUSED_ATTN_BACKEND")
+    if kind not in (None, "1"):
+        words.insert(0, f"NVTE_FUSED_ATTN_BACKEND={kind} requests another kind")
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "; ".join(words)
+
+
 # Functions that return the version of each installed flash-attn package.
 FLASH: dict[str, Callable[[], Version | None]] = {
     "flash4": lambda: _version(flash4.VERSION),

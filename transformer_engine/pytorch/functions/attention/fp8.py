@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, Table, undisturbed
 from ....common.memory import Memory
-from ...primitives.attention.backends import cudnn, cudnn_fp8
+from ...primitives.attention.backends import cudnn, cudnn_fp8, cudnn_mxfp8
 from ...primitives.attention.call import (
     Attended,
     AttentionCall,
@@ -27,7 +27,7 @@ from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import passes_when_traced
 from ...primitives.attention.passes import Passes
 from ...tensor.quantized_tensor import QuantizedTensorStorage
-from . import fp8_cudnn, fp8_emulation
+from . import fp8_cudnn, fp8_emulation, mxfp8_cudnn
 from .fp8_attention import AttentionQuantizers, FP8Attention, FP8Passes, Rounded, values_of
 
 
@@ -51,9 +51,15 @@ class BackwardRequest(NamedTuple):
 
 
 def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
-    if call.fp8 == "block":
+    if call.fp8 not in ("delayed", "current"):
         return f"the recipe scales blocks; it takes one scale per tensor; {cudnn_fp8.DECODED}"
     return cudnn_fp8.unsupported_reason(call)
+
+
+def _unsupported_cudnn_mxfp8(call: AttentionCall) -> str | None:
+    if call.fp8 != "mxfp8":
+        return "it takes the recipe MXFP8BlockScaling"
+    return cudnn_mxfp8.unsupported_reason(call)
 
 
 EVERYTHING = frozenset(Feature)
@@ -66,6 +72,12 @@ FORWARD: Table[AttentionCall] = Table(
             takes=cudnn_fp8.TAKES,
             unsupported_reason=_unsupported_cudnn_forward,
             bind=lambda request: fp8_cudnn.forward,
+        ),
+        Backend(
+            "cudnn_mxfp8",
+            takes=cudnn_mxfp8.TAKES,
+            unsupported_reason=_unsupported_cudnn_mxfp8,
+            bind=lambda request: mxfp8_cudnn.forward,
         ),
         Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.forward),
     ),
@@ -87,8 +99,21 @@ def _unsupported_cudnn_backward(request: BackwardRequest) -> str | None:
     return cudnn_fp8.unsupported_backward(request.call)
 
 
+def _unsupported_cudnn_mxfp8_backward(request: BackwardRequest) -> str | None:
+    if request.requested is False:
+        return "high precision is asked for (NVTE_FP8_DPA_BWD=0, or bf16_backward)"
+    if request.forward != "cudnn_mxfp8":
+        return f"the forward pass is {request.forward!r}"
+    if request.requested is None:
+        return f"not measured on {request.call.hardware.title}; NVTE_FP8_DPA_BWD=1 asks for it"
+    return cudnn_mxfp8.unsupported_backward(request.call)
+
+
 def _unsupported_high_precision(request: BackwardRequest) -> str | None:
-    return "NVTE_FP8_DPA_BWD=1 asks for FP8" if request.requested else None
+    # The emulated backward pass reads codes by rows, which the forward pass in MXFP8 does not save.
+    return (
+        "NVTE_FP8_DPA_BWD=1 asks for FP8" if request.requested and request.forward != "cudnn_mxfp8" else None
+    )
 
 
 def high_precision(
@@ -113,6 +138,12 @@ BACKWARD: Table[BackwardRequest] = Table(
             takes=cudnn_fp8.TAKES,
             unsupported_reason=_unsupported_cudnn_backward,
             bind=lambda request: fp8_cudnn.backward,
+        ),
+        Backend(
+            "cudnn_mxfp8",
+            takes=cudnn_mxfp8.TAKES,
+            unsupported_reason=_unsupported_cudnn_mxfp8_backward,
+            bind=lambda request: mxfp8_cudnn.backward,
         ),
         Backend(
             "high_precision",
@@ -145,16 +176,19 @@ def _chosen_passes(key: PassesKey) -> FP8Passes:
     in_fp8 = replace(call, fp8=scaling)
     forward: Any = FORWARD.bind(in_fp8)
     backward: Any = high_precision
-    by_cudnn = forward is fp8_cudnn.forward
+    name = _FORWARD_NAMES.get(forward, "emulated")
     if call.needs_gradient:
-        backward = BACKWARD.bind(BackwardRequest(in_fp8, "cudnn" if by_cudnn else "emulated", requested))
+        backward = BACKWARD.bind(BackwardRequest(in_fp8, name, requested))
     plain = None
-    if by_cudnn and cudnn.BACKEND.rejection_reason(call) is None:
+    if name != "emulated" and cudnn.BACKEND.rejection_reason(call) is None:
         # After cuDNN's FP8 kernel its own 16-bit backward, whose statistics are the same.
         plain = cudnn.bind(call)
     if not isinstance(plain, Passes):
         plain = passes_of(call)
-    return FP8Passes(forward, backward, plain, backward is high_precision)
+    return FP8Passes(forward, backward, plain, backward in (high_precision, mxfp8_cudnn.backward))
+
+
+_FORWARD_NAMES: dict[Any, str] = {fp8_cudnn.forward: "cudnn", mxfp8_cudnn.forward: "cudnn_mxfp8"}
 
 
 _PASSES: Memory[PassesKey, FP8Passes] = Memory(_chosen_passes, 1024)

@@ -14,6 +14,7 @@ from ...primitives.attention.call import AttentionCall, AttentionInputs, Attenti
 from ...primitives.attention.operators import BIAS, SINK
 from ...primitives.attention.passes import Passes
 from ...runtime.autograd import Function
+from ...runtime.device import current_hardware
 from ...runtime.double_backward import once_differentiable
 from ...runtime.launching import run_into
 from ...tensor.elements import float8_dtype
@@ -72,7 +73,7 @@ class FP8Attention:
 
     Attributes:
         call: The attention, in its own dtype.
-        scaling: "delayed", "current" or "block".
+        scaling: "delayed", "current", "mxfp8" or "block".
         quantizers: Quantizers of its tensors.
         state: Delayed-scaling state of the forward pass if kernels may read and write it; otherwise None.
         passes: Implementations of the two passes.
@@ -142,7 +143,7 @@ def _launchable(codes: Tensor | None) -> bool:
     """Return whether a Triton kernel can read these codes."""
     if codes is None or not codes.is_cuda or torch.compiler.is_compiling():
         return False
-    return launch.missing() is None and codes.is_contiguous() and codes.numel() > 0
+    return launch.missing(current_hardware()) is None and codes.is_contiguous() and codes.numel() > 0
 
 
 def launched_values(

@@ -11,6 +11,7 @@ from torch import Tensor
 from ....common.kernels import launch
 from ...primitives.attention.backends import cudnn_fp8
 from ...primitives.attention.call import AttentionCall, AttentionInputs, Gradients
+from ...runtime.device import current_hardware
 from ...runtime.launching import run_into
 from ...tensor.elements import float8_dtype
 from ...tensor.float8_tensor import Float8TensorStorage
@@ -44,7 +45,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute o from the codes of q, k and v in FP8."""
     if (
         attention.state is not None
-        and launch.missing() is None
+        and launch.missing(current_hardware()) is None
         and not any(isinstance(x, QuantizedTensorStorage) or not x.is_contiguous() for x in inputs[:3])
     ):
         return _forward_of_state(attention, inputs)

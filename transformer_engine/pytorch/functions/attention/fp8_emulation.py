@@ -50,7 +50,7 @@ def backward(
     output = values_of(rounded.codes, call.dtype, call.heads) if rounded.output is None else rounded.output
     attended = Attended(output, rounded.lse, rounded.rng_state)
     if attention.passes.plain.name == reference.PASSES.name:
-        round_ds = None if attention.scaling == "block" else _rounding(quantizers.grad_softmax)
+        round_ds = None if attention.scaling in ("block", "mxfp8") else _rounding(quantizers.grad_softmax)
         roundings = _rounding_of_softmax(None), round_ds
         found = reference.backward(call, values, attended, grad_output, *roundings)
     else:

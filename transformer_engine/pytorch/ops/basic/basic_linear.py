@@ -15,7 +15,7 @@ from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import Overlap, TensorParallel, warn_of_unused_overlap
 from ...distributed_weight import is_distributed_weight
-from ...functions.linear_spec import gathering
+from ...functions.linear_spec import with_gathering
 from ...functions.main_grad import check_main_grad as check_buffer
 from ...functions.precision import estimates
 from ...functions.weight_gradient import WeightGradient
@@ -158,8 +158,8 @@ class BasicLinear(PassOperation):
         super().reset_recipe_state(recipe=recipe)
         self._update_weight_quantizer()
 
-    def _serve(self, recipe: Any, group: Any) -> None:
-        super()._serve(recipe, group)
+    def _set_recipe(self, recipe: Any, group: Any) -> None:
+        super()._set_recipe(recipe, group)
         self._update_weight_quantizer()
 
     def _update_weight_quantizer(self) -> None:
@@ -224,7 +224,7 @@ class BasicLinear(PassOperation):
         spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain)
         if spec.communicates and parallel.sequence:
             rows = math.prod(x.shape[:-1])
-            spec = gathering(spec, rows // parallel.size if parallel.mode == "row" else rows)
+            spec = with_gathering(spec, rows // parallel.size if parallel.mode == "row" else rows)
         return LinearPasses(spec, weight.dtype, x.dtype), InputFacts(shape, dtype, x.device)
 
     _functional_forward = staticmethod(functional_forward)

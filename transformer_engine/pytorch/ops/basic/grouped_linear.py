@@ -27,9 +27,10 @@ from ...functions.grouped_request import (
     GroupedRequest,
     requested_by_environment,
 )
-from ...functions.linear_spec import LinearSpec, changed
+from ...functions.linear_spec import LinearSpec, replace_fields
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
+from ...quantization.family import family_of
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.grouped_checkpoints import convert_state
@@ -59,6 +60,12 @@ __all__ = [
 ]
 
 
+_SCALES_OF_STATE = (
+    "single_grouped_weight=True cannot hold weights of delayed scaling, whose scales belong to the recipe state; leave "
+    "it False inside of quantized_model_init, or use another recipe"
+)
+
+
 class GroupedLinear(PassOperation):
     """y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows.
 
@@ -85,7 +92,7 @@ class GroupedLinear(PassOperation):
 
     Raises:
         ValueError: An unsupported dtype or size.
-        RuntimeError: `single_grouped_weight` inside of `quantized_model_init`.
+        RuntimeError: `single_grouped_weight` inside of `quantized_model_init` with DelayedScaling.
     """
 
     _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {"bias": "has_bias"}
@@ -123,11 +130,9 @@ class GroupedLinear(PassOperation):
         made = current_model_init()
         self._model_init_recipe: Recipe | None = made.recipe if made.enabled else None
         self._preserves_initial_values = made.preserve_high_precision_init_val
-        if self._model_init_recipe is not None and self.single_grouped_weight:
-            raise RuntimeError(
-                "single_grouped_weight=True cannot hold quantized weights; leave it False inside of "
-                "quantized_model_init"
-            )
+        family = None if self._model_init_recipe is None else family_of(self._model_init_recipe)
+        if family is not None and family.follows_history and self.single_grouped_weight:
+            raise RuntimeError(_SCALES_OF_STATE)
         place = torch.device("meta") if is_meta(device) else canonical_device(device)
         self._device = None if place.type == "meta" else place
         self._register_parameters(parameter_dtype(dtype))
@@ -173,12 +178,16 @@ class GroupedLinear(PassOperation):
                         torch.nn.init.kaiming_uniform_(member, a=math.sqrt(5))
             made: Any = values
             quantized = self._model_init_recipe is not None and name.startswith("weight")
-            if quantized:
-                made = self._quantized(values, int(name[6:]))
             stacked = name in ("weight", "bias")
-            parameter = torch.nn.Parameter(
-                GroupedTensor.of_stack(made) if stacked else made, requires_grad=before.requires_grad
-            )
+            if quantized and stacked:
+                made = GroupedTensor.of_members(
+                    [self._quantized(member, group) for group, member in enumerate(values)]
+                )
+            elif quantized:
+                made = self._quantized(values, int(name[6:]))
+            elif stacked:
+                made = GroupedTensor.of_stack(values)
+            parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
             for key, value in vars(before).items():
                 if not hasattr(parameter, key):
                     setattr(parameter, key, value)
@@ -191,14 +200,16 @@ class GroupedLinear(PassOperation):
             self.reset_recipe_state(recipe=self._model_init_recipe)
         quantizer = self.get_quantizer("forward", 2 * group + 1)
         assert quantizer is not None
+        if quantizer.stateful and self.single_grouped_weight:
+            raise RuntimeError(_SCALES_OF_STATE)
         quantizer = quantizer.copy()
         quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
         quantizer.internal = False
         with torch.no_grad():
             return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
 
-    def _serve(self, recipe: Any, group: Any) -> None:
-        super()._serve(recipe, group)
+    def _set_recipe(self, recipe: Any, group: Any) -> None:
+        super()._set_recipe(recipe, group)
         for i in range(self.num_groups):
             weight: Any = getattr(self, f"weight{i}", None)
             quantizer = self.get_quantizer("forward", 2 * i + 1)
@@ -316,10 +327,10 @@ class GroupedLinear(PassOperation):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
             gradient = WeightGradient((weight,), self._accumulate_into_main_grad, False, store)
             spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, given is None and plain)
-            groups.append(changed(spec, needs_grad_bias=sums))
+            groups.append(replace_fields(spec, needs_grad_bias=sums))
             if given is not None and enabled:
                 spec = linear_spec(call, dtype, None, TensorParallel(), gradient, needs, plain)
-                unquantized.append(changed(spec, needs_grad_bias=sums, backward=groups[-1].backward))
+                unquantized.append(replace_fields(spec, needs_grad_bias=sums, backward=groups[-1].backward))
         quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)

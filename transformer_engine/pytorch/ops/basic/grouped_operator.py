@@ -25,11 +25,11 @@ from ...runtime.tracing import constant_while_tracing
 from ..passes.contract import (
     BackwardResult,
     ForwardResult,
-    Given,
     InputFacts,
     Leading,
     OperationCall,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
@@ -53,25 +53,29 @@ class OperatorPasses(OperationPasses):
         # Of the input, each parameter and each extra input, whether its gradient is computed.
         self.present = gradients_of_key(key)
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         values = x.shaped()
-        tensors = (*given.parameters, *given.extra)
-        y, scales = forward_in_graph(self.key, values, tensors[self.count], tensors, self.states[0])
-        return ForwardResult(Value(y), (values, *tensors, *scales))
+        inputs = (*tensors.parameters, *tensors.extra)
+        y, scales = forward_in_graph(self.key, values, inputs[self.count], inputs, self.states[0])
+        return ForwardResult(Value(y), (values, *inputs, *scales))
 
     def fused_backward(
         self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy, x, *others = operands
         operands.clear()
-        made: Sequence[Any] = (None,) * len(self.present)
+        gradients: Sequence[Any] = (None,) * len(self.present)
         if any(self.present):
             tensors = others[: len(self.present) - 1]
             saved = Value(dy, leading).shaped(), x, others[self.count], tensors
-            made = backward_in_graph(self.key, saved, others[len(tensors) :], self.states[1])
+            gradients = backward_in_graph(self.key, saved, others[len(tensors) :], self.states[1])
         first = 1 + self.count
-        extra = [None if grad is None else Value(grad) for grad in made[first:]]
-        return BackwardResult(None if made[0] is None else Value(made[0]), tuple(made[1:first]), extra)
+        extra = [None if grad is None else Value(grad) for grad in gradients[first:]]
+        return BackwardResult(
+            None if gradients[0] is None else Value(gradients[0]), tuple(gradients[1:first]), extra
+        )
 
 
 def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
@@ -162,9 +166,9 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
         total = x.numel() // max(x.shape[-1], 1)
         return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: held).call(rows)
 
-    def forward(call: GroupedCall, inputs: list[Any], multiplies: bool) -> ForwardResult:
-        given = Given(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
-        return passes.with_call(call).fused_forward(Value(inputs[0]), given, multiplies=multiplies)
+    def forward(call: GroupedCall, inputs: list[Any], compute_output: bool) -> ForwardResult:
+        given = OperationTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
+        return passes.with_call(call).fused_forward(Value(inputs[0]), given, compute_output=compute_output)
 
     def backward(call: GroupedCall, operands: list[Any]) -> list[Any]:
         made = passes.with_call(call).fused_backward(operands, None, ())

@@ -1,4 +1,9 @@
-"""The fused operations and the functions that insert them, greedily from left to right."""
+"""Fused operations with the names of the original, and the functions that insert them, greedily from left to right.
+
+Each of these classes describes the basic operations that it replaces, for clients that inspect a chain. A class does
+not change what is computed: a chain runs the passes of the basic operations, and `passes/patterns.py` and the casts of
+`chain.py` determine what a kernel computes together.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +38,12 @@ def _present(*ops: BasicOperation | None) -> list[BasicOperation]:
 
 
 class ForwardLinearBiasActivation(PassFusedOperation):
-    """A product with its bias in the epilogue.
+    """A product with its bias in the epilogue. The name is the original's; an activation is a separate kernel.
 
     Args:
         linear: The product.
         bias: The bias.
-        activation: Must be None; activations are separate operations.
+        activation: Must be None.
     """
 
     def __init__(
@@ -145,14 +150,14 @@ class UserbuffersForwardLinear(PassFusedOperation):
 
 
 class UserbuffersBackwardLinear(UserbuffersForwardLinear):
-    """The backward pass of `UserbuffersForwardLinear`. The other arguments are those of `UserbuffersForwardLinear`."""
+    """The backward pass of the operations of `UserbuffersForwardLinear`, with the same arguments."""
 
 
-class Pattern(NamedTuple):
+class FusionRule(NamedTuple):
     """Consecutive operations that a fused operation replaces.
 
     Attributes:
-        fused: The fused operation.
+        fused: Class of the fused operation.
         kinds: Classes of the operations.
         names: Their keyword arguments in the constructor of the fused operation.
         sharded: Tensor-parallel mode of the product that excludes it.
@@ -169,14 +174,12 @@ class Pattern(NamedTuple):
     narrow: bool = False
     userbuffers: bool = False
 
-    def replacement(self, ops: Ops) -> PassFusedOperation | None:
-        """Return the fused operation of the first of some operations; None if they do not match."""
-        found: list[Any] = ops[: len(self.kinds)]
-        if [isinstance(op, kind) for op, kind in zip(found, self.kinds, strict=False)] != [True] * len(
-            self.kinds
-        ):
+    def match(self, ops: Ops) -> PassFusedOperation | None:
+        """Return the fused operation that replaces the first operations of a list; None if they do not match."""
+        candidates: list[Any] = ops[: len(self.kinds)]
+        if len(candidates) < len(self.kinds) or not all(map(isinstance, candidates, self.kinds)):
             return None
-        for op in found:
+        for op in candidates:
             if isinstance(op, BasicLinear):
                 fits = (
                     (self.sharded is None or op.tensor_parallel_mode != self.sharded)
@@ -189,33 +192,33 @@ class Pattern(NamedTuple):
                 fits = True
             if not fits:
                 return None
-        return self.fused(**dict(zip(self.names, found, strict=True)))
+        return self.fused(**dict(zip(self.names, candidates, strict=True)))
 
 
-def _userbuffers(fused: type[UserbuffersForwardLinear]) -> tuple[Pattern, ...]:
+def _userbuffers(fused: type[UserbuffersForwardLinear]) -> tuple[FusionRule, ...]:
     rows = (
         ((BasicLinear, Bias, ReduceScatter), ("linear", "bias", "reduce_scatter")),
         ((BasicLinear, Bias), ("linear", "bias")),
         ((BasicLinear, ReduceScatter), ("linear", "reduce_scatter")),
         ((BasicLinear,), ("linear",)),
     )
-    return tuple([Pattern(fused, kinds, names, userbuffers=True) for kinds, names in rows])
+    return tuple([FusionRule(fused, kinds, names, userbuffers=True) for kinds, names in rows])
 
 
 _ADD = ForwardLinearBiasAdd
 _LINEAR, _LINEAR_BIAS = (BasicLinear,), (BasicLinear, Bias)
-# Patterns in the order in which they are applied; the first of a row that matches replaces operations.
-FORWARD: tuple[tuple[Pattern, ...], ...] = (
+# Rules in the order in which they are applied; the first rule of a row that matches replaces operations.
+FORWARD_RULES: tuple[tuple[FusionRule, ...], ...] = (
     _userbuffers(UserbuffersForwardLinear),
     (
-        Pattern(
+        FusionRule(
             _ADD, (*_LINEAR_BIAS, AddExtraInput), ("linear", "bias", "add"), sharded="row", in_place=True
         ),
-        Pattern(_ADD, (BasicLinear, AddExtraInput), ("linear", "add"), sharded="row", in_place=True),
+        FusionRule(_ADD, (BasicLinear, AddExtraInput), ("linear", "add"), sharded="row", in_place=True),
     ),
-    (Pattern(ForwardLinearBiasActivation, _LINEAR_BIAS, ("linear", "bias"), sharded="row", narrow=True),),
+    (FusionRule(ForwardLinearBiasActivation, _LINEAR_BIAS, ("linear", "bias"), sharded="row", narrow=True),),
     (
-        Pattern(
+        FusionRule(
             ForwardLinearScaleAdd,
             (BasicLinear, ConstantScale, AddExtraInput),
             ("linear", "scale", "add"),
@@ -224,10 +227,10 @@ FORWARD: tuple[tuple[Pattern, ...], ...] = (
         ),
     ),
 )
-BACKWARD: tuple[tuple[Pattern, ...], ...] = (
+BACKWARD_RULES: tuple[tuple[FusionRule, ...], ...] = (
     _userbuffers(UserbuffersBackwardLinear),
     (
-        Pattern(
+        FusionRule(
             BackwardLinearAdd,
             (MakeExtraOutput, BasicLinear),
             ("backward_add", "linear"),
@@ -235,51 +238,52 @@ BACKWARD: tuple[tuple[Pattern, ...], ...] = (
             in_place=True,
         ),
     ),
-    (Pattern(BackwardLinearScale, (BasicLinear, ConstantScale), ("linear", "scale"), sharded="column"),),
+    (FusionRule(BackwardLinearScale, (BasicLinear, ConstantScale), ("linear", "scale"), sharded="column"),),
 )
-BACKWARD_NORMS = (
-    Pattern(BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), ("add", "rmsnorm"), in_place=False),
-)
+NORM_RULES = (FusionRule(BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), ("add", "rmsnorm"), in_place=False),)
 
 
-def fuse(ops: Ops, *, recipe: Recipe | None, patterns: tuple[Pattern, ...]) -> Ops:
-    """Replace operations that match one of some patterns, greedily from left to right."""
-    if patterns[0].userbuffers and (
-        world_size() == 1 or getattr(recipe, "backward_override", None) is not None
-    ):
+def fuse(ops: Ops, *, recipe: Recipe | None, rules: tuple[FusionRule, ...]) -> Ops:
+    """Replace operations by the first rule that matches, greedily from left to right."""
+    if rules[0].userbuffers and (world_size() == 1 or getattr(recipe, "backward_override", None) is not None):
         return ops
-    made: Ops = []
-    at = 0
-    while at < len(ops):
-        fused = next(filter(None, (pattern.replacement(ops[at:]) for pattern in patterns)), None)
-        made.append(ops[at] if fused is None else fused)
-        at += 1 if fused is None else len(fused.basic_ops)
-    return made
+    result: Ops = []
+    position = 0
+    while position < len(ops):
+        fused = next(filter(None, (rule.match(ops[position:]) for rule in rules)), None)
+        if fused is None:
+            result.append(ops[position])
+            position += 1
+        else:
+            result.append(fused)
+            position += len(fused.basic_ops)
+    return result
 
 
 def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
     """Insert BackwardActivationBias for a bias and a GELU or ReLU behind an operation that quantizes its gradient."""
     if recipe is None or getattr(recipe, "backward_override", None) is not None:
         return ops
-    made: Ops = []
-    at = 0
-    while at < len(ops):
-        bias, activation = [*ops[at : at + 2], None][:2]
-        quantizes = len(made) > 0 and made[-1].get_grad_output_quantizer() is not None
+    result: Ops = []
+    position = 0
+    while position < len(ops):
+        bias = ops[position]
+        activation = ops[position + 1] if position + 1 < len(ops) else None
+        quantizes = len(result) > 0 and result[-1].get_grad_output_quantizer() is not None
         if quantizes and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
-            made.append(BackwardActivationBias(bias=bias, activation=activation))
-            at += 2
+            result.append(BackwardActivationBias(bias=bias, activation=activation))
+            position += 2
         else:
-            made.append(ops[at])
-            at += 1
-    return made
+            result.append(ops[position])
+            position += 1
+    return result
 
 
 def register_fusions() -> None:
     """Register the fusions of this package, in the order in which they are applied."""
-    for patterns in FORWARD:
-        register_forward_fusion(partial(fuse, patterns=patterns))
-    for patterns in BACKWARD:
-        register_backward_fusion(partial(fuse, patterns=patterns))
+    for rules in FORWARD_RULES:
+        register_forward_fusion(partial(fuse, rules=rules))
+    for rules in BACKWARD_RULES:
+        register_backward_fusion(partial(fuse, rules=rules))
     register_backward_fusion(fuse_backward_activation_bias)
-    register_backward_fusion(partial(fuse, patterns=BACKWARD_NORMS))
+    register_backward_fusion(partial(fuse, rules=NORM_RULES))

@@ -26,7 +26,15 @@ from ...primitives.activation import (
 )
 from ...primitives.gemm import as_matrix
 from ...tensor.quantizer import Quantizer
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class ActivationPasses(OperationPasses):
@@ -54,20 +62,32 @@ class ActivationPasses(OperationPasses):
         scaled: bool,
         grad_scales: bool,
     ) -> None:
-        self.kind, self.parameters, self.constants = kind, parameters, constants
-        self.interleave, self.cache, self.scaled, self.grad_scales = interleave, cache, scaled, grad_scales
-        self.convert, self.gradient_dtype = (None, None) if dtypes[0] == dtypes[1] else reversed(dtypes)
+        self.kind = kind
+        self.parameters = parameters
+        self.constants = constants
+        self.interleave = interleave
+        self.cache = cache
+        self.scaled = scaled
+        self.grad_scales = grad_scales
+        input_dtype, compute_dtype = dtypes
+        converts = input_dtype != compute_dtype
+        self.convert = compute_dtype if converts else None
+        self.gradient_dtype = input_dtype if converts else None
+        # An activation of the table, whose kernels read x and write y and dx without another step.
+        from_table = constants is None and interleave is None
         self.casts_output = constants is None and not scaled
-        self.casts_gradient = constants is self.gradient_dtype is interleave is None
-        self.listed = constants is self.convert is interleave is cache is None and not scaled
+        self.casts_gradient = from_table and not converts
+        self.listed = from_table and not converts and cache is None and not scaled
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.converted(self.convert).matrix()
         if self.interleave is not None:
             x = Value(block_order(x.data, (-1, 2, self.interleave)), x.leading)
         saved = x.data if self.cache is None else self.cache.operands(x.data, True, False).rowwise
         if self.scaled:
-            (scales,) = given.extra
+            (scales,) = tensors.extra
             y = row_scale(self._activation(x.data), scales)
             return ForwardResult(Value(y, x.leading), (saved, scales))
         if request is None:

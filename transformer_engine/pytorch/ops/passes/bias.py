@@ -12,7 +12,15 @@ from ...functions.gathered_operands import QuantizedGradient
 from ...functions.linear_operands import dense_values
 from ...primitives.column_sums import column_sums
 from ...primitives.gemm import as_matrix
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class BiasPasses(OperationPasses):
@@ -30,20 +38,22 @@ class BiasPasses(OperationPasses):
     def __init__(self, convert: torch.dtype | None, dtype: torch.dtype, grad: bool) -> None:
         self.convert, self.dtype, self.grad = convert, dtype, grad
 
-    def keeps_gradient(self, grads: Sequence[Any]) -> bool:
+    def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return not self.grad
 
-    def bias(self, given: Given) -> Tensor:
+    def bias(self, tensors: OperationTensors) -> Tensor:
         """The bias in the dtype of the input."""
-        (bias,) = given.parameters
+        (bias,) = tensors.parameters
         return bias if self.convert is None else bias.to(self.convert)
 
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
         return None if earlier is None else earlier._replace(sums=self.dtype)
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.matrix()
-        return ForwardResult(Value(x.data + self.bias(given), x.leading, True))
+        return ForwardResult(Value(x.data + self.bias(tensors), x.leading, True))
 
     def fused_backward(
         self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None

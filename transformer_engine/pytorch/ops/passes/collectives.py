@@ -10,7 +10,15 @@ import torch
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.communication import begin
 from ...functions.linear_operands import dense_values
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class CollectivePasses(OperationPasses):
@@ -25,10 +33,12 @@ class CollectivePasses(OperationPasses):
     def __init__(self, collective: str, gradient: str | None, parallel: TensorParallel) -> None:
         self.collective, self.gradient, self.parallel = collective, gradient, parallel
 
-    def keeps_gradient(self, grads: Sequence[Any]) -> bool:
+    def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         y = x.shaped()
         if self.collective == "all_reduce" and not x.owned:
             y = y.clone(memory_format=torch.contiguous_format)  # the sum is written in place

@@ -1,6 +1,6 @@
 """The forward and the backward function of an operation in one kind of call, and the values between operations.
 
-`OperationPasses` is the private contract of this package's operations: `fused_forward(x, given, cast)` and
+`OperationPasses` is the private contract of this package's operations: `fused_forward(x, tensors, cast)` and
 `fused_backward(operands, leading, grads, request)`. `chain.py` calls them one after another and passes each operation
 the cast of its neighbor, so that one kernel computes a matrix and quantizes it.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...fast.symbols import Symbol
+from ...functions.layer import leading_shape
 from ...functions.linear_spec import LinearSpec
-from ...functions.sequence import leading_shape
 from ...primitives.gemm import as_matrix
 from ...primitives.quantize import Cast
 from ...quantization.autocast import AutocastState
@@ -121,7 +121,7 @@ class Value(NamedTuple):
         return self if dtype is None else Value(self.values().data.to(dtype), self.leading)
 
 
-class Given(NamedTuple):
+class OperationTensors(NamedTuple):
     """The tensors of one operation in a call: its parameters in the order of their names, and its extra inputs."""
 
     parameters: Sequence[Tensor]
@@ -176,25 +176,25 @@ class OperationPasses:
     It holds everything that the functions read apart from tensors: specs, quantizers, dtypes.
 
     Attributes:
-        keeps_input: The output is the input, and nothing else is computed.
-        absent_gradients: Gradients of the parameters where `keeps_gradient` is True: None for each.
+        is_identity: The output is the input, and nothing else is computed.
+        absent_gradients: Gradients of the parameters where `gradient_is_unchanged` is True: None for each.
         casts_output, casts_gradient: A kernel of the forward, or backward, pass can quantize its result.
         listed: The forward function only starts kernels, products and collectives, which a compiled pass can list.
     """
 
-    keeps_input: bool = False
+    is_identity: bool = False
     absent_gradients: tuple[None, ...] = ()
     casts_output: bool = False
     casts_gradient: bool = False
     listed: bool = True
 
-    def keeps_gradient(self, grads: Sequence[Any]) -> bool:
-        """Whether the gradient of the input is the gradient of the output, and nothing else is computed.
+    def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
+        """Whether the backward pass is the identity: dx is dy, and no other gradient is computed.
 
         Args:
             grads: Gradients of the extra outputs; None for an absent one.
         """
-        return self.keeps_input
+        return self.is_identity
 
     def linears(self) -> tuple[LinearSpec, ...]:
         """Specs of the products."""
@@ -209,19 +209,21 @@ class OperationPasses:
         return None
 
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
-        """The same for the gradient of the operation's output.
+        """The cast that the kernel computing the gradient of this operation's output may perform; None for no cast.
 
         Args:
             earlier: The request of the operation before this one, whose gradient is this operation's result.
         """
         return None
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         """Compute the forward pass.
 
         Args:
             x: The input; `Operands` if its producer has granted `input_request`.
-            given: Parameters and extra inputs.
+            tensors: Parameters and extra inputs.
             request: The cast of the next operation. An operation whose kernel performs it returns `Operands`.
         """
         raise NotImplementedError
@@ -246,9 +248,11 @@ class OperationPasses:
 class IdentityPasses(OperationPasses):
     """y = x."""
 
-    keeps_input = True
+    is_identity = True
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         return ForwardResult(x)
 
     def fused_backward(

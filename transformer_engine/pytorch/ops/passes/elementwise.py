@@ -11,7 +11,15 @@ from ...primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
 from ...tensor.storage.quantized_tensor_storage import plain_values
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class ReshapePasses(OperationPasses):
@@ -22,7 +30,9 @@ class ReshapePasses(OperationPasses):
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         data = x.shaped()
         return ForwardResult(Value(data.reshape(self.shape)), (tuple(data.shape),))
 
@@ -44,7 +54,9 @@ class ScalePasses(OperationPasses):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.values()
         return ForwardResult(Value(x.data * self.scale, x.leading))
 
@@ -63,7 +75,9 @@ class DropoutPasses(OperationPasses):
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.values()
         y, mask = dropout_forward(x.data, self.p, seed=draw_seed(x.data.device))
         return ForwardResult(Value(y, x.leading), (mask,))
@@ -84,12 +98,14 @@ class QuantizePasses(OperationPasses):
 
     def __init__(self, output: Quantizer | None, gradient: Quantizer | None) -> None:
         self.output, self.gradient = output, gradient
-        self.keeps_input = output is None
+        self.is_identity = output is None
 
-    def keeps_gradient(self, grads: Sequence[Any]) -> bool:
+    def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return self.gradient is None
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         if self.output is None or isinstance(x.data, QuantizedTensorStorage):
             return ForwardResult(x)
         return ForwardResult(Value(self.output.quantize(x.shaped())))

@@ -12,7 +12,15 @@ from ...primitives.gemm import as_matrix
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.storage.quantized_tensor_storage import plain_values
 from ..links import summed_values
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class AddPasses(OperationPasses):
@@ -28,18 +36,20 @@ class AddPasses(OperationPasses):
         self.shared = shared
         self.listed = not (in_place and shared)
 
-    def total(self, given: Given) -> Tensor:
+    def total(self, tensors: OperationTensors) -> Tensor:
         """The matrix [M, N] in the memory of the extra input, or in a copy, to which x is added."""
-        (extra,) = given.extra
+        (extra,) = tensors.extra
         if self.shared:
             return as_matrix(plain_values(extra).clone(memory_format=torch.contiguous_format))
         return as_matrix(extra.detach())
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.matrix()
         if self.in_place:
-            return ForwardResult(Value(self.total(given).add_(x.data), x.leading))
-        return ForwardResult(Value(x.data + as_matrix(given.extra[0]).reshape(x.data.shape), x.leading))
+            return ForwardResult(Value(self.total(tensors).add_(x.data), x.leading))
+        return ForwardResult(Value(x.data + as_matrix(tensors.extra[0]).reshape(x.data.shape), x.leading))
 
     def fused_backward(
         self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
@@ -58,14 +68,16 @@ class ExtraOutputPasses(OperationPasses):
     def __init__(self, in_place: bool) -> None:
         self.in_place = in_place
 
-    def keeps_gradient(self, grads: Sequence[Any]) -> bool:
+    def gradient_is_unchanged(self, grads: Sequence[Any]) -> bool:
         return grads[0] is None
 
     def total(self, extra: Tensor) -> Tensor:
         """A copy [M, N] of the extra output's gradient, because autograd may pass the same tensor to others."""
         return as_matrix(extra.clone(memory_format=torch.contiguous_format))
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = Value(x.data, x.leading)
         return ForwardResult(x, (), (x,))
 

@@ -27,13 +27,14 @@ from ...functions.grouped_request import (
 from ...functions.linear_spec import LinearSpec
 from ...functions.weight_gradient import WeightGradient
 from ...primitives.grouped_gemm import groups_of
+from ...runtime.device import current_hardware
 from .contract import (
     BackwardResult,
     ForwardResult,
-    Given,
     InputFacts,
     Leading,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
@@ -69,7 +70,7 @@ class GroupedKind:
             ValueError: Numbers of rows on the host are negative, or more than the input has.
         """
         spec = self.spec
-        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
+        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing(current_hardware()) is None
         if on_gpus and self._runs_together(sizes, ()):
             layout = groups_of(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
@@ -186,23 +187,29 @@ class GroupedPasses(OperationPasses):
         return made
 
     def fused_forward(
-        self, x: Value, given: Given, request: ReaderCast | None = None, multiplies: bool = True
+        self,
+        x: Value,
+        tensors: OperationTensors,
+        request: ReaderCast | None = None,
+        compute_output: bool = True,
     ) -> ForwardResult:
-        """Compute the products; without `multiplies` only the saved values, for recomputation."""
+        """Compute the products; without `compute_output` only the saved values, for recomputation."""
         call = self.call
         assert call is not None
         x = x.converted(self.converts_to).matrix()
-        weights = self.parameters.of_kind("weight", given.parameters)
+        weights = self.parameters.of_kind("weight", tensors.parameters)
         biases = added = None
         if self.has_bias:
-            biases = self.parameters.of_kind("bias", given.parameters)
+            biases = self.parameters.of_kind("bias", tensors.parameters)
             added = converted_weights(biases, call) if self.converts_bias else biases
-        tensors = (x.data, weights, None if self.scale_bias else added)
-        (y,), saved = grouped_linear_forward(tensors, call, call.spec.needs_grad, multiplies=multiplies)
+        layer_tensors = (x.data, weights, None if self.scale_bias else added)
+        (y,), saved = grouped_linear_forward(
+            layer_tensors, call, call.spec.needs_grad, compute_output=compute_output
+        )
         if self.scale_bias:
-            scales = given.extra[1].reshape(-1, 1)
-            saved = [*saved, scales, biases, tuple(given.extra[1].shape)]
-            if multiplies:
+            scales = tensors.extra[1].reshape(-1, 1)
+            saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
+            if compute_output:
                 y = scaled_bias(y, added, scales, call)
         if self.buffers[0] is not None:
             self.buffers[0].copy_(y)

@@ -11,14 +11,13 @@ from torch import Tensor
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.linear import linear_backward, linear_forward
+from ...functions.linear_operands import gradient_cast, input_cast
 from ...functions.linear_spec import (
     HIGH_PRECISION,
     IDENTITY,
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
-    gradient_cast,
-    input_cast,
     sums_over_ranks,
 )
 from ...functions.linear_spec import linear_spec as build_linear_spec
@@ -29,10 +28,10 @@ from ...tensor.quantizer import Calibrating, Quantizer
 from .contract import (
     BackwardResult,
     ForwardResult,
-    Given,
     Leading,
     OperationCall,
     OperationPasses,
+    OperationTensors,
     ReaderCast,
     Value,
 )
@@ -68,7 +67,7 @@ class LinearPasses(OperationPasses):
     def fused_forward(
         self,
         x: Value,
-        given: Given,
+        tensors: OperationTensors,
         request: ReaderCast | None = None,
         bias: Tensor | None = None,
         total: Tensor | None = None,
@@ -78,7 +77,9 @@ class LinearPasses(OperationPasses):
         if self.spec.plain:
             x = x.values()
         leading = x.leading_dimensions()
-        y, *saved = linear_forward(x.data, given.parameters[0], bias, self.spec, leading, total=total)
+        y, *saved = linear_forward(
+            x.data, tensors.parameters[0], bias, self.spec, leading, accumulate_into=total
+        )
         summed = sums_over_ranks(self.spec.parallel, "row")
         return ForwardResult(Value(y, leading, total is None and not summed), saved)
 
@@ -93,10 +94,12 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        made = linear_backward(operands, self.spec, (self.dtype, self.dtype), total=total)
-        if made.input is None:
-            return BackwardResult(None, (made.weight,))
-        return BackwardResult(Value(made.input, leading).converted(self.gradient_dtype), (made.weight,))
+        gradients = linear_backward(operands, self.spec, self.dtype, self.dtype, accumulate_into=total)
+        if gradients.input is None:
+            return BackwardResult(None, (gradients.weight,))
+        return BackwardResult(
+            Value(gradients.input, leading).converted(self.gradient_dtype), (gradients.weight,)
+        )
 
 
 def fitting(

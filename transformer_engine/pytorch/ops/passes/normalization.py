@@ -14,7 +14,15 @@ from ...functions.row_operations import l2_norm, l2_norm_backward
 from ...offload.marks import active as offloading
 from ...offload.marks import keep_weight
 from ...tensor.storage.quantized_tensor_storage import plain_matrix
-from .contract import BackwardResult, ForwardResult, Given, Leading, OperationPasses, ReaderCast, Value
+from .contract import (
+    BackwardResult,
+    ForwardResult,
+    Leading,
+    OperationPasses,
+    OperationTensors,
+    ReaderCast,
+    Value,
+)
 
 
 class NormPasses(OperationPasses):
@@ -39,9 +47,11 @@ class NormPasses(OperationPasses):
         self.casts_output = self.rows_only
         self.listed = self.rows_only and convert is None
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.converted(self.convert)
-        weight, bias = [*given.parameters, None][:2]
+        weight, bias = [*tensors.parameters, None][:2]
         assert weight is not None
         if offloading.synchronizer is not None:
             keep_weight(weight)
@@ -97,7 +107,9 @@ class L2Passes(OperationPasses):
     def __init__(self, eps: float) -> None:
         self.eps = eps
 
-    def fused_forward(self, x: Value, given: Given, request: ReaderCast | None = None) -> ForwardResult:
+    def fused_forward(
+        self, x: Value, tensors: OperationTensors, request: ReaderCast | None = None
+    ) -> ForwardResult:
         x = x.matrix()
         y, rstdev = l2_norm(x.data, self.eps)
         return ForwardResult(Value(y, x.leading), (x.data, rstdev))

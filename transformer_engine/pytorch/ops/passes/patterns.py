@@ -24,31 +24,41 @@ from ...functions.linear_spec import sums_over_ranks
 from ...primitives.gemm import as_matrix
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from .bias import BiasPasses
-from .contract import BackwardResult, ForwardResult, Given, Leading, Value
+from .contract import BackwardResult, ForwardResult, Leading, OperationTensors, Value
 from .extra_tensors import AddPasses, ExtraOutputPasses
 from .linear import LinearPasses
 from .normalization import NormPasses
 
-Forward = Callable[[Any, Any, Value, Given, Given], "tuple[ForwardResult, ForwardResult] | None"]
+Forward = Callable[
+    [Any, Any, Value, OperationTensors, OperationTensors], "tuple[ForwardResult, ForwardResult] | None"
+]
 Backward = Callable[[Any, Any, list[Any], Leading, Sequence[Any]], "BackwardResult | None"]
 
 
 def _linear_bias(
-    linear: LinearPasses, bias: BiasPasses, x: Value, of_linear: Given, of_bias: Given
+    linear: LinearPasses,
+    bias: BiasPasses,
+    x: Value,
+    linear_tensors: OperationTensors,
+    bias_tensors: OperationTensors,
 ) -> tuple[ForwardResult, ForwardResult] | None:
     if sums_over_ranks(linear.spec.parallel, "row"):
         return None  # the bias is added to the sum
-    made = linear.fused_forward(x, of_linear, bias=bias.bias(of_bias))
-    return made, ForwardResult(made.output)
+    result = linear.fused_forward(x, linear_tensors, bias=bias.bias(bias_tensors))
+    return result, ForwardResult(result.output)
 
 
 def _linear_add(
-    linear: LinearPasses, add: AddPasses, x: Value, of_linear: Given, of_add: Given
+    linear: LinearPasses,
+    add: AddPasses,
+    x: Value,
+    linear_tensors: OperationTensors,
+    add_tensors: OperationTensors,
 ) -> tuple[ForwardResult, ForwardResult] | None:
     if not add.in_place or sums_over_ranks(linear.spec.parallel, "row"):
         return None
-    made = linear.fused_forward(x, of_linear, total=add.total(of_add))
-    return made, ForwardResult(made.output)
+    result = linear.fused_forward(x, linear_tensors, total=add.total(add_tensors))
+    return result, ForwardResult(result.output)
 
 
 def _extra_output_linear(
@@ -83,11 +93,11 @@ def _extra_output_norm(
     return norm.fused_backward(operands, leading, (), addend=as_matrix(extra))
 
 
-FORWARD: dict[tuple[type, type], Forward] = {
+FORWARD_PAIRS: dict[tuple[type, type], Forward] = {
     (LinearPasses, BiasPasses): _linear_bias,
     (LinearPasses, AddPasses): _linear_add,
 }
-BACKWARD: dict[tuple[type, type], Backward] = {
+BACKWARD_PAIRS: dict[tuple[type, type], Backward] = {
     (ExtraOutputPasses, LinearPasses): _extra_output_linear,
     (ExtraOutputPasses, NormPasses): _extra_output_norm,
 }

@@ -75,7 +75,7 @@ class AttentionCall:
         bias_gradient: The gradient of the bias is needed.
         num_splits: Parts in which the keys of a sequence are processed; 0 lets the backend choose.
         cached: Keys come from a cache of earlier steps.
-        fp8: Scaling of FP8 attention ("delayed", "current" or "block"); None computes in `dtype`.
+        fp8: Scaling of FP8 attention ("delayed", "current", "mxfp8" or "block"); None computes in `dtype`.
         score_mod: score_mod(score, b, h, i, j) -> score, applied to the scores after softcap and bias.
         hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -104,7 +106,8 @@ def get_qkv_layout(
     """Return (layout, q, k, v, q_format, kv_format), with a layout such as "bs3hd" or "thd_t2hd".
 
     Tensors in no known layout are returned contiguous, as "sbhd_sbhd_sbhd" for example. With a cache
-    (inference_params), keys and values are bshd: "thd_2bshd".
+    (inference_params), keys and values are bshd: "thd_2bshd". A packed buffer that is recognized by its memory is a
+    DeprecationWarning, as in the original: `DotProductAttention` takes it as qkv_layer or kv_layer.
     """
     if inference_params is not None:
         layout = "bshd_bshd_bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
@@ -112,12 +115,22 @@ def get_qkv_layout(
     prefix = qkv_format[:-2]
     for pattern in _PACKED_AXIS:
         if _share_buffer((q, k, v), pattern):
+            _warn_of_views("qkv_layer")
             return prefix + pattern.format(n=3), q, k, v, qkv_format, qkv_format
         if _share_buffer((k, v), pattern):
+            _warn_of_views("kv_layer")
             layout = f"{qkv_format}_{prefix}{pattern.format(n=2)}"
             return layout, q.contiguous(), k, v, qkv_format, qkv_format
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return "_".join((qkv_format,) * 3), q, k, v, qkv_format, qkv_format
+
+
+def _warn_of_views(argument: str) -> None:
+    warnings.warn(
+        f"views of a packed buffer are recognized by their memory, which is deprecated; pass the buffer as {argument}",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def _share_buffer(parts: tuple[Tensor, ...], pattern: str) -> bool:

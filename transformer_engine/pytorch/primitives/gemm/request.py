@@ -235,7 +235,7 @@ def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool =
         and not traced
         and a_codes.is_cuda
         and torch.backends.cuda.matmul.fp32_precision == "tf32",
-        not traced and (Switch.depth > 0 or asked() is not None) and wanted(),
+        not traced and (Switch.depth > 0 or asked_in_eager_mode() is not None) and wanted(),
     )
 
 

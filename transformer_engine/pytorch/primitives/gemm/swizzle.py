@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from ....common.formats import EXPONENTS, ceil_div, round_up
+from ....common.kernels.launch import missing
+from ...runtime.device import current_hardware
 from ...runtime.launching import run
 from ..operand import Operand
 from ..scale_order import TILE, swizzled
@@ -23,7 +25,7 @@ def swizzled_scale(operand: Operand) -> Tensor:
     if form.swizzled:
         return swizzled(scale)
     rows, columns = operand.rows, ceil_div(operand.depth, EXPONENTS.length)
-    if scale.is_cuda:
+    if scale.is_cuda and missing(current_hardware()) is None:
         from ....common.kernels.swizzled_scales import swizzle_exponents  # it imports triton
 
         down, along = scale.stride()

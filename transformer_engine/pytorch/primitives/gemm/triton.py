@@ -25,7 +25,7 @@ from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import swizzled_scale
 
 if TYPE_CHECKING:
-    from ....common.kernels.product_parts import ProductEpilogue
+    from ....common.kernels.product_parts import ByCopies, ProductEpilogue
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
@@ -49,7 +49,7 @@ NO_ACTIVATION = Activation()
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    reason = request.unsupported_on_gpu or launch.missing()
+    reason = request.unsupported_on_gpu or launch.missing(request.hardware)
     if reason is not None:
         return reason
     needs = request.block_products
@@ -57,10 +57,10 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         return f"it takes two operands of 1x128 or 128x128 blocks, {SWIZZLED_NAMES}"
     if (reason := request.hardware.lacks(needs)) is not None:
         return reason
-    if request.swizzled and not _scales_in_instruction(request):
-        least = request.hardware.scaled_dot
-        place = f"{request.hardware.title} before Triton {least[0]}.{least[1]}"
-        return f"tl.dot_scaled multiplies in bfloat16 on {place}; upgrade triton, or install nvmath-python"
+    if request.swizzled:
+        reason = optional.scaled_dot_problem(request.hardware, optional.release("triton"))
+        if reason is not None:
+            return f"{reason}, or install nvmath-python"
     return _unsupported_result(request)
 
 
@@ -73,7 +73,7 @@ def _unsupported_result(request: GemmRequest) -> str | None:
 
 
 def _unsupported_by_decode(request: GemmRequest) -> str | None:
-    reason = request.unsupported_on_gpu or launch.missing()
+    reason = request.unsupported_on_gpu or launch.missing(request.hardware)
     if reason is not None:
         return reason
     for form in (request.a_format, request.b_format):
@@ -90,14 +90,16 @@ def _scales_in_instruction(request: GemmRequest) -> bool:
     """Whether the GPU's instruction reads the scales, and the installed Triton emits it."""
     needs = request.scaled_products
     native = needs is not None and request.hardware.has(needs)
-    return native and optional.release("triton") >= request.hardware.scaled_dot
+    return native and optional.scaled_dot_problem(request.hardware, optional.release("triton")) is None
 
 
 def runner(request: GemmRequest) -> Callable[..., Tensor]:
     """Return the function that computes a supported request."""
     if request.power_of_two and _scales_in_instruction(request):
         return run_exponents
-    return run_scaled if request.swizzled else run_blocks
+    if not request.swizzled:
+        return run_blocks
+    return functools.partial(run_scaled, copies=request.hardware.has("tensor memory"))
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
@@ -117,10 +119,17 @@ def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
-    """Compute a product of MXFP8 or NVFP4 codes."""
+def run_scaled(
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
+    activation: Activation = NO_ACTIVATION,
+    *,
+    copies: bool = False,
+) -> Tensor:
+    """Compute a product of MXFP8 or NVFP4 codes; copies: by the copy engine, where alignments permit it."""
     from ....common.kernels import scaled_product  # it imports triton
-    from ....common.kernels.product_parts import Side, is_swapped
+    from ....common.kernels.product_parts import BY_POINTERS, Side, is_swapped
 
     assert a.format is not None and b.format is not None and a.format.block is not None
     codes = rows_dense(a.codes), rows_dense(b.codes)
@@ -130,6 +139,7 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
         for x, amax in zip(codes, (a.amax, b.amax), strict=True)
     ]
     out, stride = _result(a, b, epilogue)
+    scales = swizzled_scale(a), swizzled_scale(b)
     record = scaled_product.product(
         *sides,
         a.depth,
@@ -138,14 +148,30 @@ def run_scaled(a: Operand, b: Operand, epilogue: Epilogue, activation: Activatio
         packing=a.format.packing,
         factor=1.0 if units[0] is None or units[1] is None else 1.0 / (units[0] * units[1]),
         epilogue=_after(epilogue, activation),
+        copies=_copies(codes, scales, (out, activation.x, activation.kept)) if copies else BY_POINTERS,
     )
-    scales = swizzled_scale(a), swizzled_scale(b)
     levels = (a.amax, b.amax) if units[0] is not None else (None, None)
     order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
     end = (epilogue.bias, activation.x, out, activation.kept)
     tensors = (*codes[order], *scales[order], *levels[order], *end)
     launch.start(record, tensors, a.codes.get_device())
     return out
+
+
+def _copies(
+    codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], results: tuple[Tensor | None, ...]
+) -> ByCopies:
+    """Return the tensors of a product whose addresses and rows are aligned for the copy engine."""
+    from ....common.kernels.product_parts import ByCopies  # it imports triton
+
+    operands = all(map(_aligned, codes)) and all(x.data_ptr() % launch.ALIGNMENT == 0 for x in scales)
+    return ByCopies(operands, all(x is None or _aligned(x) for x in results))
+
+
+def _aligned(x: Tensor) -> bool:
+    """Return whether a matrix with contiguous rows has elements, and its address and rows are aligned to 16 bytes."""
+    pitch = x.stride(0) * x.element_size()
+    return x.numel() > 0 and x.stride(1) == 1 and (x.data_ptr() | pitch) % launch.ALIGNMENT == 0
 
 
 def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:

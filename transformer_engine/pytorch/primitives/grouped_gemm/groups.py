@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....common.formats import ceil_div
 from ....common.kernels import launch
+from ...runtime.device import current_hardware
 from ...runtime.device_tables import DeviceTables
 from ...runtime.launching import run
 
@@ -101,7 +102,7 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
             raise ValueError(
                 f"splits is {splits.dtype} {list(splits.shape)}; give one integer per group, in one dimension"
             )
-        if splits.is_cuda and device.type == "cuda" and launch.missing() is None:
+        if splits.is_cuda and device.type == "cuda" and launch.missing(current_hardware()) is None:
             from ....common.kernels import grouped_layout
 
             count = splits.shape[0]

@@ -23,7 +23,7 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
-    if (reason := launch.missing()) is not None:
+    if (reason := launch.missing(current_hardware())) is not None:
         return reason
     a, b = request.a_format, request.b_format
     if (
@@ -38,11 +38,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     hardware = current_hardware()
     if (reason := hardware.lacks(a.block_products)) is not None:
         return reason
-    if optional.release("triton") < hardware.scaled_dot:
-        least = ".".join(map(str, hardware.scaled_dot))
-        return (
-            f"tl.dot_scaled multiplies in bfloat16 on {hardware.title} before Triton {least}; upgrade triton"
-        )
+    if (reason := optional.scaled_dot_problem(hardware, optional.release("triton"))) is not None:
+        return reason
     if request.clears:
         return "rows of no group are cleared, which its products leave undefined"
     if max(request.n, request.k, request.rows) >= launch.LARGEST_EXTENT:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ....common.dispatch import Table
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
+from ...runtime.device import current_hardware
 from ...runtime.launching import run
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec, quantize
@@ -98,7 +99,7 @@ def row_sums(x: Tensor, groups: Groups) -> Tensor:
 
     The host waits for nothing on a GPU with Triton.
     """
-    if not x.is_cuda or launch.missing() is not None:
+    if not x.is_cuda or launch.missing(current_hardware()) is not None:
         return torch.stack([part.sum(0, dtype=torch.float32) for part in groups.split(x)])
     from ....common.kernels import grouped_gemm
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ....common import optional
 from ....common.dispatch import Backend
+from ....common.kernels.launch import missing
 from .gates import erase_gate, log_decay
 from .library import differentiable_once, finished, unsupported_by_kernels
 from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
@@ -28,7 +29,7 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if (reason := unsupported_by_kernels(request)) is not None:
         return reason
-    if (reason := request.hardware.lacks("triton kernels")) is not None:
+    if (reason := missing(request.hardware) or request.hardware.lacks("triton kernels")) is not None:
         return reason
     size = request.q[-1]
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD:

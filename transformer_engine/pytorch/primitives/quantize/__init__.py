@@ -79,23 +79,29 @@ def quantize(
             result's amax is then this tensor. Unsupported while compiling, where only a base tensor can be written.
     """
     if spec.stochastic:
-        if random is None:
-            raise ValueError(
-                "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
-            )
-        if len(x.shape) == 2:
-            rows, depth = x.shape
-            reads_rows = spec.rowwise or spec.transposes
-            if reads_rows and tuple(random[0].shape) != (rows, depth):
-                raise ValueError(
-                    f"random[0] is {list(random[0].shape)}; draw one number an element, {[rows, depth]}"
-                )
-            if spec.columnwise and not spec.transposes and tuple(random[1].shape) != (depth, rows):
-                raise ValueError(
-                    f"random[1] is {list(random[1].shape)}; draw one number an element, {[depth, rows]}"
-                )
+        _check_random(x, spec, random)
     key = (spec, x.shape, x.dtype, x.device, multiplier is not None, amax is not None)
     return TABLE.bound(key)(x, multiplier, amax, amax_t, record, random)
+
+
+def _check_random(x: Tensor, spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:
+    """Raise ValueError unless stochastic rounding of x [M, K] gets one random number per element and direction."""
+    if random is None:
+        raise ValueError(
+            "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
+        )
+    if len(x.shape) != 2:
+        return
+    rows, depth = x.shape
+    reads_rows = spec.rowwise or spec.transposes
+    if reads_rows and tuple(random[0].shape) != (rows, depth):
+        raise ValueError(
+            f"random[0] is {list(random[0].shape)}; draw one number per element, {[rows, depth]}"
+        )
+    if spec.columnwise and not spec.transposes and tuple(random[1].shape) != (depth, rows):
+        raise ValueError(
+            f"random[1] is {list(random[1].shape)}; draw one number per element, {[depth, rows]}"
+        )
 
 
 @overload

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import E2M1, Element, float32_max
-from .spec import torch_dtype
+from .spec import CODE_DTYPES
 
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 but its mantissa
 _MANTISSA = (1 << 23) - 1
@@ -55,7 +55,8 @@ def scale_from_amax(
     if epsilon > 0.0:
         amax = amax.clamp(min=epsilon)
     scale = divide(maximum, amax)
-    scale = torch.where(scale == torch.inf, float32_max() if value_for_inf is None else value_for_inf, scale)
+    largest = torch.finfo(torch.float32).max if value_for_inf is None else value_for_inf
+    scale = torch.where(scale == torch.inf, largest, scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
     usable = (amax > 0.0) & (amax < torch.inf)
@@ -77,14 +78,22 @@ def is_power_of_two(scale: Tensor) -> bool:
 
 
 def cast(x: Tensor, element: Element) -> Tensor:
-    """Return the nearest codes of float32 x, ties to even; infinity becomes the maximum, NaN 0x7F for any sign.
+    """Nearest codes of float32 x in E4M3 or E5M2, ties to even; infinity becomes the maximum, NaN 0x7F for any sign.
 
     0x7F is NVIDIA's canonical NaN of both formats, which the conversion instruction of the kernels produces.
     """
     # torch keeps the sign of a NaN, so every NaN is made positive. Values beyond the maximum are clamped first, since
     # the GPU's cast turns them into NaN or infinity.
-    x = x.nan_to_num(nan=torch.nan, posinf=element.maximum, neginf=-element.maximum)
-    return x.clamp(-element.maximum, element.maximum).to(torch_dtype(element))
+    dtype = CODE_DTYPES[element.name]
+    limits = torch.finfo(dtype)
+    x = x.nan_to_num(nan=torch.nan, posinf=limits.max, neginf=limits.min)
+    return x.clamp(limits.min, limits.max).to(dtype)
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """Transpose [K, R] of a matrix [R, K] of values, codes or scales, row-major."""
+    # contiguous() would keep [K, 1] with strides (1, K), which cannot be viewed as another dtype.
+    return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
 def widen(codes: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from torch import Tensor
 from ....common.formats import E2M1, E4M3, E5M2, Element
 from ....common.quantize_spec import QuantizeSpec
 
-_TORCH_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.uint8}
+# Dtypes of the codes by the name of their element; two E2M1 codes share a byte.
+CODE_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.uint8}
 
 
 def torch_dtype(element: Element) -> torch.dtype:
     """Return the torch dtype of an element's codes (E2M1: uint8, two codes per byte)."""
-    return _TORCH_DTYPES[element.name]
+    return CODE_DTYPES[element.name]
 
 
 class Cast(NamedTuple):

@@ -13,7 +13,7 @@ from ....common.kernels.program import Program, step
 from ...runtime.launching import Performed
 from ..operand import Operand
 from . import tiles
-from .encodings import widen
+from .encodings import transposed, widen
 from .format_row import FormatRow, PlannedCall, QuantizeInputs
 from .spec import Quantized, QuantizeRequest, QuantizeSpec
 
@@ -75,12 +75,6 @@ def tile_scaled(
 
     planned = None if launch is None else plan
     return FormatRow(form, quantize, dequantize, plan=planned, empty_scale=empty_scale, matrices=matrices)
-
-
-def transposed(matrix: Tensor) -> Tensor:
-    """Return the transpose [K, R] of a matrix [R, K], row-major."""
-    # contiguous() would keep [K, 1] with strides (1, K), which cannot be viewed as another dtype.
-    return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
 def scale_a_row(scale: Tensor | None, spec: QuantizeSpec, rows: int) -> Tensor | None:

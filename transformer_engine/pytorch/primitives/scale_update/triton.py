@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.kernels import launch
-from ...runtime.device import is_current_device
+from ...runtime.device import current_hardware, is_current_device
 from ...runtime.device_tables import DeviceTables
 from . import reference
 from .reference import ScaleUpdateRequest
@@ -20,7 +20,7 @@ _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
-    if (reason := launch.missing()) is not None:
+    if (reason := launch.missing(current_hardware())) is not None:
         return reason
     if request.length is None:
         return "the histories differ in length"

@@ -35,12 +35,11 @@ COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "_columnwise_amax")
 
 @dataclass(frozen=True)
 class Place:
-    """Position of one tensor of a member: the buffer's name, its first element, shape and strides."""
+    """Position of one tensor of a member: the buffer's name, its first element and shape; it is contiguous."""
 
     buffer: str
     begin: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,12 @@ class GroupLayout:
         logical: Logical shape: [n M, N] of equal shapes, [sum M_i, N], [M, sum N_i], or [1, total].
         varies: Whether first and last extents vary between the matrices.
         members: Positions of the members; None until `first_dims` and `last_dims` have been read from the device.
-        row_major: Every tensor of a member is contiguous. Otherwise column-wise codes may be K-last.
     """
 
     count: int
     logical: tuple[int, ...]
     varies: tuple[bool, bool]
     members: tuple[GroupMember, ...] | None = None
-    row_major: bool = False
 
     @classmethod
     def of(cls, members: Sequence[GroupMember], varies: tuple[bool, bool] | None = None) -> GroupLayout:
@@ -111,11 +108,10 @@ def rebuild_of(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
     return QuantizedTensorStorage.flatten(member)[1] if isinstance(member, QuantizedTensorStorage) else None
 
 
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return strides: column-wise codes may be K-last under a transposed view, all else is contiguous."""
-    if tensor.dim() == 2 and tensor.t().is_contiguous():
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
+def one_scale(members: Sequence[GroupMember]) -> bool:
+    """Whether each member has one scale for both directions."""
+    rebuild = members[0].rebuild
+    return rebuild is not None and ONE_SCALE in rebuild.storage_class.TENSORS.values()
 
 
 def extents_of(layout: GroupLayout, device: torch.device) -> dict[str, Any]:
@@ -208,14 +204,16 @@ def compact_scales(members: Sequence[GroupMember], buffers: Mapping[str, Tensor 
     """Return copies of the scale buffers whose members' swizzled scales are in row order."""
     found = {name: buffers[name] for name in ("scale_inv", "columnwise_scale_inv")}
     copies = {name: held.clone() for name, held in found.items() if held is not None}
-    for place in (place for member in members for place in member.places if place.buffer in copies):
-        held, (rows, columns) = buffers[place.buffer], place.shape
-        assert held is not None
-        tiles = held[place.begin : place.begin + rows * columns]
-        # The tiles of scales with transposed strides are those of the transpose, whose rows are contiguous.
-        transposed = place.stride[0] == 1
-        scales = compact(tiles.view(columns, rows)).t() if transposed else compact(tiles.view(rows, columns))
-        copies[place.buffer].as_strided(place.shape, place.stride, place.begin).copy_(scales)
+    for member, place in ((m, p) for m in members for p in m.places if p.buffer in copies):
+        rows, columns = place.shape
+        tiles = copies[place.buffer][place.begin : place.begin + rows * columns]
+        storage: Any = None if member.rebuild is None else member.rebuild.storage_class
+        if place.buffer == "columnwise_scale_inv" and not storage.COLUMNS_TRANSPOSED:
+            # The scales have the orientation of the values; their tiles are those of the transpose.
+            scales = compact(tiles.view(columns, rows)).t()
+        else:
+            scales = compact(tiles.view(rows, columns))
+        tiles.view(rows, columns).copy_(scales)
     return copies
 
 
@@ -288,7 +286,6 @@ def placed_members(
     buffers: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     offsets: Offsets,
-    row_major: bool = False,
 ) -> tuple[GroupMember, ...]:
     """Return the members of buffers that the caller filled, or will fill.
 
@@ -298,7 +295,6 @@ def placed_members(
         buffers: The flat buffers by attribute name.
         dtype: Nominal dtype.
         offsets: First elements in the buffers.
-        row_major: Every tensor of a member is contiguous, also column-wise codes.
 
     Raises:
         ValueError: A buffer is missing or too short.
@@ -322,8 +318,7 @@ def placed_members(
             begin = ends.get(buffer, 0) if given is None else int(given[number])
             if given is not None and buffer.endswith("_data"):
                 begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
-            stride = torch.empty(tensor.shape, device="meta").stride() if row_major else dense_stride(tensor)
-            places.append(Place(buffer, begin, tuple(tensor.shape), stride))
+            places.append(Place(buffer, begin, tuple(tensor.shape)))
             ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
         members.append(GroupMember(tuple(shape), tuple(places), rebuild_of(example)))
     for buffer, end in ends.items():

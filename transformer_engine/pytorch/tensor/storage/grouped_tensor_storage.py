@@ -6,7 +6,7 @@ group. `grouped_layout` describes the positions in the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
@@ -29,10 +29,10 @@ from .grouped_layout import (
     Place,
     check_variant,
     compact_scales,
-    dense_stride,
     extents_of,
     make_tensor_offsets,
     member_shapes,
+    one_scale,
     parts_of,
     placed_members,
     rebuild_of,
@@ -162,7 +162,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         layout, quantizer = self._layout, self.quantizer
         shapes = member_shapes(layout.logical, layout.count, None, self.first_dims, self.last_dims)
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
-        members = placed_members(shapes, quantizer, buffers, self._dtype, Offsets(), layout.row_major)
+        members = placed_members(shapes, quantizer, buffers, self._dtype, Offsets())
         self._layout = replace(layout, members=members)
         self._quantizer = self.stack_quantizer(quantizer, shapes, False)
 
@@ -180,14 +180,18 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> GroupedTensorStorage:
-        """Return a group with a copy of the members; NotImplementedError if their format has other tensors."""
+        """Return a group with a copy of the members, each of whose tensors is contiguous in its buffer.
+
+        Raises:
+            NotImplementedError: The format of the members has other tensors than codes and scales.
+        """
         parts = [parts_of(member) for member in members]
         ends: dict[str, int] = dict.fromkeys((*ROWWISE, *COLUMNWISE), 0)
         made = []
         for member, held in zip(members, parts, strict=True):
             places = []
             for buffer, tensor in held.items():
-                places.append(Place(buffer, ends[buffer], tuple(tensor.shape), dense_stride(tensor)))
+                places.append(Place(buffer, ends[buffer], tuple(tensor.shape)))
                 ends[buffer] += tensor.numel()
             made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_of(member)))
         device = next(iter(parts[0].values())).device
@@ -200,6 +204,8 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         for member, held in zip(made, parts, strict=True):
             for place, tensor in zip(member.places, held.values(), strict=True):
                 group._at(place).copy_(tensor)
+        if all(held.get("scale_inv") is held.get("columnwise_scale_inv") for held in parts):
+            group.columnwise_scale_inv = group.scale_inv  # members have one scale, which they write
         return group
 
     @classmethod
@@ -215,8 +221,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             )
         members, begin = [], 0
         for shape in map(tuple, shapes):
-            stride = torch.empty(shape, device="meta").stride()
-            members.append(GroupMember(shape, (Place("rowwise_data", begin, shape, stride),), None))
+            members.append(GroupMember(shape, (Place("rowwise_data", begin, shape),), None))
             begin += prod(shape)
         layout = GroupLayout.of(members)
         return cls(
@@ -226,6 +231,12 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             rowwise_data=data.reshape(-1),
             **extents_of(layout, data.device),
         )
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensorStorage:
+        group: Any = super().mapped(change)
+        if self.columnwise_scale_inv is self.scale_inv:
+            group.columnwise_scale_inv = group.scale_inv
+        return group
 
     def members(self) -> list[Any]:
         """Return the members, as storages or plain tensors, of views of the buffers."""
@@ -247,7 +258,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
     def _at(self, place: Place) -> Tensor:
         buffer: Tensor = getattr(self, place.buffer)
         end = place.begin + prod(place.shape)
-        return buffer[place.begin : end].as_strided(place.shape, place.stride)
+        return buffer[place.begin : end].view(place.shape)
 
     @property
     def format(self) -> TensorFormat:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -257,13 +268,9 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
     def fake_dtype(self) -> torch.dtype:
         return self._dtype
 
-    @property
-    def amax(self) -> Tensor | None:
-        return self._amax  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def columnwise_amax(self) -> Tensor | None:
-        return self._columnwise_amax  # pyright: ignore[reportAttributeAccessIssue]
+    # Otherwise `GroupedTensor.amax` would be the method of torch.Tensor.
+    amax = property(lambda self: self._amax)
+    columnwise_amax = property(lambda self: self._columnwise_amax)
 
     def has_data(self) -> bool:
         return self.rowwise_data is not None
@@ -377,6 +384,14 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
                 else:
                     kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
                     into.copy_(kept)
+            scales, copied = self.scale_inv, self.columnwise_scale_inv
+            if (
+                scales is not None
+                and copied is not None
+                and copied is not scales
+                and one_scale(self._members)
+            ):
+                copied.copy_(scales)  # buffers of the caller, of which members write the first
         return held
 
     make_tensor_offsets = staticmethod(make_tensor_offsets)

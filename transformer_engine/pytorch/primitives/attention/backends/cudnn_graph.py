@@ -34,11 +34,14 @@ ROLES = (
     *("descale_dp", "scale_s", "scale_output", "scale_grad_q", "scale_grad_k", "scale_grad_v", "scale_dp"),
     *("amax_s", "amax_output", "amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"),
     *(f"score_mod_{index}" for index in range(MOST_SCORE_MOD_TENSORS)),
+    # Codes of MXFP8 with blocks along the sequence, and of the output gradient in 16 bits.
+    *("q_t", "k_t", "grad_output_codes", "grad_output_t"),
+    *("descale_q_t", "descale_k_t", "descale_grad_output_t"),
 )
 _UID = {role: uid for uid, role in enumerate(ROLES, start=1)}
 _FIRST_OFFSET = 1000
 
-_REMEDY = "pip install 'nvidia-cudnn-frontend>=1.23,<2'"
+REMEDY = "pip install 'nvidia-cudnn-frontend>=1.23,<2'"
 
 # Plans in a process before all are dropped. A dropped plan unloads its kernels, which captured CUDA graphs still use:
 # the limit is for lengths that occur only once, not for the shapes of a model.
@@ -52,7 +55,7 @@ Offset = tuple[str, int]
 def missing() -> str | None:
     """Return the reason why the library is unavailable, or None."""
     if not optional.installed("cudnn"):
-        return f"nvidia-cudnn-frontend is not installed; {_REMEDY}"
+        return f"nvidia-cudnn-frontend is not installed; {REMEDY}"
     try:
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError as error:
@@ -61,7 +64,7 @@ def missing() -> str | None:
     if problem is not None:
         return problem
     lacking = missing_name(library())
-    return None if lacking is None else f"nvidia-cudnn-frontend {version} has no {lacking}; {_REMEDY}"
+    return None if lacking is None else f"nvidia-cudnn-frontend {version} has no {lacking}; {REMEDY}"
 
 
 @functools.cache
@@ -119,6 +122,7 @@ def data_type(dtype: torch.dtype) -> Any:
         torch.int64: "INT64",
         torch.float8_e4m3fn: "FP8_E4M3",
         torch.float8_e5m2: "FP8_E5M2",
+        torch.float8_e8m0fnu: "FP8_E8M0",
     }
     return getattr(library().data_type, names[dtype])
 
@@ -169,9 +173,16 @@ class Description:
         dtype: torch.dtype = torch.float32,
         ragged: Any = None,
         on_host: bool = False,
+        swizzled: bool = False,
     ) -> Any:
-        """Add an input with a role; contiguous by default. With `on_host`, a number whose host address is passed."""
+        """Add an input with a role; contiguous by default.
+
+        Args:
+            on_host: A number whose host address is passed.
+            swizzled: Block scales in the order of matrix instructions, tiles of 128 x 4.
+        """
         self.roles.append(role)
+        order = {"reordering_type": library().tensor_reordering.F8_128x4} if swizzled else {}
         made = self.graph.tensor(
             dim=list(shape),
             stride=list(contiguous_strides(shape) if strides is None else strides),
@@ -179,6 +190,7 @@ class Description:
             is_pass_by_value=on_host,
             uid=_UID[role],
             name=role,
+            **order,
         )
         return made if ragged is None else made.set_ragged_offset(ragged)
 

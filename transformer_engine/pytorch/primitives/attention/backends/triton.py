@@ -40,9 +40,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"
-    if (reason := missing()) is not None:
-        return reason
-    if (reason := call.hardware.lacks("triton kernels")) is not None:
+    if (reason := missing(call.hardware) or call.hardware.lacks("triton kernels")) is not None:
         return reason
     if call.dtype not in DTYPE_NAMES:
         return f"the tensors are {call.dtype}; it takes float32, float16 and bfloat16"

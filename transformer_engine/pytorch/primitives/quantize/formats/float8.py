@@ -9,10 +9,9 @@ from .....common.formats import FLOAT8
 from ....runtime.device import current_hardware
 from ....runtime.launching import Performed
 from ...operand import Operand
-from ..encodings import absolute_maximum, cast, scale_from_amax, widen
+from ..encodings import absolute_maximum, cast, scale_from_amax, transposed, widen
 from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
-from ..spec import Quantized, QuantizeRequest, QuantizeSpec
-from ..tile_scaled import transposed
+from ..spec import CODE_DTYPES, Quantized, QuantizeRequest, QuantizeSpec
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
@@ -24,9 +23,8 @@ def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
     if amax is None:
         amax = absolute_maximum(x)
     if multiplier is None:
-        multiplier = scale_from_amax(
-            amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
-        )
+        largest = torch.finfo(CODE_DTYPES[spec.element.name]).max
+        multiplier = scale_from_amax(amax, largest, power_of_two=spec.power_of_two, epsilon=spec.epsilon)
     codes = cast(x.to(torch.float32) * multiplier, spec.element).contiguous()
     codes_t = transposed(codes) if spec.columnwise else None
     inverse = multiplier.to(torch.float32).reciprocal()

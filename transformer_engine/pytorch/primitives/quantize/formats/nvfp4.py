@@ -26,12 +26,13 @@ from ..encodings import (
     pack_fp4,
     row_maxima,
     second_level_scale,
+    transposed,
     unpack_fp4,
     widen,
 )
 from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
 from ..spec import Quantized, QuantizeRequest, QuantizeSpec
-from ..tile_scaled import scale_a_row, transposed
+from ..tile_scaled import scale_a_row
 
 
 def _range(form: TensorFormat) -> float:

@@ -21,20 +21,20 @@ from ..runtime.tracing import constant_while_tracing
 from .recipe_slots import RecipeSlots, by_key
 
 
-def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
+def apply_recipe(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
     """Make operations use the recipe of an autocast state from now on."""
     traced = torch.compiler.is_compiling()
     recipe = state.recipe if state.enabled or state.calibrating else None
     for op in ops:
         if not traced:
-            op.follow(state)
+            op.apply_recipe(state)
         elif recipe is not None:
-            _follow_while_tracing(op._replay_key, description_of(recipe), state.group)
+            _apply_recipe_while_tracing(op._replay_key, description_of(recipe), state.group)
         elif op._served is not None:
-            _follow_while_tracing(op._replay_key, None, None)
+            _apply_recipe_while_tracing(op._replay_key, None, None)
 
 
-class Followed(NamedTuple):
+class AppliedRecipe(NamedTuple):
     """The recipe that operations use, by which a later call sees whether they still do.
 
     Attributes:
@@ -57,20 +57,21 @@ class Followed(NamedTuple):
             return False
         if recipe is not None and group is not self.group:
             return False
-        if self.stateful and self.pools is not delayed_scaling.pools():
+        if self.stateful and self.pools is not delayed_scaling.registry.pools:
             return False
         return [op._served for op in ops] == self.served
 
 
-NOT_TRACED = Followed(object(), None, None, [], False, None)
+# No recipe has been applied; the recipe of this record is an object that no call has.
+NOT_APPLIED = AppliedRecipe(object(), None, None, [], False, None)
 
 
 @constant_while_tracing
-def _follow_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
+def _apply_recipe_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
     state = (
         AutocastState() if recipe is None else AutocastState(True, False, recipe_described_as(recipe), group)
     )
-    by_key[key].follow(state)
+    by_key[key].apply_recipe(state)
     return True
 
 

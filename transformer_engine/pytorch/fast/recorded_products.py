@@ -1,7 +1,7 @@
-"""Products of a pass that is being listed: operands are symbols, and products are appended to instructions.
+"""Products of a pass that is being recorded: operands are symbols, and products are appended to instructions.
 
 A plan of cuBLASLt becomes a direct library call. Every other backend, such as cuBLASLt with swizzled scales, which
-prepares them in each call, is called as in eager mode.
+prepares them in each call, is called as in eager mode. `compiled.py` states the gain of compiled passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from ..primitives.gemm.cublaslt_fused import plan_behind
 from ..primitives.gemm.cublaslt_plan import CublasPlan
 from ..primitives.gemm.request import key_of
 from ..primitives.operand import Operand, OwnedOperand
-from .symbols import Form, Instructions, NotListed, Symbol
+from .symbols import Instructions, NotRecordable, Symbol, TensorLayout
+
+# Positions in the keys of products: `request.key_of` follows 5 fields of `composed.key_of`; dtypes of both operands.
+_FUSED_FIELDS = 5
+_DTYPES = (2, 8)
 
 
 class SymbolicOperand(OwnedOperand):
@@ -32,56 +36,56 @@ class SymbolicOperand(OwnedOperand):
     def multiplied(self, other: Operand, epilogue: Epilogue) -> Tensor:
         """Append self [M, K] @ other [N, K].T (+ bias [N]); return the symbol of the result."""
         if epilogue.out is not None:
-            raise NotListed("a product writes to a tensor of its caller")
-        instructions, b = _same(self, other)
+            raise NotRecordable("a product writes to a tensor of its caller")
+        instructions, b = _symbolic(self, other)
         call = TABLE.bound_in_eager_mode(_native(key_of(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
             return _apply(call, self, b, epilogue, 1)[0]
-        result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         scales = _scales(b, self)
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
         return result  # pyright: ignore[reportReturnType]
 
     def multiplied_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
         """Append a product with GELU; return the symbols of gelu(x) and x."""
-        instructions, b = _same(self, other)
+        instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU, self, b, epilogue, keeps_input))
         if call is None:
             return None
         plan = plan_behind(call)
         if plan is None or plan.problem.swizzled:
-            out, *kept = _apply(call, self, b, epilogue, 2 if keeps_input else 1)
-            return out, kept[0] if kept else None
-        form = Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
-        result = instructions.made(form)
-        x = instructions.made(form) if keeps_input else None
+            out, *saved_input = _apply(call, self, b, epilogue, 2 if keeps_input else 1)
+            return out, saved_input[0] if saved_input else None
+        layout = TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype)
+        result = instructions.allocate(layout)
+        x = instructions.allocate(layout) if keeps_input else None
         pointers = (*_scales(b, self), _bias(plan, epilogue), x)
         instructions.multiply(plan, b.codes, self.codes, result, pointers)
         return result, x
 
     def multiplied_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
         """Append a product with the gradient of GELU at x; return the symbol of the result."""
-        instructions, b = _same(self, other)
+        instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
         if call is None:
             return None
         plan = plan_behind(call)
         if plan is None or plan.problem.swizzled:
             return _apply(call, self, b, epilogue, 1, x)[0]
-        result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
+        result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         instructions.multiply(plan, b.codes, self.codes, result, (*_scales(b, self), None, x))
         return result
 
 
 def _fused_call(key: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The bound product with a fused epilogue; None if it is a product followed by the activation."""
-    call = fused_products.TABLE.bound((*key[:5], *_native(key[5:])))
+    call = fused_products.TABLE.bound((*key[:_FUSED_FIELDS], *_native(key[_FUSED_FIELDS:])))
     return None if _is_composed(call) else call
 
 
-def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
-    """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
+def _symbolic(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
+    """Return the instructions of the pass, and b with symbols in place of inputs of the pass."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
     codes, scale, amax = (instructions.symbol(part) for part in (b.codes, b.scale, b.amax))
@@ -103,34 +107,47 @@ def _apply(
     """
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
-    formats, dtypes = (a.format, b.format), (a.dtype, b.dtype)
+    # The function holds no symbols, which would keep the tensors of this call alive.
+    a_format, a_dtype = a.format, a.dtype
+    b_format, b_dtype = b.format, b.dtype
     settings = epilogue._replace(bias=None)
 
-    def multiply(*tensors: Any) -> tuple[Tensor, ...]:
-        left, right = (
-            Operand(tensors[i], tensors[i + 1], formats[i // 3], tensors[i + 2], dtypes[i // 3])
-            for i in (0, 3)
-        )
-        found = call(left, right, settings._replace(bias=tensors[6]), *tensors[7:])
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple([result.contiguous() for result in found[:count]])
+    def multiply(
+        a_codes: Any,
+        a_scale: Any,
+        a_amax: Any,
+        b_codes: Any,
+        b_scale: Any,
+        b_amax: Any,
+        bias: Any,
+        *others: Any,
+    ) -> tuple[Tensor, ...]:
+        left = Operand(a_codes, a_scale, a_format, a_amax, a_dtype)
+        right = Operand(b_codes, b_scale, b_format, b_amax, b_dtype)
+        results = call(left, right, settings._replace(bias=bias), *others)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple([result.contiguous() for result in results[:count]])
 
-    form = Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
+    layout = TensorLayout((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
     tensors = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, epilogue.bias, *others)
-    return instructions.apply(multiply, tensors, [form] * count)
+    return instructions.apply(multiply, tensors, [layout] * count)
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a product's key in which symbols count as tensors."""
-    if torch.float32 in (key[2], key[8]):
-        raise NotListed("whether a float32 product uses TF32 may change from call to call")
+    """Return a product's key in which symbols count as tensors.
+
+    Raises:
+        NotRecordable: A float32 product.
+    """
+    if torch.float32 in [key[position] for position in _DTYPES]:
+        raise NotRecordable("whether a float32 product uses TF32 may change from call to call")
     return tuple([Tensor if part is Symbol else part for part in key])
 
 
 def _bias(plan: CublasPlan, epilogue: Epilogue) -> Any:
     bias = epilogue.bias
     if bias is not None and bias.dtype != plan.bias_dtype():
-        raise NotListed(f"a bias is converted from {bias.dtype}")
+        raise NotRecordable(f"a bias is converted from {bias.dtype}")
     return bias
 
 
@@ -143,7 +160,7 @@ def _scales(*operands: Operand) -> tuple[Any, ...]:
         elif operand.format in (None, FLOAT8):
             scales.append(operand.scale)
         else:
-            raise NotListed(f"a product of {operand.format.name}")
+            raise NotRecordable(f"a product of {operand.format.name}")
     return tuple(scales)
 
 
@@ -152,7 +169,8 @@ def _block_scales(operand: Operand) -> Any:
     codes: Any = operand.codes
     instructions: Instructions = codes.instructions
     scale: Any = instructions.symbol(operand.scale)
-    settings, shape = operand._replace(codes=None, scale=None, amax=None), (operand.rows, operand.depth)  # pyright: ignore
+    settings = operand._replace(codes=None, scale=None, amax=None)  # pyright: ignore
+    shape = (operand.rows, operand.depth)
 
     def in_library_layout(given: Tensor) -> tuple[Tensor]:
         return (block_scale_memory(settings._replace(scale=given), shape),)
@@ -160,5 +178,5 @@ def _block_scales(operand: Operand) -> Any:
     (expected,) = in_library_layout(scale.meta)
     if expected is scale.meta:
         return scale
-    (copied,) = instructions.apply(in_library_layout, [scale], [Form.of(expected)])
+    (copied,) = instructions.apply(in_library_layout, [scale], [TensorLayout.of(expected)])
     return copied

@@ -1,0 +1,206 @@
+"""Tokens/s, memory and all-gathers of an 8-billion-parameter model that FSDP2 shards over all GPUs of a machine.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/sharded_models.py [--size 8B] [--json FILE] [--arms ARM ...]
+
+A step is forward, backward and the optimizer on each rank's own tokens. The models are those of `models.py`. Arms:
+
+- te:{bf16,delayed,current,block}: this engine, or another release; FSDP2 gathers bfloat16 weights;
+- te:current+codes: weights are FP8 parameters, so FSDP2 gathers codes; FusedAdam keeps float32 master weights;
+- pt:{bf16,tensorwise}: torch with compiled layers and torchao's float8 training; FSDP2 gathers bfloat16 weights;
+- pt:tensorwise+codes: torchao's FP8 all-gather, with the scales of all weights computed once per step.
+
+Peak GiB is the maximum over the ranks. Gather ms is the kernel time of all all-gathers of a step, gathered MB the bytes
+that they write on a rank. On a CPU, `--size tiny --eager` shows that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_arms import SIZES, LanguageModel, Size, make_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ARMS = (
+    *("te:bf16", "te:delayed", "te:current", "te:block", "te:current+codes"),
+    *("pt:bf16", "pt:tensorwise", "pt:tensorwise+codes"),
+)
+MODELS = {
+    "8B": Size(32, 4096, 14336, 32, 8, 32768, batch=2, length=4096),
+    "8Bx4": SIZES["8Bx4"],
+    "tiny": SIZES["tiny"],
+}
+WARM_UP, BLOCKS, BLOCK = 3, 3, 3
+CODES = "+codes"
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that all-gathers write."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "allgather" in func.__name__ or "all_gather" in func.__name__:
+            self.total += sum(
+                leaf.numel() * leaf.element_size()
+                for leaf in torch.utils._pytree.tree_leaves(args[0])
+                if isinstance(leaf, torch.Tensor)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class ShardedSteps:
+    """Training steps of one rank."""
+
+    def __init__(self, arm: str, size: Size, device: torch.device, compiled: bool) -> None:
+        base = arm.removesuffix(CODES)
+        self.codes = arm.endswith(CODES)
+        self.device = device
+        torch.manual_seed(0)
+        self.model = self._make_model(base, size, compiled)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = self._make_optimizer(base)
+        torch.manual_seed(1 + dist.get_rank())
+        shape = (2, size.batch, size.length)
+        self.tokens, self.targets = torch.randint(size.vocabulary, shape, device=device).unbind()
+
+    def _make_model(self, arm: str, size: Size, compiled: bool) -> LanguageModel:
+        device = self.device.type
+        if not self.codes:
+            return make_model(arm, size, device, compiled)
+        if arm.startswith("te:"):
+            import transformer_engine.pytorch as te
+            from transformer_engine.common.recipe import Float8CurrentScaling
+
+            with te.quantized_model_init(recipe=Float8CurrentScaling()):
+                return make_model(arm, size, device, compiled)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        model = make_model("pt:bf16", size, device, compiled)
+        convert_to_float8_training(
+            model.layers, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        )
+        return model
+
+    def _make_optimizer(self, arm: str) -> torch.optim.Optimizer:
+        if self.codes and arm.startswith("te:"):
+            import transformer_engine.pytorch as te
+
+            return te.optimizers.FusedAdam(self.model.parameters(), lr=1e-4, master_weights=True)
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def run(self) -> torch.Tensor:
+        """Forward, backward and optimizer; returns the loss."""
+        loss = self.model(self.tokens, self.targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.codes and type(self.model).__name__ == "TorchModel":
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+        return loss.detach()
+
+    def measure(self) -> dict[str, Any]:
+        """Figures of warm steps; every rank calls it."""
+        for _ in range(WARM_UP):
+            self.run()
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self.run()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+        step_ms = statistics.median(self._block_ms() for _ in range(BLOCKS))
+        with GatheredBytes() as gathered:
+            self.run()
+        return {
+            "step_ms": _maximum(step_ms, self.device),
+            "tokens_per_second": 1e3
+            * self.tokens.numel()
+            * dist.get_world_size()
+            / _maximum(step_ms, self.device),
+            "peak_gib": _maximum(peak, self.device),
+            "gathered_mb": gathered.total / 1e6,
+            "gather_ms": self._gather_ms() if on_gpu else None,
+            "loss": self.run().item(),
+        }
+
+    def _block_ms(self) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            self.run()
+        self._synchronize()
+        return 1e3 * (time.perf_counter() - start) / BLOCK
+
+    def _gather_ms(self) -> float:
+        """Kernel time of the all-gathers of one step."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.run()
+            self._synchronize()
+        times = [event.self_device_time_total for event in profile.key_averages() if "AllGather" in event.key]
+        return sum(times) / 1e3
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def _maximum(value: float, device: torch.device) -> float:
+    """Maximum over the ranks."""
+    number = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--size", choices=MODELS, default="8B")
+    options.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    options.add_argument("--json", type=Path)
+    options.add_argument("--eager", action="store_true", help="do not compile the layers of pt")
+    chosen = options.parse_args()
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.cache_size_limit = 64
+    rows = []
+    for arm in chosen.arms:
+        row: dict[str, Any] = {"arm": arm, "size": chosen.size, "ranks": dist.get_world_size()}
+        try:
+            row |= ShardedSteps(arm, MODELS[chosen.size], device, not chosen.eager).measure()
+        except (ImportError, RuntimeError, ValueError) as error:  # the next arm may run
+            row["error"] = f"{type(error).__name__}: {error}"[:400]
+        gc.collect()
+        torch._dynamo.reset()
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            if chosen.json:
+                chosen.json.write_text(json.dumps({"torch": torch.__version__, "results": rows}, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

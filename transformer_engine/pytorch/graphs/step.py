@@ -1,0 +1,330 @@
+"""graphed(step): a whole training step in one CUDA graph, captured after some eager calls with equal signatures.
+
+The eager calls are steps of the training like all others. The capture itself computes nothing, and its first replay is
+the step of that call. A step with a new signature (another shape, another setting) begins with eager calls again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...common.checks import described, whole
+from ...common.dispatch import undisturbed
+from ..quantization.autocast import here
+from . import automatic, build
+from .recorded_step import RecordedStep
+from .signature import ArgumentLeaves, Standing, signature_of, unsupported_leaf_reason
+from .step_state import Facts, StepState, change_between, host_random_state, observed_optimizers
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "pytorch"))
+_NO_WAITING = (
+    "a capture cannot wait for the GPU or copy from pageable memory: move .item(), .tolist(), .cpu(), print(tensor), "
+    "indexing by a mask, and torch.tensor(...) on the GPU out of the step"
+)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """The state of one signature.
+
+    Attributes:
+        calls: Number of eager calls that changed nothing on the host.
+        constants: Results of the last call that are not tensors.
+        graph: The recorded step.
+        failure: Why the capture failed.
+    """
+
+    calls: int = 0
+    constants: tuple[Any, ...] | None = None
+    graph: RecordedStep | None = None
+    failure: str | None = None
+
+
+@dataclass(eq=False)
+class TrainingStep:
+    """A graphed training step.
+
+    Attributes:
+        function: The eager step.
+        after: Number of eager calls of a signature before its capture.
+        signatures: Maximum number of graphs.
+        optimizers: Optimizers that a call has stepped.
+        reason: Why the last call ran eagerly; None if it replayed a graph.
+    """
+
+    function: Callable[..., Any]
+    after: int
+    signatures: int
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    reason: str | None = "the step has not been called yet"
+    _entries: dict[Any, _Entry] = field(default_factory=dict)
+    _facts: Facts | None = None
+    _change: str | None = None
+    _pool: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        leaves = ArgumentLeaves.of(args, kwargs)
+        state = StepState.of(self.function, self.optimizers)
+        thread = here()
+        obstacle = (
+            unsupported_leaf_reason(leaves)
+            or state.obstacle
+            or self._obstacle_now(leaves, state, (args, kwargs))
+        )
+        if obstacle is not None:
+            self._choose(obstacle, _Entry())
+            return self.function(*args, **kwargs)
+        standing = Standing(state.signature, None)
+        entry = self._entry(signature_of(leaves, standing, thread.state, caches=False))
+        if entry.graph is not None and entry.graph.is_stale:
+            entry.graph, entry.calls = None, 0
+        chosen = self._choose(entry.failure or self._changed(entry, state), entry)
+        if entry.failure is not None:
+            return self.function(*args, **kwargs)
+        if chosen == automatic.EAGER or not undisturbed():
+            return self._run_eagerly(entry, state, args, kwargs)
+        graph = entry.graph or self._capture(entry, leaves, state)
+        if graph is None:
+            return self.function(*args, **kwargs)
+        self._facts = state.facts
+        return graph.replay(leaves.tensors)
+
+    @property
+    def kept(self) -> int:
+        """Number of signatures with a graph."""
+        return sum([entry.graph is not None for entry in self._entries.values()])
+
+    def reset(self) -> None:
+        """Free all graphs and clear all signatures."""
+        for entry in self._entries.values():
+            if entry.graph is not None:
+                entry.graph.reset()
+        self._entries.clear()
+        self._facts = self._change = None
+
+    def _choose(self, obstacle: str | None, entry: _Entry) -> str:
+        """Choose between a graph and an eager call, and note the reason."""
+        situation = automatic.Situation(
+            obstacle,
+            entry.graph is not None,
+            min(entry.calls, self.after),
+            self.after,
+            self.kept,
+            self.signatures,
+        )
+        self.reason = automatic.unsupported_reason(situation)
+        return automatic.TABLE.choose(situation)
+
+    def _changed(self, entry: _Entry, state: StepState) -> str | None:
+        """Return what the previous call changed on the host, or what changed since, as a reason; or None."""
+        if entry.graph is not None:
+            return None
+        if self._change is not None:
+            return f"the previous call changed {self._change}, which a replay would not repeat"
+        between = None if self._facts is None else change_between(self._facts, state.facts)
+        return None if between is None else f"since the previous call, this changed: {between}"
+
+    def _entry(self, signature: Any) -> _Entry:
+        """Return the entry of a signature, and limit the number of those that only count calls."""
+        entry = self._entries.pop(signature, None) or _Entry()
+        counting = [key for key, e in self._entries.items() if e.graph is None and e.failure is None]
+        if len(counting) >= automatic.EAGER_SIGNATURES:
+            del self._entries[counting[0]]
+        self._entries[signature] = entry
+        return entry
+
+    def _run_eagerly(
+        self, entry: _Entry, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the step, and count the call if it leaves the state on the host unchanged.
+
+        It runs on the stream of the capture, so that the libraries' workspaces and autograd's accumulators of this
+        stream exist before the capture.
+        """
+        recorder = build.graph_recorder(self._pool)
+        assert recorder is not None, "without a GPU there is an obstacle"
+        random = host_random_state()
+        with recorder.on_capture_stream():
+            result = self.function(*args, **kwargs)
+        after = StepState.of(self.function, self.optimizers)
+        change = change_between(state.facts, after.facts)
+        if change is None and host_random_state() != random:
+            change = "a random generator of the host; draw on the GPU, or pass the numbers as an argument"
+        constants = tuple([leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, Tensor)])
+        if change is None and entry.constants is not None and constants != entry.constants:
+            change = f"its result {constants}, which is no tensor; return a tensor"
+        entry.constants = constants
+        entry.calls += change is None
+        self._change, self._facts = change, after.facts
+        return result
+
+    def _capture(self, entry: _Entry, leaves: ArgumentLeaves, state: StepState) -> RecordedStep | None:
+        """Capture the graph of a signature; if the capture fails, warn once and return None."""
+        recorder = build.graph_recorder(self._pool)
+        assert recorder is not None, "the table chooses a capture only with a GPU"
+        # Graphs of one step share their memory: they never run at the same time.
+        self._pool = getattr(recorder, "pool", None)
+        try:
+            with build.capturing():
+                entry.graph = RecordedStep(self.function, leaves, state, recorder)
+        except Exception as error:
+            # A capture fails with many different errors. An error of the step itself is raised by the eager call.
+            entry.failure = self.reason = f"it could not be captured: {_described(error)}"
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            warnings.warn(f"graphed: {name} runs eagerly; {entry.failure}", stacklevel=4)
+        return entry.graph
+
+    def _obstacle_now(self, leaves: ArgumentLeaves, state: StepState, arguments: Any) -> str | None:
+        """Return why a call cannot be captured at this moment, or None."""
+        for tensor, position in zip(leaves.tensors, leaves.positions, strict=True):
+            if tensor.requires_grad:
+                name = _argument_name(self.function, arguments, position)
+                return f"argument {name} requires a gradient; pass it detached, or graph the module instead"
+            if not automatic.records(tensor.device):
+                name = _argument_name(self.function, arguments, position)
+                return f"argument {name} is on {tensor.device}; a CUDA graph takes tensors of a GPU"
+        away = next((p.device for p in state.parameters if not automatic.records(p.device)), None)
+        if away is not None:
+            return f"a parameter is on {away}; a CUDA graph takes tensors of a GPU"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = torch.distributed.get_world_size()
+            if ranks > 1:
+                return f"the step runs on {ranks} ranks; graph the modules instead, with te.graphed(module)"
+        return automatic.obstacle_of(leaves, here().recomputes)
+
+
+def _argument_name(function: Callable[..., Any], arguments: Any, position: int) -> str:
+    """Return the name of a leaf of (args, kwargs), such as batch['tokens']."""
+    path = pytree.tree_flatten_with_path(arguments)[0][position][0]
+    key: Any = path[1]
+    if hasattr(key, "key"):
+        name = str(key.key)
+    else:
+        names = list(inspect.signature(function).parameters)
+        name = names[key.idx] if key.idx < len(names) else str(key.idx)
+    return name + pytree.keystr(path[2:])
+
+
+def _described(error: BaseException) -> str:
+    """Return the first line of an error, the line of the caller's code, and the remedy."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    cause = error.__cause__ or error
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(_OWN)]
+    place = f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+    remedy = f"; {_NO_WAITING}" if "captur" in text else ""
+    return f"{text}{place}{remedy}"
+
+
+class GraphedFunction:
+    """A graphed function: a training step if its first calls step an optimizer or compute gradients of parameters.
+
+    Other functions are captured like the forward pass of a module.
+
+    Args:
+        function: The function.
+        after: Number of eager calls of a signature before its capture.
+        signatures: Maximum number of graphs.
+    """
+
+    def __init__(self, function: Callable[..., Any], after: int, signatures: int):
+        self.function = function
+        self.after = after
+        self.signatures = signatures
+        self._graph: automatic.AutomaticGraph | TrainingStep
+        self._graph = automatic.AutomaticGraph(function, None, after, signatures)
+        self._undecided = after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._undecided <= 0 or torch.compiler.is_compiling():
+            return self._graph(*args, **kwargs)
+        self._undecided -= 1
+        parameters = StepState.of(self.function).parameters
+        before = [(p.grad, None if p.grad is None else p.grad._version) for p in parameters]
+        leaves = ArgumentLeaves.of(args, kwargs)
+        records = automatic.obstacle_of(leaves, here().recomputes) is None
+        recorder = build.graph_recorder() if records else None
+        stream = nullcontext() if recorder is None else recorder.on_capture_stream()
+        with observed_optimizers() as stepped, stream:
+            result = self._graph(*args, **kwargs)
+        if stepped or any(
+            p.grad is not grad or (grad is not None and grad._version != version)
+            for p, (grad, version) in zip(parameters, before, strict=True)
+        ):
+            self._graph = TrainingStep(self.function, self.after, self.signatures, tuple(stepped))
+            self._undecided = 0
+        return result
+
+    @property
+    def kept(self) -> int:
+        """Number of signatures with a graph."""
+        return self._graph.kept
+
+    @property
+    def reason(self) -> str | None:
+        """Why the last call ran eagerly; None if it replayed a graph."""
+        return self._graph.reason
+
+    def reset(self) -> None:
+        """Free all graphs and clear all signatures."""
+        self._graph.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedFunction:
+        return GraphedFunction(self.function, self.after, self.signatures)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphedFunction, (self.function, self.after, self.signatures)
+
+
+def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Function:
+    """Turn the calls of a module, a function or a training step into CUDA graphs, without sample arguments.
+
+    A function whose first calls step an optimizer or compute gradients of parameters is a training step: its forward
+    and backward pass, the optimizer and everything else that it computes on the GPU become one graph. The eager calls
+    before the capture are steps like all others.
+
+    Args:
+        module: A module, which is modified, or a function, which is wrapped. Tensors that a function reads besides its
+            arguments must keep their addresses.
+        after: Number of eager calls of a signature before its capture. A signature covers shapes, dtypes, modes, recipe
+            and addresses of parameters.
+        signatures: Maximum number of graphs; calls with further signatures run eagerly.
+
+    Returns:
+        The module, or the wrapped function. `reset()` of either frees all graphs. The attribute `reason` of a wrapped
+        function is the reason why its last call ran eagerly, or None if it replayed a graph.
+
+    Raises:
+        TypeError: module is not callable.
+        ValueError: module is graphed already, or a number is below its limit.
+
+    `te.explain(module, x)` reports whether a call is captured, and why not. Outputs and gradients are bit-equal to
+    eager calls. Outputs, and gradients of inputs, are not overwritten by later calls; the gradients of parameters that
+    a training step leaves in `.grad` are. A second forward pass before the backward pass of the first runs eagerly.
+    """
+    if not callable(module):
+        raise TypeError(f"module={described(module)} cannot be called; give a module or a function")
+    whole("after", after)
+    whole("signatures", signatures)
+    if isinstance(getattr(module, "forward", None), automatic.AutomaticGraph) or isinstance(
+        module, GraphedFunction
+    ):
+        raise ValueError("the module is graphed already; call graphed() once")
+    if not isinstance(module, torch.nn.Module):
+        return GraphedFunction(module, after, signatures)  # pyright: ignore[reportReturnType]
+    forward = automatic.AutomaticGraph(module.forward, module, after, signatures)
+    vars(module).update(forward=forward, reset=forward.reset)
+    return module  # pyright: ignore[reportReturnType]
