@@ -1,4 +1,4 @@
-"""PyTorch's tools for modules have their documented effect on every public layer and operation.
+"""PyTorch's tools for modules have their documented effect on every public module and operation.
 
 The oracle of a tool is the same module without it: a hook that doubles an output has the doubled output of the module
 without a hook, a parametrized weight the results of the weight that it computes.
@@ -17,37 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.modules import module as every_module
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from tests.support.layers import FFN, HIDDEN, KINDS
+from tests.support.layers import HIDDEN, KINDS
+from tests.support.public_modules import BATCH, MODULES, PUBLIC, TOKENS, WITHOUT_CALLS, call
 
-TOKENS, BATCH = 16, 2
-ROWS = TOKENS * BATCH
-OPS: dict[str, Callable[[], nn.Module]] = {
-    "ops.Linear": lambda: te.ops.Linear(HIDDEN, FFN),
-    "ops.BasicLinear": lambda: te.ops.BasicLinear(HIDDEN, FFN),
-    "ops.Bias": lambda: te.ops.Bias(HIDDEN),
-    "ops.LayerNorm": lambda: te.ops.LayerNorm(HIDDEN),
-    "ops.RMSNorm": lambda: te.ops.RMSNorm(HIDDEN),
-    "ops.GELU": te.ops.GELU,
-    "ops.SwiGLU": te.ops.SwiGLU,
-    "ops.GroupedLinear": lambda: te.ops.GroupedLinear(2, HIDDEN, FFN),
-    "ops.Sequential": lambda: te.ops.Sequential(
-        te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN), te.ops.GELU(), te.ops.Linear(FFN, HIDDEN)
-    ),
-}
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: lambda kind=kind, options=options: kind(**options, **_on_cpu(kind))
-    for kind, options in KINDS.items()
-}
-ALL = MODULES | OPS
 CONTAINERS = ["MultiheadAttention", "TransformerLayer", "ops.Sequential"]
-
-
-def _on_cpu(kind: type[nn.Module]) -> dict[str, Any]:
-    return {} if kind is te.DotProductAttention else {"device": "cpu"}
 
 
 class Step(NamedTuple):
@@ -60,31 +39,22 @@ class Step(NamedTuple):
 
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return ALL[name]().train()
+    return MODULES[name]().train()
 
 
-def matrices(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Submodules and names of their weight matrices."""
+def owned(module: nn.Module, dimensions: int = 0) -> list[tuple[nn.Module, str]]:
+    """Submodules and names of their parameters, or only of parameters with a number of dimensions."""
     return [
         (owner, name)
         for owner in module.modules()
         for name, parameter in owner.named_parameters(recurse=False)
-        if parameter.dim() == 2
+        if dimensions in (0, parameter.dim())
     ]
 
 
-def call(name: str, module: nn.Module, x: Tensor) -> Tensor:
-    """Call a module with everything that it needs."""
-    short = name.removeprefix("ops.")
-    if short == "DotProductAttention":
-        heads = x.view(TOKENS, BATCH, 2, HIDDEN // 2)
-        return module(heads, heads * 0.5, heads * 0.25, attn_mask_type="causal")
-    if short == "GroupedLinear":
-        sizes = [ROWS // 2, ROWS // 2]
-        rows = x.reshape(ROWS, HIDDEN)
-        return module(rows, torch.tensor(sizes)) if name.startswith("ops.") else module(rows, sizes)
-    output = module(x)
-    return output[0] if isinstance(output, tuple) else output
+def scaled(output: Any, factor: float) -> Any:
+    """The result of a module with a scaled main output."""
+    return output * factor if isinstance(output, Tensor) else (output[0] * factor, *output[1:])
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,24 +90,80 @@ def assert_all_equal(actual: Step, expected: Step) -> None:
 
 def forward_hook(name: str) -> None:
     module = make(name)
-    module.register_forward_hook(lambda _, args, output: output * 2)
+    module.register_forward_hook(lambda _, args, output: scaled(output, 2))
     # The gradient of twice the output is twice the gradient.
     assert_equal(step(name, module), step(name, make(name)), output=2.0, gradient=2.0)
+
+
+class _DoublesInput(nn.Module):
+    """A module whose first argument is doubled."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, first: Tensor, *args: Any, **options: Any) -> Any:
+        return self.module(first * 2, *args, **options)
+
+
+def _assert_doubles_input(name: str, module: nn.Module) -> None:
+    reference = _DoublesInput(make(name))
+    expected = step(name, reference)
+    expected.gradients.clear()
+    expected.gradients.update({key: p.grad for key, p in reference.module.named_parameters()})
+    assert_all_equal(step(name, module), expected)
 
 
 def forward_pre_hook(name: str) -> None:
     module = make(name)
     module.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
-    reference = make(name)
-    if name == "DotProductAttention":
+    _assert_doubles_input(name, module)
 
-        def doubled(x: Tensor) -> Tensor:
-            heads = x.view(TOKENS, BATCH, 2, HIDDEN // 2)
-            return reference(heads * 2, heads * 0.5, heads * 0.25, attn_mask_type="causal")
 
-        assert_all_equal(step(name, module), step(name, reference, doubled))
-    else:
-        assert_all_equal(step(name, module), step(name, reference, scale=2.0))
+def forward_pre_hook_with_keywords(name: str) -> None:
+    module = make(name)
+    module.register_forward_pre_hook(
+        lambda _, args, options: ((args[0] * 2, *args[1:]), options), with_kwargs=True
+    )
+    _assert_doubles_input(name, module)
+
+
+def forward_hook_of_all_modules(name: str) -> None:
+    module = make(name)
+    handle = every_module.register_module_forward_hook(
+        lambda each, args, output: scaled(output, 2) if each is module else None
+    )
+    try:
+        found = step(name, module)
+    finally:
+        handle.remove()
+    assert_equal(found, step(name, make(name)), output=2.0, gradient=2.0)
+
+
+def full_backward_hook_of_all_modules(name: str) -> None:
+    module = make(name)
+    handle = every_module.register_module_full_backward_hook(
+        lambda each, inputs, outputs: _doubled(inputs) if each is module else None
+    )
+    try:
+        found = step(name, module)
+    finally:
+        handle.remove()
+    assert_equal(found, step(name, make(name)), gradient=2.0)
+
+
+def _doubled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple([None if gradient is None else gradient * 2 for gradient in gradients])
+
+
+def state_dict_hooks(name: str) -> None:
+    module, calls = make(name), []
+    module.register_state_dict_pre_hook(lambda *_: calls.append("state_dict_pre"))
+    module.register_state_dict_post_hook(lambda *_: calls.append("state_dict_post"))
+    module.register_load_state_dict_pre_hook(lambda *_: calls.append("load_pre"))
+    module.register_load_state_dict_post_hook(lambda *_: calls.append("load_post"))
+    module.load_state_dict(module.state_dict())
+    assert calls == ["state_dict_pre", "state_dict_post", "load_pre", "load_post"]
 
 
 def child_forward_hook(name: str) -> None:
@@ -151,15 +177,13 @@ def child_forward_hook(name: str) -> None:
 
 def full_backward_hook(name: str) -> None:
     module = make(name)
-    module.register_full_backward_hook(
-        lambda _, inputs, outputs: tuple(None if g is None else g * 2 for g in inputs)
-    )
+    module.register_full_backward_hook(lambda _, inputs, outputs: _doubled(inputs))
     assert_equal(step(name, module), step(name, make(name)), gradient=2.0)
 
 
 def full_backward_pre_hook(name: str) -> None:
     module = make(name)
-    module.register_full_backward_pre_hook(lambda _, outputs: tuple(g * 2 for g in outputs))
+    module.register_full_backward_pre_hook(lambda _, outputs: _doubled(outputs))
     assert_equal(step(name, module), step(name, make(name)), gradient=2.0)
 
 
@@ -176,29 +200,44 @@ class _Twice(nn.Module):
         return weight * 2
 
 
-def _with_doubled_matrices(name: str) -> nn.Module:
+def _with_doubled_parameters(name: str) -> nn.Module:
     module = make(name)
     with torch.no_grad():
-        for owner, key in matrices(module):
-            getattr(owner, key).mul_(2)
+        for parameter in module.parameters():
+            parameter.mul_(2)
     return module
 
 
-def parametrized_weight(name: str) -> None:
+def parametrized_parameters(name: str) -> None:
     module = make(name)
-    for owner, key in matrices(module):
+    for owner, key in owned(module):
         parametrize.register_parametrization(owner, key, _Twice())
     found = step(name, module)
-    assert_equal(found, step(name, _with_doubled_matrices(name)))
+    assert_equal(found, step(name, _with_doubled_parameters(name)))
     assert all(gradient is not None for gradient in found.gradients.values())
+
+
+def replaced_parameters(name: str) -> None:
+    module = make(name)
+    step(name, module)
+    for owner, key in owned(module):
+        setattr(owner, key, nn.Parameter(getattr(owner, key).detach() * 2))
+    assert_all_equal(step(name, module), step(name, _with_doubled_parameters(name)))
+
+
+def swapped_parameters(name: str) -> None:
+    module = make(name)
+    for parameter in list(module.parameters()):
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
+    assert_all_equal(step(name, module), step(name, _with_doubled_parameters(name)))
 
 
 def _normalized(name: str, apply: Callable[[nn.Module, str], Any]) -> None:
     module, reference = make(name), make(name)
-    for owner, key in matrices(module):
+    for owner, key in owned(module, 2):
         apply(owner, key)
     module.eval()  # spectral_norm updates its vectors in training mode
-    for (owner, key), (of_module, _) in zip(matrices(reference), _owners(module), strict=True):
+    for (owner, key), (of_module, _) in zip(owned(reference, 2), _owners(module), strict=True):
         with torch.no_grad():
             getattr(owner, key).copy_(getattr(of_module, key))
     found = step(name, module)
@@ -223,12 +262,12 @@ def spectral_norm(name: str) -> None:
     _normalized(name, parametrizations.spectral_norm)
 
 
-def pruned_weight(name: str) -> None:
+def pruned_parameters(name: str) -> None:
     module, reference = make(name), make(name)
-    owners = matrices(module)
+    owners = owned(module)
     for owner, key in owners:
         prune.l1_unstructured(owner, key, 0.5)
-    for (owner, key), (of_module, _) in zip(matrices(reference), owners, strict=True):
+    for (owner, key), (of_module, _) in zip(owned(reference), owners, strict=True):
         with torch.no_grad():
             getattr(owner, key).mul_(getattr(of_module, f"{key}_mask"))
     assert_equal(step(name, module), step(name, reference))
@@ -242,6 +281,14 @@ def extra_parameter(name: str) -> None:
     assert_all_equal(found, step(name, make(name)))
 
 
+def extra_child(name: str) -> None:
+    module = make(name)
+    module.add_module("extra", nn.Linear(2, 2, device="cpu"))
+    found = step(name, module)
+    assert found.gradients.pop("extra.weight") is found.gradients.pop("extra.bias") is None
+    assert_all_equal(found, step(name, make(name)))
+
+
 class _Adapted(nn.Module):
     """A module whose output is multiplied by a trained scale."""
 
@@ -251,8 +298,7 @@ class _Adapted(nn.Module):
         self.scale = nn.Parameter(torch.full((), 3.0, device="cpu"))
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        output = self.base(*args, **options)
-        return output * self.scale if isinstance(output, Tensor) else (output[0] * self.scale, *output[1:])
+        return scaled(self.base(*args, **options), self.scale)  # pyright: ignore[reportArgumentType]
 
 
 def _replaced(name: str, replace: Callable[[nn.Module, str, nn.Module], None]) -> None:
@@ -261,9 +307,7 @@ def _replaced(name: str, replace: Callable[[nn.Module, str, nn.Module], None]) -
         step(name, module)
         module.zero_grad()
         replace(module, key, _Adapted(getattr(module, key)))
-        getattr(reference, key).register_forward_hook(
-            lambda _, args, output: output * 3 if isinstance(output, Tensor) else (output[0] * 3, *output[1:])
-        )
+        getattr(reference, key).register_forward_hook(lambda _, args, output: scaled(output, 3))
         found = step(name, module)
         assert_equal(found, step(name, reference))
         assert found.gradients[f"{key}.scale"] is not None
@@ -329,15 +373,23 @@ def to_empty(name: str) -> None:
     assert_all_equal(step(name, module), step(name, source))
 
 
-def converted(name: str) -> None:
-    module, reference = make(name).to(torch.bfloat16), make(name)
+def _converted(name: str, module: nn.Module, dtype: torch.dtype) -> None:
+    reference = make(name)
     with torch.no_grad():
         for parameter in reference.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16))
-    y = call(name, module, inputs(torch.bfloat16))
-    assert y.dtype == torch.bfloat16
-    expected = call(name, reference, inputs(torch.bfloat16).float())
+            parameter.copy_(parameter.to(dtype))
+    y = call(name, module, inputs(dtype))
+    assert y.dtype == dtype
+    expected = call(name, reference, inputs(dtype).float())
     torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def converted(name: str) -> None:
+    _converted(name, make(name).to(torch.bfloat16), torch.bfloat16)
+
+
+def half(name: str) -> None:
+    _converted(name, make(name).half(), torch.float16)
 
 
 def swapped_tensors(name: str) -> None:
@@ -357,9 +409,9 @@ def swapped_tensors(name: str) -> None:
 
 def functional_call(name: str) -> None:
     module = make(name)
-    values = dict(_with_doubled_matrices(name).named_parameters())
+    values = dict(_with_doubled_parameters(name).named_parameters())
     found = step(name, module, lambda x: _functional(name, module, values, x))
-    assert_equal(found, step(name, _with_doubled_matrices(name)))
+    assert_equal(found, step(name, _with_doubled_parameters(name)))
     assert all(parameter.grad is None for parameter in module.parameters())
     assert all(value.grad is not None for value in values.values())
 
@@ -391,6 +443,20 @@ def reentrant_checkpoint(name: str) -> None:
 
 def other_checkpoint(name: str) -> None:
     _checkpointed(name, False)
+
+
+def own_checkpoint(name: str) -> None:
+    """The checkpoint of this package, whose two runs have the same random states."""
+    module = make(name)
+    found = step(name, module, lambda x: te.checkpoint(_Called(name, module), x))  # pyright: ignore
+    assert_all_equal(found, step(name, make(name)))
+
+
+def compiled_in_place(name: str) -> None:
+    module, graphs = make(name), CompileCounterWithBackend("aot_eager")
+    module.compile(backend=graphs)
+    assert_all_equal(step(name, module), step(name, make(name)))
+    assert graphs.frame_count > 0
 
 
 def compiled(name: str) -> None:
@@ -448,14 +514,21 @@ TOOLS = {
     for tool in (
         forward_hook,
         forward_pre_hook,
+        forward_pre_hook_with_keywords,
+        forward_hook_of_all_modules,
         full_backward_hook,
         full_backward_pre_hook,
+        full_backward_hook_of_all_modules,
         tensor_hook,
-        parametrized_weight,
+        state_dict_hooks,
+        parametrized_parameters,
         weight_norm,
         spectral_norm,
-        pruned_weight,
+        pruned_parameters,
+        replaced_parameters,
+        swapped_parameters,
         extra_parameter,
+        extra_child,
         deep_copy,
         pickled,
         strict_load,
@@ -463,22 +536,55 @@ TOOLS = {
         plain_load,
         to_empty,
         converted,
+        half,
         swapped_tensors,
         functional_call,
         reentrant_checkpoint,
         other_checkpoint,
+        own_checkpoint,
         compiled,
+        compiled_in_place,
         data_parallel,
         fully_sharded_1,
         fully_sharded_2,
     )
 }
 TOOLS_OF_CHILDREN = {tool.__name__: tool for tool in (child_forward_hook, replaced_child, set_submodule)}
-CASES = [(name, tool) for tool in TOOLS for name in ALL]
-CASES += [(name, tool) for tool in TOOLS_OF_CHILDREN for name in CONTAINERS]
+# {(class, tool): why the tool has another effect}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("ops.Sequential", "extra_child"): "a Sequential calls each child, as torch.nn.Sequential does",
+}
+# {tool: classes that stand for the others in fast tests}
+SAMPLES = {
+    "compiled": {*[kind.__name__ for kind in KINDS], "ops.Linear", "ops.GroupedLinear", "ops.Sequential"},
+    "compiled_in_place": {"Linear", "ops.GELU"},
+}
+
+
+def _cases() -> list[Any]:
+    pairs = [(name, tool) for tool in TOOLS for name in MODULES]
+    pairs += [(name, tool) for tool in TOOLS_OF_CHILDREN for name in CONTAINERS]
+    return [
+        pytest.param(name, tool, marks=[pytest.mark.slow] if name not in SAMPLES.get(tool, {name}) else [])
+        for name, tool in pairs
+        if (name, tool) not in EXCEPTIONS
+    ]
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("name", "tool"), CASES, ids=lambda value: value)
+@pytest.mark.parametrize(("name", "tool"), _cases(), ids=lambda value: value)
 def test_a_tool_of_torch_has_its_documented_effect(name: str, tool: str):
     (TOOLS | TOOLS_OF_CHILDREN)[tool](name)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("name", "tool"), list(EXCEPTIONS))
+def test_exceptions_are_needed(name: str, tool: str):
+    with pytest.raises(Exception):  # noqa: B017
+        TOOLS[tool](name)
+
+
+def test_every_public_module_has_a_row():
+    assert {*MODULES} | {*WITHOUT_CALLS} == {*PUBLIC}
+    assert not {*MODULES} & {*WITHOUT_CALLS} and all(WITHOUT_CALLS.values())
+    assert [name for name in MODULES if type(MODULES[name]()) is not PUBLIC[name]] == []

@@ -1,8 +1,11 @@
 """Print a digest of results and gradients per random chain of operations, to compare two versions of the executor.
 
-    python tests/ops/chain_digests.py FIRST LAST > digests     # in each version, then: diff
+    python tests/ops/chain_digests.py FIRST LAST > digests    # in each version, then: diff
+    python tests/ops/chain_digests.py FIRST LAST compiled     # compiled chains against eager mode
 
-A chain is a function of its number: operations, recipe, dtypes, frozen members, dimensions, layouts of gradients.
+A chain is a function of its number: operations, recipe, dtypes, frozen members, dimensions, layouts of inputs and
+gradients, quantized parameters, fused accumulation, recomputation, and changes between calls. A digest covers outputs,
+gradients, `main_grad`, extra inputs after the call, and the states of delayed scaling.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ class Described:
         self.ops: list[Any] = []
         self.extra: list[Callable[[], Any]] = []
         self.channels: list[tuple[str, tuple[int, ...]]] = []
+        # Draws of their own, so that a number describes the same operations as in earlier versions of this file.
+        self.wide = random.Random(f"{number} wide")
+        self.accumulates = self.wide.random() < 0.12
 
     def place(self) -> dict[str, Any]:
         dtype = self.dtype if self.draw.random() < 0.85 else torch.bfloat16
@@ -58,9 +64,12 @@ class Described:
             )
         )  # fmt: skip
         out = draw.choice((32, 64, 128))
+        fused = {"accumulate_into_main_grad": True} if self.accumulates else {}
         if kind in ("linear", "basic"):
             bias = {"bias": draw.random() < 0.7} if kind == "linear" else {}
-            self.ops.append((ops.Linear if bias else ops.BasicLinear)(width, out, **bias, **self.place()))
+            self.ops.append(
+                (ops.Linear if bias else ops.BasicLinear)(width, out, **bias, **fused, **self.place())
+            )
             self.width = out
         elif kind == "bias":
             self.ops.append(ops.Bias(width, **self.place()))
@@ -181,12 +190,46 @@ def laid_out(grad: Tensor, draw: random.Random) -> Tensor:
     return grad
 
 
-def run(number: int) -> list[str]:
+def states(chain: Any) -> list[Tensor]:
+    """Scales and histories of delayed scaling of all operations."""
+    return [
+        getattr(state, name)
+        for op in chain.modules()
+        if isinstance(op, ops.BasicOperation)
+        for mode in ("forward", "backward")
+        for state in op.delayed_states(mode)
+        for name in ("scale", "amax_history")
+    ]
+
+
+def change(chain: Any, draw: random.Random) -> None:
+    """Change an attribute between two calls: the mode, or which parameters are frozen."""
+    way = draw.random()
+    if way < 0.3:
+        chain.train(not chain.training)
+    elif way < 0.6:
+        for parameter in chain.parameters():
+            if draw.random() < 0.3:
+                parameter.requires_grad_(not parameter.requires_grad)
+    elif way < 0.8:
+        with torch.no_grad():
+            for parameter in chain.parameters():
+                if not hasattr(parameter, "dequantize") or isinstance(parameter, torch.nn.Parameter):
+                    parameter.mul_(1.25)
+
+
+def run(number: int, compiled: bool = False, most_calls: int = 3) -> list[str]:
+    """Digests of the results, gradients and states of a chain's calls; the message of an error in their place."""
     torch.manual_seed(number)
     made = Described(number)
-    draw, recipe = made.draw, RECIPES[made.recipe]
-    for _ in range(draw.randint(1, 7)):
-        made.add()
+    draw, wide, recipe = made.draw, made.wide, RECIPES[made.recipe]
+    quantized = recipe is not None and wide.random() < 0.1
+    try:
+        with te.quantized_model_init(enabled=quantized, recipe=recipe):
+            for _ in range(draw.randint(1, 7)):
+                made.add()
+    except (RuntimeError, ValueError) as error:  # stacks and small widths cannot be quantized
+        return [str(number), digest(error)]
     if not made.ops:
         return []
     names = [type(op).__name__ for op in made.ops]
@@ -194,12 +237,24 @@ def run(number: int) -> list[str]:
     chain.train(draw.random() < 0.8)
     for parameter in chain.parameters():
         parameter.requires_grad_(draw.random() < 0.8)
+        if made.accumulates and parameter.dim() > 1:
+            parameter.main_grad = torch.zeros(parameter.shape)
     x = torch.randn(*(made.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(made.dtype)
+    if wide.random() < 0.3:
+        x = laid_out(x, wide)
     # A reshape has chosen the dimensions of later operations; the first ones take a matrix.
     found = [f"{number} {made.recipe} {str(made.dtype)[6:]} {names}"]
     needs, grads, narrow = draw.random() < 0.8, draw.random() < 0.9, draw.random() < 0.1
+    recomputes, extra_only = wide.random() < 0.05, wide.random() < 0.1
     te.fp8.FP8GlobalStateManager.reset()
-    for _ in range(2 if made.recipe == "delayed" else 1):
+    called: Any = chain
+    if compiled:
+        torch._dynamo.reset()
+        called = torch.compile(chain, fullgraph=True, backend="aot_eager", dynamic=False)
+    calls = 2 if made.recipe == "delayed" else min(wide.choice((1, 1, 2, 3)), most_calls)
+    for call in range(calls):
+        if call and wide.random() < 0.5:
+            change(chain, wide)
         extra = [make() for make in made.extra]
         of_extra = draw.random() < 0.6
         leaves = [
@@ -214,29 +269,46 @@ def run(number: int) -> list[str]:
                 te.autocast(enabled=recipe is not None, recipe=recipe),
             ):
                 given = [t * 1 if t.is_floating_point() and draw.random() < 0.5 else t for t in leaves]
-                outputs = chain(leaf * 1 if draw.random() < 0.5 else leaf, *given)
+                given_x = leaf * 1 if draw.random() < 0.5 else leaf
+                if recomputes:
+                    outputs = te.checkpoint(called, given_x, *given, use_reentrant=wide.random() < 0.5)
+                else:
+                    outputs = called(given_x, *given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             results += outputs
             reached = [y for y in outputs if y.requires_grad and (y is outputs[0] or draw.random() < 0.7)]
+            if extra_only and len(reached) > 1 and reached[0] is outputs[0]:
+                del reached[0]
             if reached:
                 weights = [laid_out(torch.randn(y.shape).to(y.dtype), draw) for y in reached]
                 torch.autograd.backward(reached, weights)
                 results += [leaf.grad, *[t.grad for t in leaves], *[p.grad for p in chain.parameters()]]
+                results += [getattr(p, "main_grad", None) for p in chain.parameters()]
+            results += [*given, given_x]  # an operation may write into extra inputs
         except Exception as error:  # the message is compared
             results.append(error)
         for parameter in chain.parameters():
             parameter.grad = None
-        found += [digest(result) for result in results]
+        found += [digest(result) for result in [*results, *states(chain)]]
     return found
 
 
-def main(first: int, last: int) -> None:
+def compare_compiled(number: int) -> str:
+    """Compare a compiled chain with eager mode: "equal", "raises" if eager mode does, or both digests."""
+    eager = run(number, most_calls=1)
+    if any("Error: " in part for part in eager):
+        return f"{number} raises"
+    compiled = run(number, compiled=True, most_calls=1)
+    return f"{number} equal" if eager == compiled else "\n".join(map(" ".join, (eager, compiled)))
+
+
+def main(first: int, last: int, compiled: bool) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with emulate():
         for number in range(first, last):
-            print(" ".join(run(number)), flush=True)
+            print(compare_compiled(number) if compiled else " ".join(run(number)), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), "compiled" in sys.argv)

@@ -54,6 +54,22 @@ def test_a_chain_compiles_without_graph_breaks(name, emulated):
         assert relative_error(ours, theirs) <= 1e-5
 
 
+def test_a_compiled_activation_saves_the_codes_of_eager_mode():
+    torch._dynamo.reset()
+    gelu = ops.Sequential(ops.GELU(cache_quantized_input=True), ops.ConstantScale(2.0))
+    seen: list[torch.Tensor] = []
+    for run in (gelu, torch.compile(gelu, fullgraph=True, backend="aot_eager")):
+        x = torch.linspace(-3, 3, 256, device=PLACE["device"]).view(4, 64).requires_grad_()
+        y = run(x)
+        y.sum().backward()
+        assert x.grad is not None
+        seen += [y.detach(), x.grad]
+    assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
+    exact = torch.linspace(-3, 3, 256, device=PLACE["device"]).view(4, 64).requires_grad_()
+    (2 * torch.nn.functional.gelu(exact, approximate="tanh")).sum().backward()
+    assert 0 < relative_error(seen[3], exact.grad) <= 2**-4  # the rounding of the saved input
+
+
 def experts() -> ops.Sequential:
     """Permuted tokens, GroupedLinear, scaled SwiGLU, GroupedLinear; some parameters are frozen."""
     torch.manual_seed(0)

@@ -323,6 +323,15 @@ def test_channel_gradients_are_summed_over_readers_and_the_caller():
     assert torch.equal(x.grad, torch.full_like(x, 2.0 + 1 + 1 + 3))
 
 
+def test_a_hidden_extra_output_without_a_reader_is_not_returned():
+    hidden = ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    for chain in (hidden, ops.Sequential(hidden, ops.ConstantScale(2.0))):
+        x, y = run(chain)
+        assert isinstance(y, torch.Tensor)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 1.0 if chain is hidden else 2.0))
+
+
 def test_wrong_channels_raise():
     op = ops.AddExtraInput()
     with pytest.raises(IndexError, match="does not exist"):

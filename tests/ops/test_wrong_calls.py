@@ -147,7 +147,7 @@ def test_wrong_gradient_buffers_are_named(message):
     ("make", "name"),
     [
         (lambda: ops.Linear(32, 32), "weight"),
-        (lambda: ops.Linear(32, 32), "bias"),
+        (lambda: ops.Bias(32), "bias"),
         (lambda: ops.BasicLinear(32, 32), "weight"),
         (lambda: ops.RMSNorm(32), "weight"),
         (lambda: ops.LayerNorm(32), "bias"),

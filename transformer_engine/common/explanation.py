@@ -69,31 +69,54 @@ class Explanation:
     Attributes:
         decisions: The choice of every table.
         passes: The passes of the call's layers with their steps, if `explain` was called with `steps`.
+        notes: Optimizations that the call did without, each with the reason.
     """
 
     decisions: tuple[Decision, ...]
     passes: tuple[PassReport, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines: list[str] = [str(report) for report in self.passes]
+        lines: list[str] = [*self.notes, *[str(report) for report in self.passes]]
         for decision in self.decisions:
             lines.append(f"{decision.operation}: {decision.chosen} ({decision.count}x)")
             lines += [f"    not {v.backend}: {v.reason}" for v in decision.verdicts if not v.chosen]
         return "\n".join(lines)
 
 
+# Notes of the active explanations, innermost last; the keys of a dict are in order and distinct.
+_notes: list[dict[str, None]] = []
+
+
+def is_explaining() -> bool:
+    """Whether an explanation is active, which collects notes."""
+    return bool(_notes)
+
+
+def note(text: str) -> None:
+    """Add a note to every active explanation."""
+    for notes in _notes:
+        notes[text] = None
+
+
 def explained(call: Callable[[], Any]) -> Explanation:
-    """Run the call and report its requests to every table, with their verdicts."""
+    """Run the call and report its requests to every table, with their verdicts, and its notes."""
+    notes: dict[str, None] = {}
     counts: dict[tuple[str, Any], int] = {}
 
     def see(operation: str, request: Any) -> None:
         counts[operation, request] = counts.get((operation, request), 0) + 1
 
-    with observing(see):
-        call()
+    _notes.append(notes)
+    try:
+        with observing(see):
+            call()
+    finally:
+        _notes[:] = [collected for collected in _notes if collected is not notes]
     return Explanation(
         tuple(
             Decision(operation, request, count, tuple(tables[operation].explain(request)))
             for (operation, request), count in counts.items()
-        )
+        ),
+        notes=tuple(notes),
     )

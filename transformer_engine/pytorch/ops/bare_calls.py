@@ -1,4 +1,4 @@
-"""Operations that are called as modules, because fusion would skip their hooks or a replaced `forward`."""
+"""Operations that are called as modules, because fusion would skip their hooks, `compile()` or a replaced `forward`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules import module as every_module
+
+_HOOKS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+}
 
 
 def are_bare(operations: Sequence[Any]) -> bool:
-    """Return whether calls of operations run neither hooks nor a `forward` that was replaced, in no part of them.
+    """Whether calls of operations run no hook, no graph of `compile()` and no replaced `forward`, in no part of them.
 
     It runs in each call of a chain: loops, because a generator would enter a function for each operation.
     """
+    if (
+        every_module._global_forward_hooks
+        or every_module._global_forward_pre_hooks
+        or every_module._global_backward_hooks
+        or every_module._global_backward_pre_hooks
+    ):
+        return False
     parts = list(operations)
     for operation in operations:
         if operation.is_fused_op:
@@ -23,11 +38,31 @@ def are_bare(operations: Sequence[Any]) -> bool:
             or part._forward_pre_hooks
             or part._backward_hooks
             or part._backward_pre_hooks
+            or part._compiled_call_impl is not None
             or "forward" in part.__dict__
             or type(part).forward is not type(part)._own_forward
         ):
             return False
     return True
+
+
+def unfused_reason(operation: Any) -> str | None:
+    """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
+    if are_bare([operation]):
+        return None
+    parts = [operation, *(operation.basic_operations() if operation.is_fused_op else ())]
+    for part in parts:
+        name = "it" if part is operation else f"its {type(part).__name__}"
+        for attribute, hooks in _HOOKS.items():
+            if getattr(part, attribute):
+                return f"{name} has {hooks}"
+        if part._compiled_call_impl is not None:
+            return f"{name} is compiled"
+        if "forward" in part.__dict__:
+            return f"the forward method of {'the operation' if part is operation else name} was replaced"
+        if type(part).forward is not type(part)._own_forward:
+            return f"the class of {'the operation' if part is operation else name} overrides forward"
+    return "hooks are registered for all modules"
 
 
 def call_one_by_one(operations: Sequence[Any], input: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:

@@ -374,9 +374,17 @@ def run_backward(
 
     Returns:
         The gradient of the input, and by operation the gradients of the parameters and of the extra inputs.
+
+    Raises:
+        RuntimeError: A context has no saved state.
     """
     saved: list[Sequence[Any]] = []
     for ctx in ctxs:
+        if not hasattr(ctx, "pass_state"):
+            raise RuntimeError(
+                "fuser_backward needs the state that fuser_forward of the same operation saves, and this context has "
+                "none; call fuser_forward of the basic operations with their contexts in the forward pass"
+            )
         saved.append(unpack_values(ctx.saved_tensors, ctx.pass_state.forms, ctx.pass_state.shapes))
         ctx.saved_tensors = None
     dy = [grad_output]

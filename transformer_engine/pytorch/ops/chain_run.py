@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ..distributed_weight import is_distributed_weight
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
@@ -21,6 +20,7 @@ from .chain import run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
+from .shard_places import places_of_shards
 from .user_results import backward_results, forward_results
 
 # Operations in order, each with the indices of its basic operations.
@@ -35,54 +35,6 @@ def contexts_of(count: int, first: int, x: Tensor) -> list[OperationContext]:
         )
         for i in range(count)
     ]
-
-
-class ShardPlaces(NamedTuple):
-    """The places of distributed weights among the tensors of a call: the input, then those of each operation.
-
-    Attributes:
-        groups: Places of the distributed weights of each operation that has any.
-        fused: Weight gradients are accumulated into buffers.
-    """
-
-    groups: tuple[tuple[int, ...], ...] = ()
-    fused: bool = False
-
-
-def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
-    """Return the places of the distributed weights of a chain.
-
-    Raises:
-        NotImplementedError: An operation does not accept distributed weights, or their gradients have different
-            destinations.
-    """
-    groups: list[tuple[int, ...]] = []
-    accumulate: set[bool] = set()
-    place = 1
-    for op in ops:
-        names = getattr(op, "parameter_names", None) or [
-            name for name, _ in op.named_parameters(recurse=False)
-        ]
-        parameters = [(name, getattr(op, name)) for name in names if getattr(op, name) is not None]
-        shards = [i for i, (_, parameter) in enumerate(parameters) if is_distributed_weight(parameter)]
-        others = [parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")]
-        reason = op.distributed_weight_unsupported_reason() if shards else None
-        if reason is None and others:
-            reason = f"leave {others[0]} whole"
-        if reason is not None:
-            raise NotImplementedError(
-                f"{type(op).__name__} does not accept the distributed weight "
-                f"{type(parameters[shards[0]][1]).__name__}: {reason}"
-            )
-        if shards:
-            groups.append(tuple([place + i for i in shards]))
-            accumulate.add(bool(getattr(op, "_accumulate_into_main_grad", False)))
-        place += len(parameters) + op.num_extra_inputs
-    if len(accumulate) > 1:
-        raise NotImplementedError(
-            "operations with distributed weights differ in accumulate_into_main_grad; give all of them the same value"
-        )
-    return ShardPlaces(tuple(groups), True in accumulate)
 
 
 class ChainRun:
@@ -107,9 +59,9 @@ class ChainRun:
         self.forward_ops, self.backward_ops = fused
         self.first, self.parameters, self.options, self.state = first, parameters, options, state
         self.contexts: list[OperationContext] = []
-        # Operations that a registered fused operation replaces in the backward pass.
+        # {index of an operation: registered fused operation that replaces it in the backward pass}
         self._opaque_backward = {
-            i
+            i: op
             for op, indices in self.backward_ops
             if op.is_fused_op and not has_backward_pass(op)
             for i in indices
@@ -188,26 +140,22 @@ class ChainRun:
         Raises:
             RuntimeError: Our passes would not repeat the user's forward pass.
         """
-        lacking = [
-            i
-            for i in indices
-            if self.contexts[i].requires_grad
-            and i not in self._opaque_backward
-            and has_backward_pass(self.basic_ops[i])
-            and not hasattr(self.contexts[i], "pass_state")
-        ]
+        lacking = [i for i in indices if self._lacks_state(op, i)]
         if not lacking:
             return
         members = [self.basic_ops[i] for i in indices]
         for member in members:
             drops = member.training and getattr(member, "dropout_probability", 0.0) > 0.0
-            if drops or not isinstance(member, PassOperation):
-                raise RuntimeError(
-                    f"{type(op).__name__} saved no state for the backward pass of "
-                    f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
-                    "save it; call fuser_forward of the basic operations with their contexts, or implement "
-                    "fuser_backward and register the fusion with register_forward_backward_fusion"
-                )
+            if not drops and isinstance(member, PassOperation):
+                continue
+            if self._opaque_backward.keys() >= set(lacking):
+                return  # the backward pass of a user may read no state
+            raise RuntimeError(
+                f"{type(op).__name__} saved no state for the backward pass of "
+                f"{type(self.basic_ops[lacking[0]]).__name__}, and {type(member).__name__} cannot run again to "
+                "save it; call fuser_forward of the basic operations with their contexts, or implement "
+                "fuser_backward and register the fusion with register_forward_backward_fusion"
+            )
         scratch = [
             OperationContext(None, None, self.contexts[i].requires_grad, self.contexts[i].input_requires_grad)
             for i in indices
@@ -217,6 +165,18 @@ class ChainRun:
             if i in lacking:
                 self.contexts[i].to_save = ctx.to_save
                 self.contexts[i].pass_state = ctx.pass_state  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _lacks_state(self, op: FusibleOperation, i: int) -> bool:
+        """Whether a basic operation's backward pass may read state that a user's forward pass `op` did not save.
+
+        A fused operation with both passes saves what it reads. One with a backward pass alone may call
+        `fuser_backward` of its basic operations.
+        """
+        ctx = self.contexts[i]
+        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_backward_pass(self.basic_ops[i]):
+            return False
+        reader = self._opaque_backward.get(i)
+        return reader is None or (reader is not op and ctx.to_save is None)
 
     def backward(
         self, saved: Sequence[Any], grad_output: Any, grad_extra: Sequence[Any]
@@ -275,7 +235,7 @@ class ChainRun:
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
         own = all(has_backward_pass(self.basic_ops[i]) for i in indices)
-        return own and self._have_states(indices) and not self._opaque_backward.intersection(indices)
+        return own and self._have_states(indices) and not self._opaque_backward.keys() & set(indices)
 
 
 def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:

@@ -87,8 +87,8 @@ class OperationFuser:
         self.recipe_type: type[Recipe] | None = None
         self._fused_for: Any = None
         self._is_first_forward = True
-        # Whether the chain may be prepared: every operation has passes, and no channel connects two of them.
-        self._can_prepare = not self._links.sources and all(
+        # Whether the chain may be prepared: every operation has passes, and the caller handles all extra tensors.
+        self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._overrides_call_facts = [

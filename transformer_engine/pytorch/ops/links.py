@@ -68,6 +68,7 @@ class Links:
         public_inputs: Extra inputs that the caller gives, in order.
         public_outputs: Extra outputs that the caller receives, in order.
         sources: The extra output that an extra input reads.
+        has_channels: An extra input reads a channel, or an extra output is not returned to the caller.
     """
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
@@ -106,6 +107,8 @@ class Links:
                         f"operation {op}; put the producer first"
                     )
                 self.sources[Slot(op, index)] = source
+        extra_outputs = sum([operation.num_extra_outputs for operation in ops])
+        self.has_channels = bool(self.sources) or len(self.public_outputs) < extra_outputs
         # Places of the caller's extra inputs that an operation adds into.
         self._written = [
             place

@@ -24,10 +24,11 @@ from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
-from .chain_run import Fused, ShardPlaces, contexts_of, distinct, own_quantized, places_of_shards
+from .chain_run import Fused, contexts_of, distinct, own_quantized
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import has_backward_pass, has_forward_pass
 from .passes.contract import OperationPasses, OpTensors
+from .shard_places import ShardPlaces, places_of_shards
 
 
 class Fusions(NamedTuple):

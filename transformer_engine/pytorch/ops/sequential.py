@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.explanation import is_explaining, note
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
-from .bare_calls import are_bare
+from .bare_calls import are_bare, unfused_reason
 from .fuser import OperationFuser
 from .links import extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
@@ -179,6 +180,8 @@ class Sequential(CheckedLoading):
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         # Usually all operations are bare, and one call finds that out.
         fused = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
+        if is_explaining():
+            self._note_unfused()
         if self._module_groups is not None and (modules, fused) == self._grouped:
             return self._module_groups
         groups: list[OperationFuser | torch.nn.Module] = []
@@ -194,6 +197,13 @@ class Sequential(CheckedLoading):
                 groups.append(module)
         self._module_groups, self._grouped = groups, (modules, fused)
         return groups
+
+    def _note_unfused(self) -> None:
+        """Report to `te.explain` why operations do not fuse."""
+        for name, module in self._modules.items():
+            reason = unfused_reason(module) if isinstance(module, FusibleOperation) else None
+            if reason is not None:
+                note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
 
     def _kwargs_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None

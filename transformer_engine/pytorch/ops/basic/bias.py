@@ -12,7 +12,7 @@ from ...distributed.collectives import world_size
 from ...runtime.device import canonical_device, is_meta
 from ..pass_operation import PassOperation
 from ..passes.bias import BiasPasses
-from ..passes.contract import InputFacts, OperationCall, OperationPasses
+from ..passes.contract import IdentityPasses, InputFacts, OperationCall, OperationPasses
 from .basic_linear import check_input, parameter_dtype
 
 
@@ -32,7 +32,7 @@ class Bias(PassOperation):
 
     _shown = {"size": "_size"}
     parameter_names = ("bias",)
-    bias: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -59,12 +59,19 @@ class Bias(PassOperation):
     def reset_parameters(self) -> None:
         """Allocate the bias if it is on the meta device, and fill it with zeros."""
         self.allocate_parameters()
-        with torch.no_grad():
-            self.bias.zero_()
+        if self.bias is not None:
+            with torch.no_grad():
+                self.bias.zero_()
+
+    def required_parameters(self) -> tuple[str, ...]:
+        """The bias; none in a `Linear`, whose bias may be set to None as that of `torch.nn.Linear`."""
+        return self.parameter_names if self._owner is None else ()
 
     def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         bias = self.bias
         check_input("Bias", x, self.local_size)
+        if bias is None:
+            return IdentityPasses(), x
         convert = None if bias.dtype == x.dtype else x.dtype
         grad = call.saves and bias.requires_grad
         return BiasPasses(convert, bias.dtype, grad), x._replace(quantized=False)

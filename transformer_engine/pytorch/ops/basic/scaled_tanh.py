@@ -40,6 +40,9 @@ class ScaledTanhSReLU(BasicOperation):
             )
         self.activation_recompute_in_mlp = to_bool("activation_recompute_in_mlp", activation_recompute_in_mlp)
 
+    def own_tensors(self) -> list[Tensor]:
+        return []  # parameters that others add, such as adapters, are not part of the operation
+
     def op_forward(self, *_: Any, **__: Any) -> Tensor:
         raise RuntimeError(f"{type(self).__name__} has an extra input, the scales; call fuser_forward")
 

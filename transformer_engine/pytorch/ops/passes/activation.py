@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...functions.fusions import has_one_scale, unsupported_gradient_cast
 from ...functions.gathered_operands import QuantizedGradient
+from ...functions.linear_operands import dequantized
 from ...functions.row_operations import (
     block_order,
     row_scale,
@@ -25,7 +26,6 @@ from ...primitives.activation import (
 )
 from ...primitives.gemm import as_matrix
 from ...tensor.quantizer import Quantizer
-from ...tensor.storage.quantized_tensor_storage import plain_values
 from .contract import (
     BackwardResult,
     ForwardResult,
@@ -79,7 +79,7 @@ class ActivationPasses(OperationPasses):
         x = x.converted(self.convert).matrix()
         if self.interleave is not None:
             x = Value(block_order(x.data, (-1, 2, self.interleave)), x.leading)
-        saved = x.data if self.cache is None else self.cache.quantize(x.data)
+        saved = x.data if self.cache is None else self.cache.operands(x.data, True, False).rowwise
         if self.scaled:
             (scales,) = tensors.extra
             y = row_scale(self._activation(x.data), scales)
@@ -98,7 +98,7 @@ class ActivationPasses(OperationPasses):
         self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
         dy = Value(operands[0], leading).matrix()
-        x = as_matrix(operands[1] if self.cache is None else plain_values(operands[1]))
+        x = as_matrix(operands[1] if self.cache is None else dequantized(operands[1], dy.data.dtype))
         gradient, extra = dy.data, ()
         if self.scaled:
             gradient, grad_scales = row_scale_backward(dy.data, self._activation(x), operands[2])

@@ -1,0 +1,109 @@
+"""Registered fusions of users, forward-only and backward-only ones combined, against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.support.tolerances import relative_error
+from transformer_engine.common.recipe import Float8CurrentScaling, Recipe
+from transformer_engine.pytorch import autocast, ops
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+PLACE: Any = {"device": "cpu"}
+calls: list[str] = []
+
+
+class ForwardWithoutState(ops.FusedOperation):
+    """y = x @ weight.T + bias in plain PyTorch; saves nothing for a backward pass."""
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **options: Any) -> Any:
+        calls.append("forward")
+        linear, bias = self.basic_ops
+        return functional.linear(input_, linear.weight, bias.bias), [(), ()]  # pyright: ignore
+
+
+class BackwardOfMembers(ops.FusedOperation):
+    """Gradients by the backward passes of the basic operations, whose saved state they read."""
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **options: Any) -> Any:
+        calls.append("backward")
+        gradients: list[Any] = []
+        for op, ctx in zip(reversed(self.basic_ops), reversed(basic_op_ctxs), strict=True):
+            grad_output, parameters, _ = op.fuser_backward(  # pyright: ignore
+                [ctx], grad_output, basic_op_grad_extra_outputs=[()]
+            )
+            gradients[:0] = parameters
+        return grad_output, gradients, [(), ()]
+
+
+def pairs(kind: Any) -> Any:
+    """A fusion function that replaces a product and a bias."""
+
+    def fuse(given: list[Any], *, recipe: Recipe | None) -> list[Any]:
+        fused: list[Any] = []
+        for op in given:
+            if fused and type(op) is ops.Bias and type(fused[-1]) is ops.BasicLinear:
+                op = kind([fused.pop(), op])
+            fused.append(op)
+        return fused
+
+    return fuse
+
+
+@pytest.fixture(autouse=True)
+def registrations() -> Iterator[None]:
+    calls.clear()
+    lists = (OperationFuser.forward_fusion_functions, OperationFuser.backward_fusion_functions)
+    before = [list(functions) for functions in lists]
+    yield
+    for functions, earlier in zip(lists, before, strict=True):
+        functions[:] = earlier
+
+
+def errors(chain: ops.Sequential, recipe: Recipe | None) -> list[float]:
+    """Relative errors of the output and all gradients against float64."""
+    x = torch.randn(32, 64, requires_grad=True)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        y = chain(x)
+    weight = torch.randn(y.shape)
+    y.backward(weight)
+    exact, *parameters = [t.detach().double().requires_grad_() for t in (x, *chain.parameters())]
+    wide = functional.linear(exact, *parameters)
+    wide.backward(weight.double())
+    pairs_of_values = [(y, wide), (x.grad, exact.grad)]
+    pairs_of_values += [(p.grad, q.grad) for p, q in zip(chain.parameters(), parameters, strict=True)]
+    return [relative_error(ours.double(), theirs) for ours, theirs in pairs_of_values]  # pyright: ignore
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+@pytest.mark.parametrize("registered", ["forward", "backward", "both"])
+def test_fusions_of_one_pass_compute_the_gradients_of_the_chain(registered, recipe, emulated):
+    torch.manual_seed(0)
+    if registered != "backward":
+        ops.register_forward_fusion(pairs(ForwardWithoutState), prepend=True)
+    if registered != "forward":
+        ops.register_backward_fusion(pairs(BackwardOfMembers), prepend=True)
+    chain = ops.Sequential(ops.Linear(64, 32, **PLACE))
+    assert max(errors(chain, recipe)) <= (1e-5 if recipe is None else 0.06)
+    assert calls == {"both": ["forward", "backward"]}.get(registered, [registered])
+
+
+class ForwardOfFirst(ops.FusedOperation):
+    """A fusion whose forward pass saves state for one of its operations only."""
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **options: Any) -> Any:
+        basic_op_ctxs[1].save_for_backward(input_)
+        return functional.linear(input_, self.basic_ops[0].weight), [(), ()]  # pyright: ignore
+
+
+def test_backward_passes_without_saved_state_name_the_remedy():
+    ops.register_forward_fusion(pairs(ForwardOfFirst), prepend=True)
+    ops.register_backward_fusion(pairs(BackwardOfMembers), prepend=True)
+    y = ops.Sequential(ops.Linear(64, 32, **PLACE))(torch.randn(4, 64, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"call fuser_forward of the basic operations with their contexts"):
+        y.sum().backward()
