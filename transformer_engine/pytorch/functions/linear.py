@@ -240,7 +240,7 @@ def linear_backward(
         if isinstance(dy_rows, Pending) and (gelu_input or cast is not None or accumulate_into is not None):
             dy_rows = dy_rows.wait()  # these products read all rows at once
         if gelu_input:
-            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), gelu_input[0], epilogue)
+            dx = gemm_gelu_gradient(operand_of(dy_rows), operand_of(w), gelu_input[0], epilogue)  # pyright: ignore[reportArgumentType]
             gelu_input.clear()
         elif sums and _scatters(spec, "grad_input"):
             dx = scattered_product(dy_rows, w, epilogue, spec.parallel)

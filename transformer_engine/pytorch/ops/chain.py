@@ -245,11 +245,7 @@ def backward(
 
 
 def _backward(
-    passes: Sequence[OperationPasses],
-    dy: list[Any],
-    saved: list[Sequence[Any]],
-    grads: Sequence[Sequence[Any]],
-    fuse: bool,
+    passes: Sequence[OperationPasses], dy: list[Any], saved: list[Any], grads: Sequence[Any], fuse: bool
 ) -> ChainGradients:
     parameters: list[Sequence[Any]] = [operation.absent_gradients for operation in passes]
     extra: list[Sequence[Value | None]] = [()] * len(passes)
