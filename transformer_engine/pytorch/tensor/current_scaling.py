@@ -136,8 +136,8 @@ def reduce_together(maxima: Sequence[Any], group: Any) -> tuple[Any, ...]:
     """
     first = maxima[0]
     if type(first) is Symbol:
-        forms = [maximum.form for maximum in maxima]
-        return tuple(first.instructions.apply(functools.partial(_reduced_together, group), maxima, forms))
+        layouts = [maximum.layout for maximum in maxima]
+        return tuple(first.instructions.apply(functools.partial(_reduced_together, group), maxima, layouts))
     return _reduced_together(group, *maxima)
 
 
