@@ -1,6 +1,6 @@
 """LayerNormMLP: y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
-Its forward and backward pass are the plain functions of `functions/norm_linear.py`.
+Its forward and backward pass are the plain functions of `functions/norm_mlp.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import NormByName
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_linear import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_mlp import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
