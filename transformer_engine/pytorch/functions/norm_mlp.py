@@ -8,24 +8,42 @@ read the decision from the spec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...common.formats import BLOCK_1D, E4M3
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
-from ..primitives.activation import ActivationParams, activation_backward, activation_forward
+from ..primitives.activation import (
+    ActivationParams,
+    MeasuredGradient,
+    OutputCast,
+    activation_backward,
+    activation_backward_and_output,
+    activation_forward,
+)
 from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
+from ..primitives.operand import Operand
+from ..primitives.quantize import QuantizeSpec, quantize
 from ..runtime.autograd import Function
 from . import fusions
 from .communication import Pending
-from .fusions import FUSED_CAST, IN_PRODUCT, SEPARATE
+from .fusions import (
+    ENCODED,
+    FUSED_CAST,
+    IN_PRODUCT,
+    RECOMPUTED,
+    SAVED,
+    SEPARATE,
+    VALUES,
+)
 from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
-from .linear_operands import gradient_cast, input_cast, operand_of
+from .linear_operands import copied, gradient_cast, input_cast, operand_of
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .norm_linear import norm_backward, norm_forward
 from .normalization import Norm
@@ -33,14 +51,16 @@ from .saving import backward_of, save, take_saved, wait_for_saved
 
 
 class FusionModes(NamedTuple):
-    """Fusion modes (see `fusions`) of norm(x), act(u) and du."""
+    """Fusion modes (see `fusions`) of norm(x), act(u), du, the columns of act(u), and the saved u."""
 
     norm: str
     activation: str
     gradient: str
+    columns: str
+    input: str
 
 
-UNFUSED = FusionModes(SEPARATE, SEPARATE, SEPARATE)
+UNFUSED = FusionModes(SEPARATE, SEPARATE, SEPARATE, SAVED, VALUES)
 
 
 @dataclass(frozen=True)
@@ -54,7 +74,9 @@ class NormMLPSpec(LayerSpec):
         activation: Name of the activation.
         activation_params: Its parameters.
         returns_norm_output: The caller also gets norm(x).
+        width: Columns of the activation's output.
         recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
+        caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
         fusion_modes: How matrices between the steps are made.
     """
 
@@ -63,8 +85,10 @@ class NormMLPSpec(LayerSpec):
     fc2: LinearSpec
     activation: str
     activation_params: ActivationParams
+    width: int
     returns_norm_output: bool = False
     recompute: bool = False
+    caches_quantized_input: bool = False
     fusion_modes: FusionModes = UNFUSED
 
     def with_fusion_modes(self) -> NormMLPSpec:
@@ -74,7 +98,14 @@ class NormMLPSpec(LayerSpec):
         gradient_mode = SEPARATE
         if self.needs_grad:
             gradient_mode = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
-        return replace(self, fusion_modes=FusionModes(norm_mode, activation_mode, gradient_mode))
+        modes = FusionModes(norm_mode, activation_mode, gradient_mode, SAVED, VALUES)
+        if self.needs_grad:
+            columns = fusions.choose_columns_mode(
+                activation_mode, gradient_mode, self.fc1, self.fc2, self.recompute
+            )
+            saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
+            modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
+        return replace(self, fusion_modes=modes)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
@@ -110,7 +141,8 @@ def norm_mlp_forward(
 
     Returns:
         [y, norm(x) or None] and [x, gamma, mean, rstdev, u, operands of fc1 (norm(x), weight), operands of fc2
-        (a, weight)]. The backward pass reads the second list in this order.
+        (a, weight)]. The backward pass reads the second list in this order. Where it recomputes a's columns,
+        their scale replaces a.
     """
     x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
@@ -119,28 +151,53 @@ def norm_mlp_forward(
     if modes.activation == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
         a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
+        scale = None
         del h
     else:
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] of a gated activation; or codes of a from the same kernel.
-        if modes.activation == FUSED_CAST:
-            cast = input_cast(fc2)
-            codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
-            a: Any = fc2.input.adopt(codes, u.dtype)  # pyright: ignore[reportArgumentType]
-            del codes
-        else:
-            a = activation_forward(spec.activation, u, spec.activation_params)
+        a, scale = _activated(u, spec, saves)
     saved = []
     if saves:
+        u = _encoded(u) if modes.input == ENCODED else u
         if offloading.synchronizer is not None:
             mark_ready(u)
         saved = [x, gamma, *statistics, u, *saved_by_fc1]
     del u, saved_by_fc1
     # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
     y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_y)
+    if scale is not None:
+        saved_by_fc2[0] = scale
     return [y, returned], [*saved, *saved_by_fc2] if saves else []
+
+
+def _activated(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | None]:
+    """Compute a = act(u), or its `Operands` where the same kernel quantizes it.
+
+    Returns:
+        a; and float32 [1], from which the backward pass scales the columns of a that it recomputes: the multiplier of
+        delayed scaling, which changes before, or the maximum of |a|. None where the columns are saved.
+    """
+    if spec.fusion_modes.activation != FUSED_CAST:
+        return activation_forward(spec.activation, u, spec.activation_params), None
+    quantizer = spec.fc2.input
+    recomputes = spec.fusion_modes.columns == RECOMPUTED
+    cast = quantizer.cast(True, False) if recomputes else input_cast(spec.fc2)
+    assert cast is not None
+    codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
+    scale = None
+    if recomputes and saves:
+        scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, u)
+    return quantizer.adopt(codes, u.dtype), scale
+
+
+def _encoded(u: Any) -> Operand:
+    """E4M3 codes of fc1's output [M, N] in blocks of 1 x 128, for the gradient of the activation."""
+    codes = quantize(as_matrix(u), QuantizeSpec(BLOCK_1D, E4M3))
+    assert codes.codes is not None
+    return Operand(codes.codes, codes.scale, BLOCK_1D, None, u.dtype)
 
 
 def _gelu_product(
@@ -176,16 +233,25 @@ def norm_mlp_backward(
     grad_norm_output, *saved_by_norm = operands[1:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] = dy.T @ a [M, F].
+    # Where the columns of a are recomputed, du is computed in front of dfc2.
     fc2_operands = [operands[0], a, fc2_weight]
     operands.clear()
-    del a, fc2_weight
+    del fc2_weight
     if offloading.used:
         wait_for_saved(u)
+    produce_input = None
     is_du = spec.fusion_modes.gradient == IN_PRODUCT  # fc2's product computes du instead of da
     if is_du:
         fc2_operands.append(u)
         u = None
-    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1])
+    elif spec.fusion_modes.columns == RECOMPUTED:
+        produce_input = _gradient_and_columns(u, a, spec)
+        is_du, u = True, None
+    del a
+    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1], produce_input=produce_input)
+    del produce_input
+    if isinstance(da, MeasuredGradient):
+        da = _quantized_gradient(da, spec.fc1)
     fc1_operands = [da if is_du else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
@@ -207,6 +273,46 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec, bias_dtype: Any)
     sums = bias_dtype if fc1.needs_grad_bias else None
     codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
     return QuantizedGradient(fc1.grad_output.adopt(codes, u.dtype), db)
+
+
+def _gradient_and_columns(
+    u: Tensor | Operand, scale: Tensor, spec: NormMLPSpec
+) -> Callable[[Any], tuple[Any, Any]]:
+    """Return the function da -> (du = da * act'(u) with its maximum or its codes, columns of a = act(u)).
+
+    Args:
+        u: Output of fc1, or its codes.
+        scale: Saved scale of a; see `_activated`.
+        spec: Settings.
+    """
+    fc1, quantizer = spec.fc1, spec.fc2.input
+    cast = gradient_cast(fc1) if spec.fusion_modes.gradient == FUSED_CAST else None
+    if cast is not None and cast.multiplier is None:
+        cast = None  # du is cast by its maximum, which the kernel computes too
+    columns = quantizer.cast(False, True)
+    assert columns is not None
+    given = columns.multiplier is not None
+    output = OutputCast(columns.spec, scale if given else None, None if given else scale)
+
+    def produce(da: Any) -> tuple[Any, Any]:
+        du, codes = activation_backward_and_output(
+            spec.activation, da, u, spec.activation_params, cast, output
+        )
+        a = quantizer.adopt(codes, u.dtype).columnwise
+        if isinstance(du, MeasuredGradient):
+            return du, a
+        return QuantizedGradient(fc1.grad_output.adopt(du, u.dtype), None), a
+
+    return produce
+
+
+def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
+    """Quantize du [M, N] with one scale from its maximum; return its values where fc1 quantizes it in another way."""
+    cast = None if fc1.needs_grad_bias else gradient_cast(fc1)
+    if cast is None or not fusions.has_one_scale(cast):
+        return du.values
+    codes = quantize(du.values, cast.spec, amax=du.amax)
+    return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
 NORM_MLP = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
