@@ -155,10 +155,10 @@ def _elapsed_ms(call: Callable[[], Any], wait: Callable[[], None]) -> float:
 
 
 def _engine() -> str:
-    """Version and folder of the Transformer Engine that was imported."""
+    """Version of the Transformer Engine that was imported."""
     import transformer_engine
 
-    return f"{getattr(transformer_engine, '__version__', 'unknown')} in {transformer_engine.__path__[0]}"
+    return getattr(transformer_engine, "__version__", "unknown")
 
 
 if __name__ == "__main__":

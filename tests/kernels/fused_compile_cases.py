@@ -17,6 +17,7 @@ from tests.kernels.compile_cases import count, ptx_of
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation_cast,
+    activation_recompute,
     block_fused,
     column_sums,
     dropout,
@@ -93,6 +94,25 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         )
         pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **TARGET}
         yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
+    output = activation_recompute.OutputCodes(E4M3, False, 0.0)
+    for name, gated, element, encoded in (
+        ("gelu", False, E4M3, False),
+        ("swiglu", True, E4M3, False),
+        ("swiglu", True, None, False),
+        ("swiglu", True, E4M3, True),
+    ):
+        program = activation_recompute.backward(
+            name, gated, SHAPE, (4096, 8192), "bfloat16", (7.0, 1.7, 1.0), element, True, output, encoded
+        )
+        target = TARGET if element else {**dict.fromkeys(TARGET), "amax": SCALAR}
+        pointers = {"dy": VALUES, "x": CODES if encoded else VALUES, "x_scale": SCALAR if encoded else None}
+        pointers |= {**target, "output_multiplier": SCALAR, "output_amax": None}
+        pointers |= {"dx": None if element else VALUES, "output_codes_t": CODES, "output_scale": SCALAR}
+        yield (
+            f"{name}_recompute_{element is None}_{encoded}",
+            program.steps[0].launch,
+            {**pointers, **CONSTANTS},
+        )
 
 
 def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, Pointers]]:

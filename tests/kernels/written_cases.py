@@ -20,6 +20,7 @@ from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation,
     activation_cast,
+    activation_recompute,
     attention,
     attention_backward,
     attention_bias,
@@ -120,6 +121,14 @@ def activations() -> Iterator[Case]:
             strided = (SHAPE, (SHAPE[1], 2 * SHAPE[1]), "bfloat16", CONSTANTS)
             launch = activation_cast.backward(name, gated, *strided, element, codes, True)
             yield f"{name} backward codes={codes}", launch, (HALF, HALF, scale, FLOAT)
+            output = activation_recompute.OutputCodes(E4M3, False, 0.0)
+            (step,) = activation_recompute.backward(name, gated, *strided, element, codes, output).steps
+            record = (FLOAT,) if codes else ()
+            yield (
+                f"{name} backward and output {codes=}",
+                step.launch,
+                (HALF, HALF, None, scale, FLOAT, None, *record),
+            )
         machine = block_fused.Machine(3, 1 << 17, 6)
         launch = block_fused.forward(name, gated, SHAPE, 2 * SHAPE[1], CONSTANTS, BLOCKS, machine)
         yield f"{name} blocks", launch, (HALF,)

@@ -62,6 +62,14 @@ LAYERS = {
         ub_bulk_dgrad=True,
         **_sharded(),
     ),
+    "cached_mlp": lambda: te.LayerNormMLP(
+        512,
+        512,
+        activation="swiglu",
+        bias=False,
+        cache_quantized_activation_input=True,
+        params_dtype=torch.bfloat16,
+    ),
     "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
 }
 # Layers and recipes on GPUs whose tensor cores read block scales.

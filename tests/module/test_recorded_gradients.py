@@ -96,11 +96,11 @@ def call(layer, x):
 
 
 def test_gelu_in_a_product_is_requested_alike_with_and_without_gradients(monkeypatch):
-    from transformer_engine.pytorch.functions import norm_linear
+    from transformer_engine.pytorch.functions import norm_mlp
 
-    seen, original = [], norm_linear.gemm_gelu
+    seen, original = [], norm_mlp.gemm_gelu
     monkeypatch.setattr(
-        norm_linear,
+        norm_mlp,
         "gemm_gelu",
         lambda a, b, epilogue, keeps: (seen.append(keeps), original(a, b, epilogue, keeps))[1],
     )

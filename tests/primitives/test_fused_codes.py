@@ -17,11 +17,20 @@ from transformer_engine.pytorch.primitives import column_sums as sums_module
 from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
+    OutputCast,
     activation_backward,
+    activation_backward_and_output,
     activation_forward,
 )
 from transformer_engine.pytorch.primitives.column_sums import column_sums
-from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, fused_codes, quantize
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import (
+    Cast,
+    QuantizeSpec,
+    dequantize,
+    fused_codes,
+    quantize,
+)
 
 norms = Kernels(norm, "norm")
 activations = Kernels(activation, "activation")
@@ -119,6 +128,68 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
         without, none = activations.activation_backward(name, dy, x, PARAMS, cast)
         assert none is None
         _same(without, expected)
+
+
+@runs_kernels
+@SHAPES
+@DELAYED
+@COLUMNWISE
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_a_gradient_is_computed_together_with_the_columns_of_the_output(shape, delayed, columnwise, name):
+    """dx and its maximum under current scaling, the codes of dx under delayed scaling; the output's codes always."""
+    if name not in FEW and not (delayed and columnwise and shape == (64, 64)):
+        pytest.skip("a few activations are enough for this shape")
+    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    dy = torch.randn(shape, device=DEVICE).bfloat16()
+    columns, first, second = QuantizeSpec(FLOAT8, E4M3, False, True), _scaling(delayed), _scaling(delayed)
+    y = activations.activation_forward(name, x, PARAMS)
+    amax = None if delayed else y.float().abs().amax().reshape(1)
+    dx = activations.activation_backward(name, dy, x, PARAMS)
+    cast = Cast(_spec(columnwise, E5M2), *second) if delayed else None
+    output = OutputCast(columns, first.scale, amax)
+    made, codes = activations.activation_backward_and_output(name, dy, x, PARAMS, cast, output)
+    _same(codes[:4], quantize(y, columns, multiplier=first.scale, amax=amax)[:4])
+    if delayed:
+        _same(made, quantize(dx, _spec(columnwise, E5M2), multiplier=first.scale, record=first.record))
+    else:
+        assert torch.equal(made.values, dx) and torch.equal(made.amax, dx.float().abs().amax().reshape(1))
+
+
+@runs_kernels
+@DELAYED
+@pytest.mark.parametrize("shape", [(5, 128), (70, 256), (130, 384)], ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_an_encoded_input_has_the_gradient_and_columns_of_the_output_of_its_values(shape, delayed, name):
+    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    dy = torch.randn(shape, device=DEVICE).bfloat16()
+    coded = quantize(x, QuantizeSpec(BLOCK_1D, E4M3))
+    assert coded.codes is not None and coded.scale is not None
+    column_major = coded.scale.t().contiguous().t()  # as the kernel of the cast writes them
+    encoded = Operand(coded.codes, column_major, BLOCK_1D, None, torch.bfloat16)
+    output = OutputCast(QuantizeSpec(FLOAT8, E4M3, False, True), _scaling(True).scale, None)
+    casts = [Cast(_spec(True, E5M2), *_scaling(True)) if delayed else None for _ in range(2)]
+    values = dequantize(encoded)
+    assert not torch.equal(values, x)
+    expected = activations.activation_backward_and_output(name, dy, values, PARAMS, casts[0], output)
+    actual = activations.activation_backward_and_output(name, dy, encoded, PARAMS, casts[1], output)
+    _same(actual[0], expected[0])
+    _same(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_the_columns_of_the_output_equal_separate_steps_everywhere(name, device):
+    x = torch.randn(160, 256, device=device).bfloat16()
+    columns, scale = QuantizeSpec(FLOAT8, E4M3, False, True), torch.tensor([8.0], device=device)
+    y = activation_forward(name, x, PARAMS)
+    for output in (
+        OutputCast(columns, scale, None),
+        OutputCast(columns, None, y.float().abs().amax().reshape(1)),
+    ):
+        expected = quantize(y, columns, multiplier=output.multiplier, amax=output.amax)
+        dx, codes = activation_backward_and_output(name, y, x, PARAMS, None, output)
+        _same(codes[:4], expected[:4])
+        assert torch.equal(dx.values, activation_backward(name, y, x, PARAMS))
+        assert torch.equal(dx.amax, dx.values.float().abs().amax().reshape(1))
 
 
 @runs_kernels

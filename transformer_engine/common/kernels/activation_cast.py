@@ -19,7 +19,7 @@ from .rounding import magnitude_bits, to_codes
 
 
 @triton.jit
-def _emit(
+def store_tile(
     even,
     odd,
     y,
@@ -142,7 +142,7 @@ def forward_kernel(
         GATED,
         EVEN,
     )
-    bits = _emit(
+    bits = store_tile(
         even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, factor,
         PAIRS, EVEN, CONVERSION,
     )  # fmt: skip
@@ -237,14 +237,14 @@ def backward_kernel(
             dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
             limit, alpha, offset, CURVE, GATED, EVEN,
         )  # fmt: skip
-        bits = _emit(
+        bits = store_tile(
             even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, factor,
             PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
         if workspace is not None:
             sums += even.to(tl.float32) + odd.to(tl.float32)
         if GATED:
-            beside = _emit(
+            beside = store_tile(
                 even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
                 factor, PAIRS, EVEN, CONVERSION,
             )  # fmt: skip
@@ -285,10 +285,10 @@ def forward(
         zero_is_one: Read a multiplier of 0 as 1.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
-    tiling, grid = _tiling(shape, tile)
+    tiling, grid = tiling_of(shape, tile)
     outputs = made(shape, dtype, element, columnwise)
     if measures:
-        outputs = (_MEASURED, *outputs)
+        outputs = (MEASURED, *outputs)
     scalars = (*shape, x_stride, *constants)
     fixed = (CURVES[name], gated, zero_is_one, *tiling, NATIVE)
     recorded = () if measures else (2,)
@@ -316,10 +316,10 @@ def backward(
     """
     rows, width = shape
     tile, warps = _backward_tile(rows * width, name, gated, columnwise, sums_columns)
-    tiling, grid = _tiling(shape, tile)
+    tiling, grid = tiling_of(shape, tile)
     columns = 2 * width if gated else width
     outputs = (
-        *((_MEASURED,) if measures else ()),
+        *((MEASURED,) if measures else ()),
         *made((rows, columns), dtype, element, columnwise),
         Output((ceil_div(rows, tile[0] * tile[3]), columns), "float32") if sums_columns else None,
     )
@@ -330,7 +330,7 @@ def backward(
     return Launch(backward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
 
 
-_MEASURED = Output((1,), "float32", begins=0.0)
+MEASURED = Output((1,), "float32", begins=0.0)
 
 
 def made(
@@ -344,7 +344,7 @@ def made(
     return codes, codes_t, Output((1,), "float32"), None
 
 
-def _tiling(
+def tiling_of(
     shape: tuple[int, int], tile: tuple[int, int, int, int]
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
     """Return (rows, columns, tiles per band, whether M is even, whether tiles are whole) and the grid."""

@@ -12,6 +12,20 @@
 | `mlp_activation` | the activation | `fused_cast`, `in_product`, `separate` |
 | `mlp_gradient` | the gradient of the activation | `fused_cast`, `in_product`, `separate` |
 
+The weight gradient of fc2 reads the activation's output by columns:
+
+| mode of `mlp_columns` | the columns of the activation's output |
+| --- | --- |
+| `recomputed` | the kernel of the activation's gradient, which reads fc1's output, computes them too |
+| `saved` | the forward pass saves them |
+
+With `cache_quantized_activation_input` the MLP saves fc1's output, which the activation's gradient reads:
+
+| mode of `mlp_input` | fc1's output |
+| --- | --- |
+| `quantized` | E4M3 codes in blocks of 1 x 128 |
+| `values` | its values |
+
 The modes are chosen when a spec is built. `te.explain` prints the reasons, and `te.use_backend` forces a mode. `te.ops`
 reads the same rule for gradients, `unsupported_gradient_cast`.
 """
@@ -21,12 +35,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...common.dispatch import Backend, Table
+from ...common.formats import BLOCK_1D, FLOAT8
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
 from .linear_operands import gradient_cast, input_cast
 from .linear_spec import LinearSpec, gathers_values, inspects, sums_over_ranks
 
 FUSED_CAST, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
+RECOMPUTED, SAVED = "recomputed", "saved"
+ENCODED, VALUES = "quantized", "values"
 
 # Reasons why the layer that reads a matrix must quantize it itself.
 RETURNED = "a matrix that is returned too"
@@ -36,6 +53,44 @@ GATHERED = "a matrix that is gathered from other ranks"
 TRACED = "tracing by a compiler, which must see writes to the scaling state"
 UNUSED = "a gradient that is not passed on"
 _FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED})
+
+
+class Columns(NamedTuple):
+    """The columns of the activation's output [M, F], which the weight gradient of fc2 reads.
+
+    Attributes:
+        activation: Mode of the activation's output.
+        gradient: Mode of the gradient of fc1's output.
+        one_scale: The codes have one scale.
+        copied: The columns are a copy of the codes, not a view of the codes by rows.
+        read: The gradients of fc2's weight and of fc1's output are computed.
+        summed: The gradient's kernel also sums columns for fc1's bias gradient.
+        communicates: fc2 exchanges values or codes with other ranks.
+        repeated: The backward pass repeats the forward pass.
+    """
+
+    activation: str
+    gradient: str
+    one_scale: bool
+    copied: bool
+    read: bool
+    summed: bool
+    communicates: bool
+    repeated: bool
+
+
+class CachedInput(NamedTuple):
+    """The saved output of fc1 [M, N], the input of the activation.
+
+    Attributes:
+        requested: `cache_quantized_activation_input`.
+        columns: Mode of `mlp_columns`.
+        width: Columns of the activation's output.
+    """
+
+    requested: bool
+    columns: str
+    width: int
 
 
 class Fusion(NamedTuple):
@@ -104,6 +159,38 @@ def _unsupported_epilogue(fusion: Fusion) -> str | None:
     return "the product is quantized" if fusion.quantized else None
 
 
+def _unsupported_columns(columns: Columns) -> str | None:
+    """Reason why the kernel of the activation's gradient does not compute the columns of its output."""
+    if not columns.read:
+        return "the gradients of fc2's weight and of fc1's output are not both computed"
+    if columns.repeated:
+        return "the backward pass repeats the forward pass, so that nothing is saved"
+    if columns.activation != FUSED_CAST:
+        return "the activation does not quantize its output"
+    if not columns.one_scale:
+        return "only codes with one scale are computed beside the gradient"
+    if not columns.copied:
+        return "products read the codes by rows in both directions"
+    if columns.gradient == IN_PRODUCT:
+        return "a product computes the activation's gradient"
+    if columns.summed:
+        return "the kernel of the gradient sums the columns for fc1's bias"
+    if columns.communicates:
+        return "fc2 exchanges values with other ranks between its products"
+    return None
+
+
+def _unsupported_encoding(saved: CachedInput) -> str | None:
+    """Reason why fc1's output is saved as values."""
+    if not saved.requested:
+        return "cache_quantized_activation_input is False"
+    if saved.columns != RECOMPUTED:
+        return "only the kernel of mlp_columns=recomputed reads codes"
+    if saved.width % BLOCK_1D.block[1]:  # pyright: ignore[reportOptionalSubscript]
+        return f"the activation's output has {saved.width} columns, which is no multiple of 128"
+    return None
+
+
 _MODES = {
     FUSED_CAST: Backend(FUSED_CAST, unsupported_reason=_unsupported_cast),
     IN_PRODUCT: Backend(IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_epilogue),
@@ -118,6 +205,20 @@ def _table(matrix: str, *modes: str) -> Table[Fusion]:
 NORM_OUTPUT = _table("norm_output", FUSED_CAST, SEPARATE)
 MLP_ACTIVATION = _table("mlp_activation", FUSED_CAST, IN_PRODUCT, SEPARATE)
 MLP_GRADIENT = _table("mlp_gradient", FUSED_CAST, IN_PRODUCT, SEPARATE)
+
+
+MLP_COLUMNS: Table[Columns] = Table(
+    "mlp_columns",
+    (Backend(RECOMPUTED, unsupported_reason=_unsupported_columns), Backend[Columns](SAVED)),
+    describe=Columns,
+)
+
+
+MLP_INPUT: Table[CachedInput] = Table(
+    "mlp_input",
+    (Backend(ENCODED, unsupported_reason=_unsupported_encoding), Backend[CachedInput](VALUES)),
+    describe=CachedInput,
+)
 
 
 def choose_norm_mode(linear: LinearSpec, returned: bool) -> str:
@@ -158,6 +259,25 @@ def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> s
             separate_sums=cast is not None and not gradient_fuses(cast.spec, fc1.needs_grad_bias),
             reduced=sums_over_ranks(fc2.parallel, "column"),
             inspected=inspects(fc2, "grad_input"),
+        )
+    )
+
+
+def choose_columns_mode(
+    activation: str, gradient: str, fc1: LinearSpec, fc2: LinearSpec, repeated: bool
+) -> str:
+    """Choose where the columns of the activation's output are computed, for the modes of both its passes."""
+    cast = input_cast(fc2) if activation == FUSED_CAST else None
+    return MLP_COLUMNS.choose(
+        Columns(
+            activation,
+            gradient,
+            one_scale=cast is not None and cast.spec.format.name == FLOAT8.name,
+            copied=cast is not None and cast.spec.columnwise,
+            read=fc2.needs_grad_weight and fc2.needs_grad_input and fc1.needs_grad_input,
+            summed=gradient == FUSED_CAST and fc1.needs_grad_bias,
+            communicates=fc2.communicates,
+            repeated=repeated,
         )
     )
 

@@ -25,7 +25,7 @@ On a GPU, the second call of a kind runs the functions on `Symbol`s, which recor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from ..primitives.quantize import Cast
 from ..runtime.autograd import Function
 from ..runtime.tracing import result_in
 from ..tensor.quantizer import Matrix, Operands, Quantizer
-from .communication import Pending, begin_sum, gathered_product, scattered_product
+from .communication import Pending, begin_sum, completed, gathered_product, scattered_product
 from .gathered_operands import (
     QuantizedGradient,
     begin_gather,
@@ -204,6 +204,7 @@ def linear_backward(
     bias_dtype: torch.dtype,
     leading: tuple[int, ...] = (),
     accumulate_into: Tensor | None = None,
+    produce_input: Callable[[Any], tuple[Any, Any]] | None = None,
 ) -> LinearGradients:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N], the sum of dy over M.
 
@@ -217,6 +218,7 @@ def linear_backward(
         bias_dtype: Dtype of db.
         leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
+        produce_input: Function dx -> (result in place of dx, column-wise x) of a layer without communication.
     """
     dy, x, w = operands[:3]
     gelu_input = operands[3:]  # torch 2.11 would trace a starred target as a tuple
@@ -256,15 +258,15 @@ def linear_backward(
                 dx = begin_sum(dx, spec.parallel)
             elif spec.grad_input is not None:
                 dx = _wrap_result(dx, spec, spec.grad_input, cast, leading)
+    if produce_input is not None:
+        dx, x = produce_input(dx)
     dw = None
     if spec.needs_grad_weight:
         if dy_columns is None:
             dy_columns = columns_of_rows(dy_rows)
         del dy_rows
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
-        if isinstance(dy_columns, Pending):
-            dy_columns = dy_columns.wait()
-        left = operand_of(dy_columns)
+        left = operand_of(completed(dy_columns))
         if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
             x = column_operand(x, spec)
         elif offloading.used:

@@ -12,7 +12,7 @@ from ..distributed.faults import check_collective
 from ..distributed.tensor_parallel import TensorParallel
 from ..fast.recorded_collectives import is_symbolic, record_check
 from ..fast.recorded_products import SymbolicOperand
-from ..fast.symbols import Symbol
+from ..fast.symbols import Symbol, TensorLayout
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
@@ -46,6 +46,22 @@ def operand_of(value: Operand | Matrix | Tensor) -> Operand:
 def read_as(value: Any, transposed: bool) -> Any:
     """Operand of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
     return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
+
+
+def copied(number: Tensor, beside: Any) -> Any:
+    """Copy of a state tensor float32 [1] that changes before the backward pass reads it.
+
+    Args:
+        number: The tensor.
+        beside: A tensor of the pass; a symbol if the pass is being recorded.
+    """
+    if type(beside) is not Symbol:
+        return number.clone()
+    return beside.instructions.apply(_clone, [number], [TensorLayout.contiguous((1,), number.dtype)])[0]
+
+
+def _clone(tensor: Tensor) -> tuple[Tensor]:
+    return (tensor.clone(),)
 
 
 def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:

@@ -18,7 +18,7 @@ from ...common.dispatch import PlanFailure, Table, binding
 from ...common.kernels import launch
 from ..attention import DotProductAttention
 from ..functions import weight_gradient
-from ..primitives.activation import ActivationRequest, gradient_fuses
+from ..primitives.activation import ActivationRequest, MeasuredGradient, gradient_fuses
 from ..primitives.gemm import composed, cublaslt_library
 from ..primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
 from ..primitives.norm import NormRequest
@@ -141,7 +141,19 @@ def _cast(x: Tensor, width: int, cast: CastRequest, fuses: bool = True) -> Quant
 
 
 def _activation(table: Table[ActivationRequest], request: ActivationRequest) -> Callable[..., Any]:
-    cast = request.cast
+    cast, output = request.cast, request.output
+    if output is not None:
+
+        def gradient_and_output(dy: Tensor, x: Any, *_: Any) -> tuple[Any, Quantized]:
+            shape = (x.codes if request.encoded else x).shape
+            if cast is None:
+                amax = torch.empty(1, dtype=torch.float32, device=dy.device)
+                made: Any = MeasuredGradient(dy.new_empty(shape), amax)
+            else:
+                made = _cast(dy, shape[1], cast)
+            return made, _codes(dy.shape[0], dy.shape[1], output, dy.device)
+
+        return gradient_and_output
     if cast is None:
         return _results(table, request)
     width = request.made[1]

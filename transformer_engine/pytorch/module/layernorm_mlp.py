@@ -1,6 +1,6 @@
 """LayerNormMLP: y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
-Its forward and backward pass are the plain functions of `functions/norm_linear.py`.
+Its forward and backward pass are the plain functions of `functions/norm_mlp.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.by_name import NormByName
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_linear import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_mlp import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -64,6 +64,7 @@ class NormMLPConfig(ProductsConfig):
     activation: str = "gelu"
     activation_params: Any = None
     checkpoint: bool = False
+    cache_quantized_activation_input: bool = False
     set_parallel_mode: bool = False
 
     def input_features(self) -> int:
@@ -88,6 +89,7 @@ def build(call: Call) -> NormMLPSpec:
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
+    switch("cache_quantized_activation_input", config.cache_quantized_activation_input)
     fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
     assert fc1_weight is not None and fc2_weight is not None
     _check_rows(config, fc1_weight.shape[0])
@@ -110,7 +112,9 @@ def build(call: Call) -> NormMLPSpec:
         fc2=spec(1, "row", fc2_weight, added),
         activation=config.activation,
         activation_params=ActivationParams.of(config.activation_params),
+        width=config.ffn_shard,
         returns_norm_output=bool(config.return_layernorm_output),
+        caches_quantized_input=bool(config.cache_quantized_activation_input),
         recompute=recompute,
         scale_update=update,
         needs_grad=wants,
@@ -144,6 +148,10 @@ class LayerNormMLP(ProductsModule):
         set_parallel_mode: Shard fc1 by columns and fc2 by rows over tp_group.
         checkpoint: Save x, the parameters and, under delayed scaling, copies of the scales, and recompute the norm, fc1
             and the activation in the backward pass.
+        cache_quantized_activation_input: Save fc1's output for the backward pass as E4M3 codes in blocks of 1 x 128,
+            half of its bytes. y is unchanged; the gradients of fc1's output and of fc2_weight are computed from the
+            rounded values. Has an effect under delayed and current scaling, where `te.explain` shows
+            mlp_input=quantized.
         seq_length: No effect, since kernels need no warm-up.
         micro_batch_size: No effect, like seq_length.
 
@@ -155,6 +163,7 @@ class LayerNormMLP(ProductsModule):
     product_names = ("fc1", "fc2")
     build = staticmethod(build)
     activation: str
+    cache_quantized_activation_input: bool
     ffn_shard: int
     hidden_size: int
     set_parallel_mode: bool
@@ -180,7 +189,7 @@ class LayerNormMLP(ProductsModule):
         ub_overlap_ag: bool = False, name: str | None = None, ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
-        checkpoint: bool = False,
+        checkpoint: bool = False, cache_quantized_activation_input: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(name)
         tp_size = tensor_parallel_size(tp_group, tp_size)
@@ -201,6 +210,7 @@ class LayerNormMLP(ProductsModule):
             return_layernorm_output=return_layernorm_output,
             return_layernorm_output_gathered=return_layernorm_output_gathered,
             checkpoint=checkpoint,
+            cache_quantized_activation_input=cache_quantized_activation_input,
             set_parallel_mode=set_parallel_mode,
             tp_size=tp_size,
             sequence_parallel=sequence_parallel and tp_size > 1,

@@ -10,6 +10,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..column_sums import column_sums
+from ..operand import Operand
 from ..quantize import Cast, Quantized
 from ..quantize.fused_codes import gradient_fuses as gradient_fuses
 from . import reference, triton
@@ -19,6 +20,8 @@ from .request import (
     ActivationKind,
     ActivationParams,
     ActivationRequest,
+    MeasuredGradient,
+    OutputCast,
     request_of,
 )
 
@@ -29,7 +32,10 @@ __all__ = [
     "ActivationKind",
     "ActivationParams",
     "ActivationRequest",
+    "MeasuredGradient",
+    "OutputCast",
     "activation_backward",
+    "activation_backward_and_output",
     "activation_forward",
     "gradient_fuses",
 ]
@@ -109,6 +115,47 @@ def activation_backward(
     return TABLE.bound(key)(dy, x, multiplier, record)
 
 
+def activation_backward_and_output(
+    name: str,
+    dy: Tensor,
+    x: Tensor | Operand,
+    params: ActivationParams,
+    cast: Cast | None,
+    output: OutputCast,
+) -> tuple[MeasuredGradient | Quantized, Quantized]:
+    """Return dx with its maximum, or with a cast its codes; and the column-wise codes of f(x). Bits are those of
+    separate steps.
+
+    On a GPU one kernel reads dy and x, so that the codes of f(x) need not be saved by the forward pass.
+
+    Args:
+        name: Name of the activation.
+        dy: Gradient [M, F].
+        x: Input of the activation [M, F], or [M, 2F] if gated; or its codes in blocks of 1 x 128 (BLOCK_1D) with F a
+            multiple of 128, from whose values dx and f(x) are computed.
+        params: Constants of the activation.
+        cast: Cast of dx with a given multiplier, or None.
+        output: Cast of f(x).
+    """
+    constants, gradient = params.constants_of(name), (dy.stride(), dy.dtype)
+    spec, multiplier, record = (None, None, None) if cast is None else cast
+    described = (spec, multiplier is not None, record is not None, None, output.spec)
+    encoded = isinstance(x, Operand)
+    codes = x.codes if encoded else x
+    facts = (
+        name,
+        codes.shape,
+        codes.stride(),
+        x.dtype,
+        codes.device,
+        constants,
+        gradient,
+        *described,
+        encoded,
+    )
+    return TABLE.bound(facts)(dy, x, multiplier, record, output.multiplier, output.amax)
+
+
 def _forward(x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
     return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, (limit, alpha, offset)))(x)
 
@@ -138,6 +185,11 @@ def _operator_of(request: ActivationRequest) -> Operator:
     limit, alpha, offset = request.constants
     one = _backward_operator if request.backward else _forward_operator
     alone = one.given(name=request.name, limit=limit, alpha=alpha, offset=offset)
+    if request.output is not None:
+        rest = request._replace(output=None, encoded=False)
+        value = _forward_operator.given(name=request.name, limit=limit, alpha=alpha, offset=offset)
+        steps = zip(_operator_of(rest), value, strict=True)
+        return Operator(*[reference.with_output(request, *pair) for pair in steps])
     if request.cast is None:
         return alone
     return Operator(*(reference.with_cast(request, step, column_sums) for step in alone))

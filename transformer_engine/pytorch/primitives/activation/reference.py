@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from ..quantize import Cast, Quantized, quantize_as
-from .request import ACTIVATIONS, ActivationRequest, Constants
+from ..quantize import Cast, Quantized, dequantize, quantize, quantize_as
+from ..quantize.maximum import maximum
+from .request import ACTIVATIONS, ActivationRequest, Constants, MeasuredGradient
 
 
 def bind(request: ActivationRequest) -> Callable[..., Any]:
@@ -25,6 +26,9 @@ def bind(request: ActivationRequest) -> Callable[..., Any]:
     def sums(dx: Tensor, dtype: torch.dtype) -> Tensor:
         return dx.sum(0, dtype=torch.float32).to(dtype)
 
+    if request.output is not None:
+        alone = bind(request._replace(output=None, encoded=False))
+        return with_output(request, alone, lambda x: value(name, x, constants))
     if request.backward:
         return with_cast(request, lambda dy, x: gradient(name, dy, x, constants), sums)
     return with_cast(request, lambda x: value(name, x, constants), sums)
@@ -51,6 +55,31 @@ def with_cast(
         return quantize_as(dx, Cast(spec, multiplier, record)), summed
 
     return backward if request.backward else forward
+
+
+def with_output(
+    request: ActivationRequest, backward: Callable[..., Any], forward: Callable[[Tensor], Tensor]
+) -> Callable[..., Any]:
+    """Return the function that computes the results of a backward pass and the codes of f(x); see `OutputCast`."""
+    spec = request.output
+    assert spec is not None
+
+    def both(
+        dy: Tensor,
+        x: Any,
+        multiplier: Tensor | None,
+        record: Tensor | None,
+        output_multiplier: Tensor | None,
+        output_amax: Tensor | None,
+    ) -> tuple[MeasuredGradient | Quantized, Quantized]:
+        x = dequantize(x) if request.encoded else x
+        codes = quantize(forward(x), spec, multiplier=output_multiplier, amax=output_amax)
+        if request.cast is None:
+            dx = backward(dy, x)
+            return MeasuredGradient(dx, maximum(dx)), codes
+        return backward(dy, x, multiplier, record)[0], codes
+
+    return both
 
 
 def value(name: str, x: Tensor, constants: Constants) -> Tensor:

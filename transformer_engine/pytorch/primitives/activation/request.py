@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....common.checks import described, number
 from ....common.numbers import to_float, with_article
@@ -91,6 +92,32 @@ class ActivationParams:
 DEFAULT_PARAMS = ActivationParams()
 
 
+class OutputCast(NamedTuple):
+    """The quantization of f(x) in the column direction, from a scale that an earlier quantization of f(x) had.
+
+    Attributes:
+        spec: Target format, FLOAT8 with one scale, and its scaling; column-wise only.
+        multiplier: Multiplier of the values, float32 [1]; None: computed from amax.
+        amax: Maximum of |f(x)|, float32 [1]; None with a multiplier.
+    """
+
+    spec: QuantizeSpec
+    multiplier: Tensor | None
+    amax: Tensor | None
+
+
+class MeasuredGradient(NamedTuple):
+    """A matrix and its maximum, from the kernel that computed it.
+
+    Attributes:
+        values: The matrix.
+        amax: Maximum of |values|, float32 [1].
+    """
+
+    values: Tensor
+    amax: Tensor
+
+
 class ActivationRequest(NamedTuple):
     """One call on x [..., width].
 
@@ -99,6 +126,8 @@ class ActivationRequest(NamedTuple):
         backward: Compute the gradient instead of the function.
         dy: Strides and dtype of the gradient; None in a forward pass.
         dbias: Dtype of the sums of dx's columns; None: not requested.
+        output: Spec of an `OutputCast`, whose codes are computed beside dx; None: not requested.
+        encoded: x is codes in blocks of 1 x 128, and scales; `dtype` is that of its values.
     """
 
     name: str
@@ -111,6 +140,8 @@ class ActivationRequest(NamedTuple):
     dy: tuple[tuple[int, ...], torch.dtype] | None = None
     cast: CastRequest | None = None
     dbias: torch.dtype | None = None
+    output: QuantizeSpec | None = None
+    encoded: bool = False
 
     @property
     def gated(self) -> bool:
@@ -135,8 +166,10 @@ def request_of(
     given: bool = False,
     records: bool = False,
     dbias: torch.dtype | None = None,
+    output: QuantizeSpec | None = None,
+    encoded: bool = False,
 ) -> ActivationRequest:
-    """Return the request of a key; spec, given and records describe the cast.
+    """Return the request of a key; spec, given and records describe the cast, output that of f(x).
 
     Raises:
         ValueError: The name is unknown, or a gated unit has an odd width.
@@ -149,7 +182,9 @@ def request_of(
             f"{name} halves the last dimension, and {shape[-1]} is odd; "
             "give it [..., 2F], activated half first"
         )
-    request = ActivationRequest(name, dy is not None, shape, strides, dtype, device, constants, dy)
+    backward = dy is not None
+    request = ActivationRequest(name, backward, shape, strides, dtype, device, constants, dy)
+    request = request._replace(output=output, encoded=encoded)
     if spec is None:
         return request
     matrix = request.made if len(shape) == 2 else (0, 0)  # `quantize` rejects other shapes

@@ -11,12 +11,13 @@ from torch import Tensor
 from ....common.dispatch import Backend, undisturbed
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...runtime import launching
+from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..column_sums import column_sums
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
-from .reference import with_cast
-from .request import ActivationRequest
+from .reference import with_cast, with_output
+from .request import ActivationRequest, MeasuredGradient
 
 _HALVES = 256  # two halves of whole blocks
 
@@ -28,6 +29,11 @@ def unsupported_reason(request: ActivationRequest) -> str | None:
 def bind(request: ActivationRequest) -> Callable[..., Any]:
     """Return x -> f(x) or (dy, x) -> dx; with a cast, (.., multiplier, record) -> the codes, and column sums of dx."""
     cast = request.cast
+    if request.output is not None:
+        if recomputes(request):
+            return _backward_and_output(request)
+        rest = request._replace(output=None, encoded=False)
+        return with_output(request, bind(rest), _forward(rest._replace(backward=False, dy=None, cast=None)))
     if cast is not None and fuses(request, cast):
         return _backward_codes(request, cast) if request.backward else _forward_codes(request, cast)
     return with_cast(request, _backward(request) if request.backward else _forward(request), column_sums)
@@ -46,6 +52,19 @@ def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
     if request.gated and fused_codes.in_blocks(cast.spec) and request.shape[1] % _HALVES:
         return False
     return fused_codes.gradient_fuses(cast.spec, request.dbias is not None)
+
+
+def recomputes(request: ActivationRequest) -> bool:
+    """Return whether one kernel computes dx and the codes of f(x): one scale per tensor, which is known."""
+    cast, spec = request.cast, request.output
+    assert spec is not None
+    if not request.shape.numel() or max(request.shape[1], request.strides[0]) >= LARGEST_EXTENT:
+        return False
+    if cast is not None and not (cast.inside and cast.given and cast.records):
+        return False
+    if request.device.type == "cuda" and not current_hardware().has("fp8 casts"):
+        return False  # dx and f(x) have codes of two dtypes; see `conversion`
+    return not fused_codes.in_blocks(spec)
 
 
 def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
@@ -174,6 +193,60 @@ def _backward_codes(
         return Quantized(*codes), sums
 
     return run
+
+
+def _backward_and_output(
+    request: ActivationRequest,
+) -> Callable[..., tuple[MeasuredGradient | Quantized, Quantized]]:
+    """Return the function of `reference.with_output` as one kernel."""
+    from ....common.kernels import activation_recompute as kernels  # it imports triton
+
+    assert request.dy is not None and request.output is not None
+    shape, cast, spec = torch.Size((request.shape[0], _width(request))), request.cast, request.output
+    strides = (_rows(shape, request.dy[0])[1], _rows(request.shape, request.strides)[1])
+    program = kernels.backward(
+        request.name,
+        request.gated,
+        (shape[0], shape[1]),
+        strides,
+        DTYPE_NAMES[request.dtype],
+        request.constants,
+        None if cast is None else cast.spec.element,
+        cast is not None and cast.spec.columnwise,
+        kernels.OutputCodes(spec.element, spec.power_of_two, spec.epsilon),
+        request.encoded,
+    )
+    performed = Performed(program, request.device)
+
+    def run(
+        dy: Tensor,
+        x: Any,
+        multiplier: Tensor | None,
+        record: Tensor | None,
+        output_multiplier: Tensor | None,
+        output_amax: Tensor | None,
+    ) -> tuple[MeasuredGradient | Quantized, Quantized]:
+        of_output = (as_float32(output_multiplier), output_amax)
+        matrices = (
+            (rows_dense(dy), x.codes, _column_major(x.scale))
+            if request.encoded
+            else (rows_dense(dy), rows_dense(x))
+        )
+        if cast is None:
+            dx, amax, codes_t, scale = performed(*matrices, *of_output)
+            return MeasuredGradient(dx, amax), Quantized(codes_t=codes_t, scale_t=scale)
+        if not undisturbed():
+            fused_codes.report(request.made, request.dtype, request.device, cast)
+        given = (*matrices, as_float32(multiplier), record, *of_output)
+        *codes, codes_t, scale = performed(*given)
+        return Quantized(*codes), Quantized(codes_t=codes_t, scale_t=scale)
+
+    return run
+
+
+def _column_major(scale: Tensor) -> Tensor:
+    """Scales [M, blocks] as the cast's kernel writes them; those of the reference are copied."""
+    return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
 
 
 BACKEND: Backend[ActivationRequest] = Backend(

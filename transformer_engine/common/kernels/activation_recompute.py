@@ -1,0 +1,212 @@
+"""dx of an activation, and the transposed FP8 codes [width, M] of its output f(x), which the same tiles of x determine.
+
+The weight gradient of the product that reads f(x) needs these codes. Computed here, they are not in memory between
+the forward and the backward pass, and x is read no more often than for dx alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..formats import Element
+from . import tile
+from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
+from .activation_cast import MEASURED, load_tile, made, store_tile, tiling_of
+from .cast import VALUE_FOR_INF
+from .conversion import NATIVE
+from .launch import Launch, Output, codes_dtype
+from .norm import maximum_before, multiplier_of, record_maximum
+from .program import Program, step
+from .rounding import scale_from_amax, to_codes
+
+_BLOCK = tl.constexpr(128)  # columns of a block of encoded x; a multiple of the columns of a tile
+
+
+class OutputCodes(NamedTuple):
+    """The transposed codes of f(x): their element, and how a scale is computed from an amax."""
+
+    element: Element
+    power_of_two: bool
+    epsilon: float
+
+
+@triton.jit
+def _output_multiplier(
+    multiplier, amax, scale, program, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):  # fmt: skip
+    """Return the multiplier of the output's codes, given or computed from amax; program 0 stores its inverse."""
+    if multiplier is not None:
+        factor = tl.load(multiplier)
+        decode = tl.div_rn(1.0, factor)
+    else:
+        factor, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+    if program == 0:
+        tl.store(scale, decode)
+    return factor
+
+
+@triton.jit
+def _decoded(codes, scale, M, first_m, first_n, rows, element: tl.constexpr):
+    """Return the values of codes in one block of 128 columns, rounded; scales [M, blocks] are column-major."""
+    pointers = scale + (first_n // _BLOCK) * M + first_m + rows
+    factor = tl.load(pointers, mask=first_m + rows < M, other=0.0)
+    return (codes * factor[:, None]).to(element).to(tl.float32)
+
+
+@triton.jit
+def _gradients_and_output(
+    dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return (da, db, f(x)), rounded; without a second half, da twice."""
+    element = dy.dtype.element_ty
+    gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
+    a = load_tile(x, M, width, x_stride, first_m, first_n, rows, column, EVEN)
+    if x_scale is not None:
+        a = _decoded(a, x_scale, M, first_m, first_n, rows, element)
+    if GATED:
+        b = load_tile(x + width, M, width, x_stride, first_m, first_n, rows, column, EVEN)
+        if x_scale is not None:
+            b = _decoded(b, x_scale, M, first_m, first_n + width, rows, element)
+        wide_da, wide_db = gated_gradients(gradient, a, b, limit, alpha, offset, CURVE)
+        da = wide_da.to(element)
+        db = wide_db.to(element)
+        output = gated(a, b, limit, alpha, offset, CURVE)
+    else:
+        _, slope = curve_and_slope(a, CURVE)
+        da = (gradient * slope).to(element)
+        db = da
+        output = curve(a, CURVE)
+    return da, db, output.to(element)
+
+
+@triton.jit
+def recompute_kernel(
+    dy,
+    x,
+    x_scale,
+    multiplier,
+    output_multiplier,
+    output_amax,
+    amax,
+    codes,
+    codes_t,
+    scale,
+    dx,
+    output_codes_t,
+    output_scale,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONVERSION: tl.constexpr,
+):
+    """Compute a tile of dx [M, width], of the second half of dx if gated, and of the codes [width, M] of f(x)."""
+    program = tl.program_id(0)
+    factor = multiplier_of(multiplier, scale, program, False)
+    output_factor = _output_multiplier(
+        output_multiplier, output_amax, output_scale, program, MAXIMUM, EPSILON, POWER_OF_TWO
+    )
+    known = maximum_before(amax)
+    tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
+    half = tl.arange(0, BLOCK_M // 2)
+    column = tl.arange(0, BLOCK_N)
+    first_m = tile_m.to(tl.int64) * BLOCK_M
+    first_n = (tile_n * BLOCK_N).to(tl.int64)
+    columns = 2 * width if GATED else width
+    even, even_b, even_output = _gradients_and_output(
+        dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
+        limit, alpha, offset, CURVE, GATED, EVEN,
+    )  # fmt: skip
+    odd, odd_b, odd_output = _gradients_and_output(
+        dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
+        limit, alpha, offset, CURVE, GATED, EVEN,
+    )  # fmt: skip
+    pairs = tl.join(even_output, odd_output).to(tl.float32) * output_factor
+    pairs = to_codes(pairs, output_codes_t.dtype.element_ty, CONVERSION)
+    tile.store_pairs_transposed(output_codes_t, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN)
+    bits = store_tile(
+        even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, factor,
+        PAIRS, EVEN, CONVERSION,
+    )  # fmt: skip
+    if GATED:
+        beside = store_tile(
+            even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
+            factor, PAIRS, EVEN, CONVERSION,
+        )  # fmt: skip
+        bits = tl.maximum(bits, beside)
+    if amax is not None:
+        record_maximum(amax, tl.max(bits), known)
+
+
+def backward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: str,
+    constants: tuple[float, float, float],
+    element: Element | None,
+    columnwise: bool,
+    output: OutputCodes,
+    encoded: bool = False,
+) -> Program:
+    """Return the program of dx [M, N] and of the output's codes; N is 2 * width if gated.
+
+    Inputs: dy [M, width] and x with the given strides, multiplier and record float32 [1] of dx's codes or None,
+    multiplier and amax float32 [1] of the output's codes, one of which is None. Results: codes [M, N], scale, codes_t
+    [N, M] or None, its scale, amax of dx; without an element for codes of dx, dx [M, N] and its amax; then codes_t
+    [width, M] and scale of the output. If x is `encoded`, it is FP8 codes, whose scales float32 [M, N / 128],
+    column-major, follow x in the inputs; width is then a multiple of 128.
+    """
+    rows, width = shape
+    block = _tile(rows * width, gated)
+    tiling, grid = tiling_of(shape, (*block[:3], 1))
+    measured = MEASURED if element is None else None
+    outputs = (
+        *((measured,) if element is None else ()),
+        *made((rows, 2 * width if gated else width), dtype, element, columnwise),
+        Output((width, rows), codes_dtype(output.element)),
+        Output((1,), "float32"),
+    )
+    scaling = (output.element.maximum, output.epsilon, output.power_of_two)
+    scalars, fixed = (*shape, *strides, *constants), (CURVES[name], gated, *scaling, *tiling, NATIVE)
+    recorded = () if element is None else (6,)
+    launch = Launch(recompute_kernel, grid, outputs, scalars, fixed, block[3], in_place=recorded)
+    names = ("codes", "codes_t", "scale", "values", *_OUTPUT)
+    of_output = ("output_multiplier", "output_amax")
+    matrices = ("dy", "x", "x_scale") if encoded else ("dy", "x")
+    read = (*matrices, None)[:3]
+    if element is None:
+        first = step(launch, (*read, None, *of_output), ("amax", *names))
+        return Program((*matrices, *of_output), (first,), ("values", "amax", *_OUTPUT))
+    first = step(launch, (*read, "multiplier", *of_output, "record"), names)
+    columns = ("codes_t", "scale") if columnwise else (None, None)
+    given = (*matrices, "multiplier", "record", *of_output)
+    return Program(given, (first,), ("codes", "scale", *columns, "record", *_OUTPUT))
+
+
+_OUTPUT = ("output_codes_t", "output_scale")
+
+
+def _tile(size: int, gated: bool) -> tuple[int, int, int, int]:
+    """Return (rows, columns, tiles per band, warps): the tiles of `activation_cast` for codes in both directions."""
+    if size <= 1 << 22:
+        return 64, 64, 4, 4
+    return (32, 128, 4, 8) if gated else (32, 128, 4, 4)

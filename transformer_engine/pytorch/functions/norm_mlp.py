@@ -1,0 +1,377 @@
+"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
+
+The linear products are those of `linear.py`, the norm that of `norm_linear.py`. Between them a kernel can do more than
+one step: a norm, an activation or the gradient of one can quantize its result (`FUSED_CAST`), and a product can compute
+GELU or its gradient in its epilogue (`IN_PRODUCT`). `fusions.py` decides this when a spec is built; the functions here
+read the decision from the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...common.formats import BLOCK_1D, E4M3
+from ..offload.marks import active as offloading
+from ..offload.marks import mark_ready
+from ..primitives.activation import (
+    ActivationParams,
+    MeasuredGradient,
+    OutputCast,
+    activation_backward,
+    activation_backward_and_output,
+    activation_forward,
+)
+from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
+from ..primitives.operand import Operand
+from ..primitives.quantize import QuantizeSpec, quantize
+from ..runtime.autograd import Function
+from . import fusions
+from .communication import Pending
+from .fusions import (
+    ENCODED,
+    FUSED_CAST,
+    IN_PRODUCT,
+    RECOMPUTED,
+    SAVED,
+    SEPARATE,
+    VALUES,
+)
+from .gathered_operands import QuantizedGradient
+from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
+from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
+from .linear_operands import copied, gradient_cast, input_cast, operand_of
+from .linear_spec import Dtypes, LayerSpec, LinearSpec
+from .norm_linear import norm_backward, norm_forward
+from .normalization import Norm
+from .saving import backward_of, save, take_saved, wait_for_saved
+
+
+class FusionModes(NamedTuple):
+    """Fusion modes (see `fusions`) of norm(x), act(u), du, the columns of act(u), and the saved u."""
+
+    norm: str
+    activation: str
+    gradient: str
+    columns: str
+    input: str
+
+
+UNFUSED = FusionModes(SEPARATE, SEPARATE, SEPARATE, SAVED, VALUES)
+
+
+@dataclass(frozen=True)
+class NormMLPSpec(LayerSpec):
+    """A norm, two linear layers, and the activation between them.
+
+    Attributes:
+        norm: The norm.
+        fc1: The first linear layer.
+        fc2: The second linear layer.
+        activation: Name of the activation.
+        activation_params: Its parameters.
+        returns_norm_output: The caller also gets norm(x).
+        width: Columns of the activation's output.
+        recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
+        caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
+        fusion_modes: How matrices between the steps are made.
+    """
+
+    norm: Norm
+    fc1: LinearSpec
+    fc2: LinearSpec
+    activation: str
+    activation_params: ActivationParams
+    width: int
+    returns_norm_output: bool = False
+    recompute: bool = False
+    caches_quantized_input: bool = False
+    fusion_modes: FusionModes = UNFUSED
+
+    def with_fusion_modes(self) -> NormMLPSpec:
+        """Return the spec with the modes that the tables of `fusions` choose."""
+        norm_mode = fusions.choose_norm_mode(self.fc1, self.returns_norm_output)
+        activation_mode = fusions.choose_activation_mode(self.activation, self.fc1, self.fc2)
+        gradient_mode = SEPARATE
+        if self.needs_grad:
+            gradient_mode = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
+        modes = FusionModes(norm_mode, activation_mode, gradient_mode, SAVED, VALUES)
+        if self.needs_grad:
+            columns = fusions.choose_columns_mode(
+                activation_mode, gradient_mode, self.fc1, self.fc2, self.recompute
+            )
+            saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
+            modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
+        return replace(self, fusion_modes=modes)
+
+    def with_norm(self, norm: Any) -> NormMLPSpec:
+        """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
+        return replace(self, norm=norm, compiled=None, fusion_modes=self.fusion_modes._replace(norm=SEPARATE))
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.fc1, self.fc2
+
+
+class NormMLPTensors(NamedTuple):
+    """x [.., H], gamma [H], beta [H], fc1 [F or 2F, H] and fc2 [H, F] with their biases, which have x's dtype."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+
+
+def norm_mlp_forward(
+    tensors: Sequence[Any], spec: NormMLPSpec, saves: bool, leading: tuple[int, ...], compute_y: bool = True
+) -> tuple[list[Any], list[Any]]:
+    """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
+
+    Args:
+        tensors: `NormMLPTensors`.
+        spec: Norm, linear layers, activation and fusion modes of this kind of call.
+        saves: A backward pass follows.
+        leading: Shape of x without H.
+        compute_y: Compute y. Recomputation needs the saved values only.
+
+    Returns:
+        [y, norm(x) or None] and [x, gamma, mean, rstdev, u, operands of fc1 (norm(x), weight), operands of fc2
+        (a, weight)]. The backward pass reads the second list in this order. Where it recomputes a's columns,
+        their scale replaces a.
+    """
+    x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
+    fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
+    h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, modes.norm)
+    returned = h if spec.returns_norm_output else None
+    if modes.activation == IN_PRODUCT:
+        # One product computes u = h @ fc1.T + b1 and a = gelu(u).
+        a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
+        scale = None
+        del h
+    else:
+        # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
+        u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
+        del h
+        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] of a gated activation; or codes of a from the same kernel.
+        a, scale = _activated(u, spec, saves)
+    saved = []
+    if saves:
+        u = _encoded(u) if modes.input == ENCODED else u
+        if offloading.synchronizer is not None:
+            mark_ready(u)
+        saved = [x, gamma, *statistics, u, *saved_by_fc1]
+    del u, saved_by_fc1
+    # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
+    y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_y)
+    if scale is not None:
+        saved_by_fc2[0] = scale
+    return [y, returned], [*saved, *saved_by_fc2] if saves else []
+
+
+def _activated(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | None]:
+    """Compute a = act(u), or its `Operands` where the same kernel quantizes it.
+
+    Returns:
+        a; and float32 [1], from which the backward pass scales the columns of a that it recomputes: the multiplier of
+        delayed scaling, which changes before, or the maximum of |a|. None where the columns are saved.
+    """
+    if spec.fusion_modes.activation != FUSED_CAST:
+        return activation_forward(spec.activation, u, spec.activation_params), None
+    quantizer = spec.fc2.input
+    recomputes = spec.fusion_modes.columns == RECOMPUTED
+    cast = quantizer.cast(True, False) if recomputes else input_cast(spec.fc2)
+    assert cast is not None
+    codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
+    scale = None
+    if recomputes and saves:
+        scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, u)
+    return quantizer.adopt(codes, u.dtype), scale
+
+
+def _encoded(u: Any) -> Operand:
+    """E4M3 codes of fc1's output [M, N] in blocks of 1 x 128, for the gradient of the activation."""
+    codes = quantize(as_matrix(u), QuantizeSpec(BLOCK_1D, E4M3))
+    assert codes.codes is not None
+    return Operand(codes.codes, codes.scale, BLOCK_1D, None, u.dtype)
+
+
+def _gelu_product(
+    h: Any, weight: Tensor, bias: Tensor | None, spec: LinearSpec, saves: bool
+) -> tuple[Tensor, Tensor | None, Any, Any]:
+    """Compute a = gelu(u), u = h @ weight.T + bias in one product.
+
+    Returns:
+        (gelu(u), u or None, operand of h that dw reads, operand of the weight that dh reads).
+    """
+    h_rows: Any
+    h_rows, saved_input = quantize_input(h, spec)
+    w_rows, saved_weight = quantize_weight(weight, spec)
+    if isinstance(h_rows, Pending):
+        h_rows = h_rows.wait()
+    epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
+    # Checkpointing may repeat this call with gradients. Both runs must round u alike, so u is written in both.
+    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)  # pyright: ignore[reportArgumentType]
+    return a, u if saves else None, saved_input, saved_weight
+
+
+def norm_mlp_backward(
+    operands: list[Any], spec: NormMLPSpec, dtypes: Dtypes, leading: tuple[int, ...]
+) -> list[Any]:
+    """Compute the gradients of the tensors of `norm_mlp_forward`.
+
+    Args:
+        operands: dy [.., H], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
+        spec: Norm, linear layers, activation and fusion modes of this kind of call.
+        dtypes: Dtypes of the gradients of weight and bias of fc1 and of fc2.
+        leading: Shape of x without H.
+    """
+    grad_norm_output, *saved_by_norm = operands[1:6]
+    u, h, fc1_weight, a, fc2_weight = operands[6:]
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] = dy.T @ a [M, F].
+    # Where the columns of a are recomputed, du is computed in front of dfc2.
+    fc2_operands = [operands[0], a, fc2_weight]
+    operands.clear()
+    del fc2_weight
+    if offloading.used:
+        wait_for_saved(u)
+    produce_input = None
+    is_du = spec.fusion_modes.gradient == IN_PRODUCT  # fc2's product computes du instead of da
+    if is_du:
+        fc2_operands.append(u)
+        u = None
+    elif spec.fusion_modes.columns == RECOMPUTED:
+        produce_input = _gradient_and_columns(u, a, spec)
+        is_du, u = True, None
+    del a
+    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1], produce_input=produce_input)
+    del produce_input
+    if isinstance(da, MeasuredGradient):
+        da = _quantized_gradient(da, spec.fc1)
+    fc1_operands = [da if is_du else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
+    del da, u, h, fc1_weight
+    # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
+    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0])
+    norm_gradients = (
+        [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
+    )
+    return [*norm_gradients, dw1, db1, dw2, db2]
+
+
+def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec, bias_dtype: Any) -> Any:
+    """Compute du = da * act'(u), or its codes and db1 [F or 2F] where the same kernel quantizes it."""
+    fc1 = spec.fc1
+    if spec.fusion_modes.gradient != FUSED_CAST:
+        return activation_backward(spec.activation, da, u, spec.activation_params)
+    # One kernel reads da and u, and writes row-wise codes of du for dh, column-wise codes for dfc1, and db1.
+    cast = gradient_cast(fc1)
+    assert cast is not None
+    sums = bias_dtype if fc1.needs_grad_bias else None
+    codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
+    return QuantizedGradient(fc1.grad_output.adopt(codes, u.dtype), db)
+
+
+def _gradient_and_columns(
+    u: Tensor | Operand, scale: Tensor, spec: NormMLPSpec
+) -> Callable[[Any], tuple[Any, Any]]:
+    """Return the function da -> (du = da * act'(u) with its maximum or its codes, columns of a = act(u)).
+
+    Args:
+        u: Output of fc1, or its codes.
+        scale: Saved scale of a; see `_activated`.
+        spec: Settings.
+    """
+    fc1, quantizer = spec.fc1, spec.fc2.input
+    cast = gradient_cast(fc1) if spec.fusion_modes.gradient == FUSED_CAST else None
+    if cast is not None and cast.multiplier is None:
+        cast = None  # du is cast by its maximum, which the kernel computes too
+    columns = quantizer.cast(False, True)
+    assert columns is not None
+    given = columns.multiplier is not None
+    output = OutputCast(columns.spec, scale if given else None, None if given else scale)
+
+    def produce(da: Any) -> tuple[Any, Any]:
+        du, codes = activation_backward_and_output(
+            spec.activation, da, u, spec.activation_params, cast, output
+        )
+        a = quantizer.adopt(codes, u.dtype).columnwise
+        if isinstance(du, MeasuredGradient):
+            return du, a
+        return QuantizedGradient(fc1.grad_output.adopt(du, u.dtype), None), a
+
+    return produce
+
+
+def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
+    """Quantize du [M, N] with one scale from its maximum; return its values where fc1 quantizes it in another way."""
+    cast = None if fc1.needs_grad_bias else gradient_cast(fc1)
+    if cast is None or not fusions.has_one_scale(cast):
+        return du.values
+    codes = quantize(du.values, cast.spec, amax=du.amax)
+    return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
+
+
+NORM_MLP = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
+
+
+def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
+    """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
+    if not spec.needs_grad:
+        y, norm_output, *_ = run_without_saving(NORM_MLP, spec, tensors)
+        return y, norm_output
+    outputs = _NormMLP.apply(spec, *tensors)
+    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
+
+
+def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
+    return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
+
+
+def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Compute the saved values again from the input, and run the backward pass on them."""
+    saved = take_saved(ctx)
+    count = len(NormMLPTensors._fields)
+    inputs, states = saved[:count], saved[count:]
+    del saved
+    # These quantizers use the scales of the first run and record no maxima.
+    repeated: list[Any] = []
+    for quantizer in _forward_quantizers(ctx.spec):
+        size = len(quantizer.replay_state())
+        repeated.append(quantizer.replaying(tuple(states[:size])))
+        states = states[size:]
+    fc1_input, fc1_weight, fc2_input, fc2_weight = repeated
+    fc1 = replace(ctx.spec.fc1, input=fc1_input, weight=fc1_weight)
+    fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
+    # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
+    spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_fusion_modes()
+    operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
+    del inputs
+    return backward_results(NORM_MLP, spec, operands, ctx.dtypes, ctx.input_shape)
+
+
+class _NormMLP(Function):
+    @staticmethod
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        *_, fc1_weight, _, fc2_weight, _ = tensors  # `NormMLPTensors`; biases have the dtype of their weight
+        dtypes = ((fc1_weight.dtype, fc1_weight.dtype), (fc2_weight.dtype, fc2_weight.dtype))
+        if spec.recompute:
+            states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
+            y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
+            save(ctx, (*tensors, *states), (), spec.scale_update)
+            ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape
+        else:
+            y, norm_output = record(NORM_MLP, ctx, spec, tensors, dtypes)
+        # torch 2.11 cannot trace the backward of an output that is None.
+        return y if norm_output is None else (y, norm_output)
+
+    @staticmethod
+    @backward_of("LayerNormMLP")
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = (grad_output, grad_norm_output)
+        gradients = _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
+        dx, dgamma, dbeta, *rest = gradients
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
