@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..hardware import nvidia
@@ -127,12 +125,11 @@ def _compile(wanted: KernelKey) -> Compiled:
         for place, name in enumerate(names)
         if name not in constants and (name not in values or name in multiples)
     }
-    with _without_assembler():
-        made = triton.compile(
-            _source(wanted.kernel)(wanted.kernel, signature, constants, aligned),
-            target=GPUTarget("cuda", wanted.capability, 32),
-            options=compile_options(wanted.warps, wanted.registers, wanted.fuses),
-        )
+    made = triton.compile(
+        _source(wanted.kernel)(wanted.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", wanted.capability, 32),
+        options=compile_options(wanted.warps, wanted.registers, wanted.fuses),
+    )
     return Compiled(
         made.metadata.name,
         made.asm["ptx"],
@@ -143,58 +140,6 @@ def _compile(wanted: KernelKey) -> Compiled:
         tuple(place for place, dtype in enumerate(wanted.dtypes) if dtype is not None),
         tuple(Scalar(value, kinds[name]) for name, value in values.items() if name not in constants),
     )
-
-
-class _Assembler(threading.local):
-    """Whether compilations of this thread omit the assembler."""
-
-    omitted = False
-
-
-_assembler = _Assembler()
-_blocks = 0  # open blocks of all threads
-_lock = threading.Lock()
-
-
-@contextmanager
-def _without_assembler() -> Iterator[None]:
-    """Omit the last stage of Triton's compiler in this thread: XLA assembles the PTX itself.
-
-    Triton starts ptxas for each kernel, a quarter of the processor time of a compilation. Its hook for stages belongs
-    to the process, so that compilations of other threads keep their stages and cache keys. A caller's own hook, and a
-    release of Triton without the hook, assemble as before.
-    """
-    global _blocks
-    import triton
-
-    runtime = triton.knobs.runtime
-    with _lock:
-        hook = getattr(runtime, "add_stages_inspection_hook", False)
-        usable = hook is None or hook is _omit_assembler
-        if usable:
-            _blocks += 1
-            runtime.add_stages_inspection_hook = _omit_assembler
-    _assembler.omitted = usable
-    try:
-        yield
-    finally:
-        _assembler.omitted = False
-        if usable:
-            with _lock:
-                _blocks -= 1
-                if _blocks == 0:
-                    runtime.add_stages_inspection_hook = None
-
-
-def _omit_assembler(*arguments: Any) -> Any:
-    """Replace the stage of the binary; without arguments, return a cache key and hash (hook of Triton's compiler)."""
-    omitted = _assembler.omitted
-    if not arguments:
-        return ("ptx only", "ptx only") if omitted else ("", "")
-    stages = arguments[1]
-    if omitted and "cubin" in stages:
-        stages["cubin"] = lambda module, metadata: b""
-    return None
 
 
 def _source(kernel: Any) -> Any:
