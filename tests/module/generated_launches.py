@@ -159,10 +159,10 @@ def random_numbers(*shape: Any, **options: Any) -> torch.Tensor:
     return drawn
 
 
-def maxima_of_ranks(group: Any, *maxima: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def maxima_of_ranks(group: Any, elements: int, *maxima: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the maxima over the ranks of a group, which one collective reduces."""
     joined = tuple(read(maximum.data_ptr()) for maximum in maxima)
-    reduced = tuple([torch.empty(1) for _ in maxima])
+    reduced = tuple([torch.empty(1) for _ in range(elements)])
     for number, maximum in enumerate(reduced):
         memory[maximum.data_ptr()] = hash(("maximum", joined, number))
     return reduced
