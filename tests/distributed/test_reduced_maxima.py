@@ -25,7 +25,9 @@ def _values(rank: int) -> torch.Tensor:
     return (rank + 1) * torch.randn(ROWS, DEPTH, generator=generator, dtype=torch.bfloat16)
 
 
-def _maxima(name: str, usages: dict[int, tuple[bool, bool]]) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+def _maxima(
+    name: str, usages: dict[int, tuple[bool, bool]]
+) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
     """Return, of each rank, the sizes of its collectives and the maxima of its quantized tensor."""
     sizes: dict[int, list[int]] = {rank: [] for rank in usages}
     reduce = dist.all_reduce
