@@ -249,7 +249,7 @@ def test_codes_and_scales_are_those_of_every_head_alone(tensor_format, tokens, d
     )
     quantizer = MXFP8Quantizer(E4M3)
     for along_tokens, made in zip(
-        (False, True), blocks_cudnn._directions(x, tensor_format, quantizer, True, True), strict=True
+        (False, True), blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True), strict=True
     ):
         assert made is not None and made.codes.shape == x.shape and made.codes.is_contiguous()
         found = decoded(made, tensor_format, along_tokens)

@@ -233,7 +233,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     cublaslt_swizzled._scalars = scalars_of_levels
     pretended_gpu.everywhere("swizzled_scale", scales_in_tiles)
     torch.rand = random_numbers
-    current_scaling._reduced_together = maxima_of_ranks
+    current_scaling._all_reduce_joined = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
     operands._Received.wait, operands._sent = joined_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)

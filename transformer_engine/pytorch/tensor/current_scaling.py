@@ -127,7 +127,7 @@ def reduce_maxima(maxima: Any, group: Any, matrix: Any = None) -> Any:
     return maxima
 
 
-def reduce_together(maxima: Sequence[Any], group: Any, elements: int) -> tuple[Any, ...]:
+def all_reduce_maxima(maxima: Sequence[Any], group: Any, elements: int) -> tuple[Any, ...]:
     """Return maxima over the ranks of a group, by one collective for all of them.
 
     Args:
@@ -140,15 +140,15 @@ def reduce_together(maxima: Sequence[Any], group: Any, elements: int) -> tuple[A
         float32 [1] for each element.
     """
     first = maxima[0]
-    reduce = functools.partial(_reduced_together, group, elements)
+    reduce = functools.partial(_all_reduce_joined, group, elements)
     if type(first) is Symbol:
         return tuple(first.instructions.apply(reduce, maxima, [first.layout] * elements))
     return reduce(*maxima)
 
 
-def _reduced_together(group: Any, elements: int, *maxima: Tensor) -> tuple[Tensor, ...]:
+def _all_reduce_joined(group: Any, elements: int, *maxima: Tensor) -> tuple[Tensor, ...]:
     zeros = [torch.zeros_like(maxima[0])] * (elements - len(maxima))
     joined = torch.cat([*maxima, *zeros])
     torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
-    # Kernels rely on the alignment of a tensor of their own.
+    # Clone: an element of `joined` other than the first is not aligned to 16 bytes, which kernels rely on.
     return tuple([maximum.clone() for maximum in joined.split(1)])

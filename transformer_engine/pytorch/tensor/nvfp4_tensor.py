@@ -23,7 +23,7 @@ from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.launching import uniform
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
-from .current_scaling import ReducesMaximum, reduce_together
+from .current_scaling import ReducesMaximum, all_reduce_maxima
 from .elements import element_number
 from .padded_groups import (
     TILE,
@@ -247,7 +247,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             if spec.format.row_scaled:
                 amax_t = self.reduce_amax(maximum(matrix))  # the maxima per row stay those of the rank
             elif self.with_rht:
-                amax, amax_t = self._reduced_with_columns(matrix, spec)
+                amax, amax_t = self._all_reduce_directions(matrix, spec)
             else:
                 amax = amax_t = self.reduce_amax(maximum(matrix))
         random = None
@@ -259,7 +259,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             random = uniform(of_rows, matrix), uniform(of_columns, matrix)
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
 
-    def _reduced_with_columns(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Any, Any]:
+    def _all_reduce_directions(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Any, Any]:
         """Return the maxima over the group of the values and of the transformed columns.
 
         A rank without the column-wise direction adds no maximum of its columns; its second result is not used.
@@ -267,7 +267,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         maxima = [maximum(matrix)]
         if spec.columnwise:
             maxima.append(transformed_maximum(matrix, spec.random_sign))
-        reduced = reduce_together(maxima, self.amax_reduction_group, 2)
+        reduced = all_reduce_maxima(maxima, self.amax_reduction_group, 2)
         return reduced[0], reduced[1] if spec.columnwise else None
 
     def groups_unsupported_reason(self) -> str | None:
