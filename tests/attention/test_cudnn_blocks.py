@@ -12,6 +12,7 @@ from torch import Tensor
 
 import transformer_engine.pytorch as te
 from tests.attention.test_cudnn import request
+from transformer_engine.common import warning
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.recipe import MXFP8BlockScaling
 from transformer_engine.pytorch.functions.attention import blocks_cudnn, fp8
@@ -248,7 +249,7 @@ def test_codes_and_scales_are_those_of_every_head_alone(tensor_format, tokens, d
     )
     quantizer = MXFP8Quantizer(E4M3)
     for along_tokens, made in zip(
-        (False, True), blocks_cudnn._directions(x, tensor_format, quantizer, True, True), strict=True
+        (False, True), blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True), strict=True
     ):
         assert made is not None and made.codes.shape == x.shape and made.codes.is_contiguous()
         found = decoded(made, tensor_format, along_tokens)
@@ -319,6 +320,22 @@ def test_both_passes_reach_the_library_with_the_codes_of_their_products(installe
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm())
+
+
+def test_requested_fp8_gradients_without_a_kernel_warn_once_with_the_reason(installed, recwarn):
+    warning.forget_issued()
+    for batch in (2, 3):
+        call = request(
+            **{**B200, "head_dim_qk": 192}, batch=batch, seqlen_q=96, seqlen_kv=96, needs_gradient=True
+        )
+        passes = fp8.choose_fp8(replace(call, fp8=None), "mxfp8", True)
+        assert passes.forward is blocks_cudnn.forward and passes.backward is fp8.high_precision
+    (issued,) = [str(w.message) for w in recwarn if "NVTE_FP8_DPA_BWD" in str(w.message)]
+    assert issued == (
+        "NVTE_FP8_DPA_BWD=1 has no effect: the backward pass 'cudnn_mxfp8' does not support this attention (head "
+        "size 192; scales along the tokens of more than 128 columns are unsupported); its gradients are computed in "
+        "high precision"
+    )
 
 
 @pytest.mark.parametrize("mode", ["fp8_dpa", "fp8_mha"])

@@ -13,6 +13,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.cli.demo import checkpoint
+from transformer_engine.cli.demo import optimizer as optimizers
 from transformer_engine.cli.demo import trainer as trainers
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Execution, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
@@ -265,3 +266,12 @@ def test_a_state_of_the_other_optimizer_is_rejected(corpus: Corpus, tmp_path: Pa
     state = checkpoint.load(trainer.checkpoint_path)
     with pytest.raises(ValueError, match="its optimizer has no fused_adam"):
         Trainer(tiny("none", optimizer="fused_adam"), corpus, tmp_path).load(state)
+
+
+@pytest.mark.parametrize("gpu", [None, torch.device("meta")])
+def test_learning_rates_are_kept_on_the_gpu_of_the_parameters(gpu):
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
+    optimizers._keep_rates_on_device(adam, gpu)
+    (group,) = adam.param_groups
+    assert group["capturable"] == (gpu is not None)
+    assert group["lr"] == 0.25 if gpu is None else group["lr"].device == gpu

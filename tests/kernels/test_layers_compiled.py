@@ -34,7 +34,7 @@ STACKS = {
 # Products whose instruction reads the block scales.
 SCALED = (
     "scaled_product.product_kernel",
-    "scaled_product.copied_product_kernel",
+    "scaled_product.tma_product_kernel",
     "grouped_scaled.rows_kernel",
     "grouped_scaled.columns_kernel",
 )
@@ -135,5 +135,5 @@ def test_every_kernel_of_a_training_step_compiles_as_planned(architecture):
     # On 12.1, Triton before 3.8 has no native product of MXFP8 and NVFP4: cuBLASLt is the only backend.
     products = {kernel for kernel in kernels if kernel in SCALED[:2]}
     assert not products or row.has("mxfp8 products")
-    # Operands and scales by the copy engine where the instruction reads them from shared and tensor memory.
-    assert ("scaled_product.copied_product_kernel" in products) == row.has("tensor memory")
+    # Operands and scales by TMA where the instruction reads them from shared and tensor memory.
+    assert ("scaled_product.tma_product_kernel" in products) == row.has("tensor memory")

@@ -60,7 +60,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch, Machine
-from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side
+from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side, TmaOptions
 from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
@@ -348,6 +348,10 @@ def scaled_products() -> Iterator[Case]:
             sides = (side(rows, 512, "e4m3"), side(320, 512, "e4m3"))
             launch = scaled_product.product(*sides, 512, 320, length=32, **options)
             yield f"mxfp8 product {name}", launch, (CODES, CODES, BYTES, BYTES, None, None, *end)
+            launch = scaled_product.product(
+                *sides, 512, 320, length=32, tma=TmaOptions(True, True), **options
+            )
+            yield f"mxfp8 product by TMA {name}", launch, (CODES, CODES, BYTES, BYTES, None, None, *end)
             sides = (side(rows, 256, "e2m1", rows), side(320, 256, "e2m1", 1))
             launch = scaled_product.product(*sides, 512, 320, length=16, packing=2, factor=0.5, **options)
             yield f"nvfp4 product {name}", launch, (BYTES, BYTES, BYTES, BYTES, FLOAT, FLOAT, *end)

@@ -16,6 +16,8 @@ from transformer_engine.common.kernels.launch import Launch
 
 _TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "u8", "int32": "i32"}
 _TYPES |= {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", None: "fp32"}
+# Operations of tensor descriptors, whose first operand is the pointer or the descriptor of its tensor.
+_DESCRIPTORS = ("tt.make_tensor_descriptor", "tt.descriptor_load", "tt.descriptor_store")
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 # An argument's address, or one that was loaded from the tensor there.
 _Reach = tuple[str, bool]
@@ -130,7 +132,8 @@ class _Flow:
         assert self.stored, "nothing is stored"
 
     def _take(self, line: str) -> None:
-        assert not re.search(r"scf\.while|tt\.call|descriptor|^\^.*!tt\.ptr", line), f"unknown: {line}"
+        unknown = re.search(r"scf\.while|tt\.call|tt\w*\.\w*descriptor\w*|^\^.*!tt\.ptr", line)
+        assert unknown is None or unknown[0] in _DESCRIPTORS, f"unknown: {line}"
         head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
         operation = re.split(r"[\s(]", body)[0].strip('"')
         operands = [self._known(name) for name in _VALUE.findall(body)]
@@ -154,7 +157,7 @@ class _Flow:
                 self.edges += [
                     (target, value, False) for target, value in zip(targets, operands, strict=True)
                 ]
-        elif operation in ("tt.store", "tt.atomic_rmw", "tt.atomic_cas"):
+        elif operation in ("tt.store", "tt.descriptor_store", "tt.atomic_rmw", "tt.atomic_cas"):
             self.stored.append(operands[0])
         elif operation == "arith.select":
             self.edges += [(results[0], operand, False) for operand in operands[1:3]]
@@ -162,7 +165,9 @@ class _Flow:
             if operation == "tt.int_to_ptr":
                 self.addresses.append(operands[0])
             # In other operations the pointer comes from the first operand; the second is a numeric offset.
-            self.edges += [(result, operands[0], operation == "tt.load") for result in results]
+            self.edges += [
+                (result, operands[0], operation in ("tt.load", "tt.descriptor_load")) for result in results
+            ]
 
     def _defined(self, head: str) -> list[str]:
         """Return unique names of the values that a line defines, because sibling regions reuse names."""

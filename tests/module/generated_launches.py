@@ -159,10 +159,10 @@ def random_numbers(*shape: Any, **options: Any) -> torch.Tensor:
     return drawn
 
 
-def maxima_of_ranks(group: Any, *maxima: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def maxima_of_ranks(group: Any, elements: int, *maxima: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the maxima over the ranks of a group, which one collective reduces."""
     joined = tuple(read(maximum.data_ptr()) for maximum in maxima)
-    reduced = tuple([torch.empty(1) for _ in maxima])
+    reduced = tuple([torch.empty(1) for _ in range(elements)])
     for number, maximum in enumerate(reduced):
         memory[maximum.data_ptr()] = hash(("maximum", joined, number))
     return reduced
@@ -233,7 +233,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     cublaslt_swizzled._scalars = scalars_of_levels
     pretended_gpu.everywhere("swizzled_scale", scales_in_tiles)
     torch.rand = random_numbers
-    current_scaling._reduced_together = maxima_of_ranks
+    current_scaling._all_reduce_joined = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
     operands._Received.wait, operands._sent = joined_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)

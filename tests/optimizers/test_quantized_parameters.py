@@ -147,7 +147,7 @@ def test_without_masters_codes_of_delayed_scaling_step_and_others_are_rejected(d
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_capturable_steps_train_quantized_parameters_and_skip_overflows(name, device):
     recipe = RECIPES[name]
     losses = []
@@ -169,12 +169,9 @@ def test_capturable_steps_train_quantized_parameters_and_skip_overflows(name, de
         optimizer.step(grad_scaler=scaler)
         scaler.update()
         after = [parts(weight) for weight in model.parameters()]
-        same = [
-            torch.equal(a, b)
-            for old, new in zip(before, after, strict=True)
-            for a, b in zip(old, new, strict=True)
-        ]
-        assert all(same) if overflows else not any(same[:1])
+        for (name, _), old, new in zip(model.named_parameters(), before, after, strict=True):
+            same = [torch.equal(a, b) for a, b in zip(old, new, strict=True)]
+            assert all(same) if overflows else not all(same), name
 
 
 def parts(parameter):

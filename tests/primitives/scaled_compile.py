@@ -25,7 +25,7 @@ from transformer_engine.common.hardware import ROWS, Hardware
 from transformer_engine.common.kernels import grouped_gemm, grouped_scaled, promoted_product
 from transformer_engine.common.kernels import scaled_product as kernels
 from transformer_engine.common.kernels.launch import Launch, compile_options
-from transformer_engine.common.kernels.product_parts import ByCopies, ProductEpilogue, Side
+from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side, TmaOptions
 
 COVER = ("8.0", "8.9", "10.0", "12.0")
 # Of each row of the cover: (shape, whether the product is added) and the rows of a block of the right operand. These
@@ -46,7 +46,7 @@ DECODED_BLOCK = r"mma\.sync\S*\.f16\.f16"  # of codes, which float16 represents 
 ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
 # Of descriptors of operands and scales; scales reach tensor memory without registers.
 COPIED = re.compile(r"cp\.async\.bulk\.tensor\.2d\.(?s:.*)cp\.async\.bulk\.tensor\.5d\.(?s:.*)tcgen05\.cp")
-COPIES = ByCopies(True, True)
+WITH_TMA = TmaOptions(True, True)
 SHAPES = {
     "large": (4096, 4096, 4096),
     "tail": (4097, 4112, 4160),
@@ -71,7 +71,7 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 pointers = ["fp8e4nv", "fp8e4nv", "u8", "u8", None, None, *end]
                 yield "mxfp8", title, record, pointers
                 if row.has("tensor memory"):
-                    record = kernels.product(*sides, k, n, length=32, epilogue=after, copies=COPIES)
+                    record = kernels.product(*sides, k, n, length=32, epilogue=after, tma=WITH_TMA)
                     yield "mxfp8", f"copied {title}", record, pointers
             if row.has("nvfp4 products") and scaled and (every or name != "few rows"):
                 sides = Side(m, k // 2, "e2m1", 1), Side(n, k // 2, "e2m1", 1)
@@ -80,7 +80,7 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
                 yield "nvfp4", title, record, pointers
                 if row.has("tensor memory"):
                     options = {"length": 16, "packing": 2, "factor": 0.1}
-                    record = kernels.product(*sides, k, n, **options, epilogue=after, copies=COPIES)
+                    record = kernels.product(*sides, k, n, **options, epilogue=after, tma=WITH_TMA)
                     yield "nvfp4", f"copied {title}", record, pointers
             units = (128, 1) if every else (SAMPLE[name, accumulates],)
             for unit in units if row.has("fp8 products") else ():

@@ -127,38 +127,34 @@ def products(
 
 
 def copied(name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int) -> dict[str, float]:
-    """Elements in which results by the copy engine differ from those through pointers, for each epilogue."""
+    """Elements in which results by TMA differ from those through pointers, for each epilogue."""
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
     bias, x = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16()
     found = {}
     for ending in ("bias", "added", "gelu", "gelu_gradient"):
         results = []
         kernels.clear()
-        for copies in (False, True):
+        for tma in (False, True):
             wide, kept = torch.full((m, n + 16), 2.0), torch.full((m, n), 2.0).bfloat16()
             if ending == "added":
-                triton.run_scaled(
-                    a, b, Epilogue(torch.float32, out=wide[:, :n], accumulate=True), copies=copies
-                )
+                triton.run_scaled(a, b, Epilogue(torch.float32, out=wide[:, :n], accumulate=True), tma=tma)
             else:
                 activation = {
                     "gelu": triton.Activation("gelu", None, kept),
                     "gelu_gradient": triton.Activation("gelu_gradient", x),
                 }.get(ending, triton.NO_ACTIVATION)
                 dtype = torch.float32 if ending == "bias" else torch.bfloat16
-                result = triton.run_scaled(a, b, Epilogue(dtype, bias), activation, copies=copies)
+                result = triton.run_scaled(a, b, Epilogue(dtype, bias), activation, tma=tma)
                 results.append(result.float())
             results += [wide, kept.float()]
         half = len(results) // 2
         different = sum((x != y).sum() for x, y in zip(results[:half], results[half:], strict=True))
         found[f"copied {name}, {ending}"] = float(different)
-        found[f"copied {name}, {ending} kernels"] = float(
-            kernels != ["product_kernel", "copied_product_kernel"]
-        )
+        found[f"copied {name}, {ending} kernels"] = float(kernels != ["product_kernel", "tma_product_kernel"])
     return found
 
 
-# M, N and K of products by the copy engine; the last one has rows of a result that it does not store.
+# M, N and K of products by TMA; the last one has rows of a result that it does not store.
 COPIED = {
     "mxfp8": (MXFP8, MXFP8, 140, 144, 256),
     "mxfp8 tails": (GRADIENT, MXFP8, 131, 136, 160),

@@ -25,7 +25,7 @@ SPECS = {
     "mxfp8 gradient": (QuantizeSpec(formats.MXFP8, formats.E5M2), QuantizeSpec(formats.MXFP8, formats.E4M3)),
     "nvfp4": (QuantizeSpec(formats.NVFP4, formats.E2M1), QuantizeSpec(formats.NVFP4, formats.E2M1)),
     "nvfp4 rows": (QuantizeSpec(formats.NVFP4_ROWS, formats.E2M1), QuantizeSpec(formats.NVFP4, formats.E2M1)),
-    "mxfp8 copied": (QuantizeSpec(formats.MXFP8, formats.E4M3), QuantizeSpec(formats.MXFP8, formats.E4M3)),
+    "mxfp8 tma": (QuantizeSpec(formats.MXFP8, formats.E4M3), QuantizeSpec(formats.MXFP8, formats.E4M3)),
     "nvfp4 copied": (QuantizeSpec(formats.NVFP4, formats.E2M1), QuantizeSpec(formats.NVFP4, formats.E2M1)),
     "blocks": (QuantizeSpec(formats.BLOCK_1D, formats.E4M3), QuantizeSpec(formats.BLOCK_2D, formats.E4M3)),
     "rows of blocks": (
@@ -55,7 +55,7 @@ def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
 def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, accumulates: bool) -> None:
     """Compare one product with float64, up to the precision of Hopper's FP8 sums and of the result's dtype."""
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True))
-    run = triton.run_blocks if "blocks" in name else partial(triton.run_scaled, copies="copied" in name)
+    run = triton.run_blocks if "blocks" in name else partial(triton.run_scaled, tma="tma" in name)
     run = {"exponents": triton.run_exponents, "decoded": triton.run_decoded}.get(name, run)
     bias = torch.randn(n, device="cuda").bfloat16() if biased else None
     whole = torch.full((m, n + 16), 3.0, device="cuda", dtype=dtype)
@@ -89,17 +89,17 @@ def test_products_by_the_copy_engine_have_the_bits_of_those_through_pointers(m, 
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS["mxfp8"], ((m, k), (n, k)), strict=True))
     bias, x = torch.randn(n, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
     results = []
-    for copies in (False, True):
+    for tma in (False, True):
         kept = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
         activation = {
             "plain": triton.NO_ACTIVATION,
             "gelu": triton.Activation("gelu", None, kept),
             "gelu_gradient": triton.Activation("gelu_gradient", x),
         }[ending]
-        result = triton.run_scaled(a, b, Epilogue(torch.bfloat16, bias), activation, copies=copies)
+        result = triton.run_scaled(a, b, Epilogue(torch.bfloat16, bias), activation, tma=tma)
         results.append((result, kept))
-    for by_pointers, by_copies in zip(*results, strict=True):
-        assert torch.equal(by_pointers, by_copies)
+    for by_pointers, by_tma in zip(*results, strict=True):
+        assert torch.equal(by_pointers, by_tma)
 
 
 @pytest.mark.parametrize("rows, columns", [(128, 4), (300, 18), (1, 1), (4096, 130)])

@@ -80,19 +80,27 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
 
 
 def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
-    """Return why a release of Triton does not compile for a GPU, or None."""
-    if release >= hardware.triton:
+    """Return why a release of Triton does not compile for a GPU, or None; see `release` for (0, 0)."""
+    if not _precedes(release, hardware.triton):
         return None
     found = ".".join(map(str, release))
     return f"Triton {found} does not compile for {hardware.title}; {_upgrade_of_triton(hardware.triton)}"
 
 
 def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
-    """Return why tl.dot_scaled of a release of Triton is not the native product of a GPU, or None."""
-    if release >= hardware.scaled_dot:
+    """Return why tl.dot_scaled of a release of Triton is not the native product of a GPU, or None; as above."""
+    if not _precedes(release, hardware.scaled_dot):
         return None
     place = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
     return f"tl.dot_scaled multiplies in bfloat16 on {place}; {_upgrade_of_triton(hardware.scaled_dot)}"
+
+
+def _precedes(release: tuple[int, int], first: tuple[int, int]) -> bool:
+    """Return whether a release is older than the first that meets a requirement.
+
+    A development build without metadata, (0, 0), counts as new enough.
+    """
+    return (0, 0) != release < first
 
 
 def _upgrade_of_triton(release: tuple[int, int]) -> str:

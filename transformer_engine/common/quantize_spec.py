@@ -60,7 +60,7 @@ class QuantizeSpec:
 
     @property
     def columnwise_operand_format(self) -> TensorFormat:
-        """The same of the columnwise direction."""
+        """Format of the column-wise operand, with its scales tiled if `tiled`."""
         return TILED_FORMATS[self.format.columnwise] if self.tiled else self.operand_format.columnwise
 
     def __post_init__(self) -> None:

@@ -30,9 +30,9 @@ class MasterAdamW:
             {"params": matrices, "weight_decay": DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.on_cuda = any(parameter.is_cuda for parameter in self.parameters)
-        self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True, capturable=self.on_cuda)
-        _keep_rates_on_device(self.adam, self.on_cuda)
+        self.gpu = _gpu_of(self.parameters)
+        self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True, capturable=self.gpu is not None)
+        _keep_rates_on_device(self.adam, self.gpu)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next steps."""
@@ -67,7 +67,7 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])
-        _keep_rates_on_device(self.adam, self.on_cuda)
+        _keep_rates_on_device(self.adam, self.gpu)
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
 
@@ -84,8 +84,8 @@ class FusedAdamW:
             {"params": vectors, "weight_decay": 0.0},
         ]
         narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
-        self.on_cuda = any(parameter.is_cuda for parameter in self.parameters)
-        self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow, capturable=self.on_cuda)
+        self.gpu = _gpu_of(self.parameters)
+        self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow, capturable=self.gpu is not None)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next steps."""
@@ -96,7 +96,7 @@ class FusedAdamW:
         torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
         self.adam.step()
         # In a captured step the gradients stay at the addresses for which FusedAdam has a table.
-        self.adam.zero_grad(set_to_none=not self.on_cuda)
+        self.adam.zero_grad(set_to_none=self.gpu is None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fused_adam": self.adam.state_dict()}
@@ -124,12 +124,22 @@ def _set_rate(adam: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _keep_rates_on_device(adam: torch.optim.Optimizer, on_cuda: bool) -> None:
-    """Set the kind of learning rate of the device, also after loading a checkpoint of another kind."""
+def _gpu_of(parameters: list[nn.Parameter]) -> torch.device | None:
+    """Return the GPU of parameters, or None."""
+    return next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+
+
+def _keep_rates_on_device(adam: torch.optim.Optimizer, gpu: torch.device | None) -> None:
+    """Keep learning rates in memory of the parameters' GPU, also after loading a checkpoint of another device.
+
+    Args:
+        adam: The optimizer.
+        gpu: GPU of its parameters. None: numbers, without capturable steps.
+    """
     for group in adam.param_groups:
-        group["capturable"] = on_cuda
+        group["capturable"] = gpu is not None
         rate = float(group["lr"])
-        group["lr"] = torch.tensor(rate, dtype=torch.float32, device="cuda") if on_cuda else rate
+        group["lr"] = rate if gpu is None else torch.tensor(rate, dtype=torch.float32, device=gpu)
 
 
 def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:

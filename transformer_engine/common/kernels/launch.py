@@ -61,13 +61,12 @@ MISSING: str | None = _missing()
 def missing(hardware: Hardware) -> str | None:
     """Return the reason why Triton is unavailable on a GPU, or None.
 
-    Triton is imported only after a GPU has been found. A development build without metadata counts as new enough.
+    Triton is imported only after a GPU has been found.
     """
     reason = optional.failure("triton", "jit") if MISSING is None else MISSING
     if reason is not None:
         return reason
-    release = optional.release("triton")
-    return optional.triton_problem(hardware, release) if release != (0, 0) else None
+    return optional.triton_problem(hardware, optional.release("triton"))
 
 
 class Machine(NamedTuple):

@@ -12,7 +12,7 @@ from .launch import Output
 
 
 @triton.jit
-def scaled_by_levels(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr):
+def scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr):
     """Return total * RANGE * level_a * level_b, of a tensor's maxima [1] or of those of rows m [M] and n [N]."""
     total *= RANGE
     if ROWS_A:
@@ -71,7 +71,7 @@ def finish(
 
 
 @triton.jit
-def finish_by_copies(
+def finish_with_tma(
     total,
     bias,
     x,
@@ -87,7 +87,7 @@ def finish_by_copies(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `finish` of a row-major result, whose tiles the copy engine reads and writes."""
+    """Compute `finish` of a row-major result, whose tiles TMA reads and writes."""
     n = first_n + tl.arange(0, COLUMNS)
     row_stride = tl.cast(ROW_STRIDE, tl.int64)
     results = tl.make_tensor_descriptor(out, [M, N], [row_stride, 1], [ROWS, COLUMNS])
@@ -153,21 +153,21 @@ class ProductEpilogue(NamedTuple):
 NO_EPILOGUE = ProductEpilogue()
 
 
-class ByCopies(NamedTuple):
-    """Use of the copy engine by a product of swizzled scales; without it, tiles are loaded through pointers.
+class TmaOptions(NamedTuple):
+    """Use of TMA by a product of swizzled scales; without it, tiles are loaded through pointers.
 
-    The engine takes addresses and strides of rows that are multiples of 16 bytes.
+    TMA requires addresses and strides of rows that are multiples of 16 bytes.
 
     Attributes:
-        operands: It loads codes and scales.
-        results: It loads and stores the result, the input of GELU and its copy, unless the product is swapped.
+        operands: TMA loads codes and scales.
+        results: TMA loads and stores the result, the input of GELU and its copy, unless the product is swapped.
     """
 
     operands: bool = False
     results: bool = False
 
 
-BY_POINTERS = ByCopies()
+NO_TMA = TmaOptions()
 
 
 def is_swapped(rows: int, columns: int) -> bool:

@@ -16,18 +16,18 @@ from ..formats import ceil_div
 from . import tile
 from .launch import Launch
 from .product_parts import (
-    BY_POINTERS,
     NO_EPILOGUE,
-    ByCopies,
+    NO_TMA,
     ProductEpilogue,
     Side,
+    TmaOptions,
     finish,
-    finish_by_copies,
+    finish_with_tma,
     is_swapped,
-    scaled_by_levels,
+    scale_by_maxima,
     tile_of,
 )
-from .swizzled_scales import copied_scales, descriptor_of_tiles, exponents_of_tile, scales_of_tile
+from .swizzled_scales import descriptor_of_tiles, exponents_of_tile, load_scale_tile, scales_of_tile
 
 
 @triton.jit
@@ -115,14 +115,14 @@ def product_kernel(
         a_tile += BLOCK_K // PACKING
         b_tile += BLOCK_K // PACKING
     if level_a is not None:
-        total = scaled_by_levels(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A, ROWS_B)
+        total = scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A, ROWS_B)
     finish(
         total, bias, x, out, kept, m, n, M, N, ROW_STRIDE, COLUMN_STRIDE, ALONG_ROWS, ACCUMULATE, ACTIVATION
     )
 
 
 @triton.jit
-def copied_product_kernel(
+def tma_product_kernel(
     a,
     b,
     scale_a,
@@ -155,11 +155,11 @@ def copied_product_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
-    COPIES_OUT: tl.constexpr,
+    TMA_RESULTS: tl.constexpr,
 ):
-    """Compute `product_kernel` of swizzled scales; the copy engine loads operands and scales, with zeros past the end.
+    """Compute `product_kernel` of swizzled scales; TMA loads operands and scales, with zeros past the end.
 
-    Scales of fewer than 128 rows are a part of a tile, and loaded through pointers. COPIES_OUT: see `ByCopies`.
+    Scales of fewer than 128 rows are a part of a tile, and loaded through pointers. TMA_RESULTS: see `TmaOptions`.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -179,18 +179,18 @@ def copied_product_kernel(
     for block in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         a_codes = a_tiles.load([first_m, block * width])
         b_codes = b_tiles.load([first_n, block * width])
-        a_scales = copied_scales(a_scale_tiles, first_m, block * columns, BLOCK_M, columns)
+        a_scales = load_scale_tile(a_scale_tiles, first_m, block * columns, BLOCK_M, columns)
         if BLOCK_N >= 128:
-            b_scales = copied_scales(b_scale_tiles, first_n, block * columns, BLOCK_N, columns)
+            b_scales = load_scale_tile(b_scale_tiles, first_n, block * columns, BLOCK_N, columns)
         else:
             b_scales = scales_of_tile(scale_b, first_n, block * columns, tiles_c, BLOCK_N, columns, False)
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
     m = first_m + tl.arange(0, BLOCK_M)
     n = first_n + tl.arange(0, BLOCK_N)
     if level_a is not None:
-        total = scaled_by_levels(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A, ROWS_B)
-    if COPIES_OUT:
-        finish_by_copies(
+        total = scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A, ROWS_B)
+    if TMA_RESULTS:
+        finish_with_tma(
             total, bias, x, out, kept, first_m, first_n, M, N, ROW_STRIDE, ACCUMULATE, ACTIVATION, BLOCK_M, BLOCK_N
         )  # fmt: skip
     else:
@@ -203,7 +203,7 @@ def copied_product_kernel(
 def product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
     *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
-    copies: ByCopies = BY_POINTERS,
+    tma: TmaOptions = NO_TMA,
 ) -> Launch:  # fmt: skip
     """Return the launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
@@ -215,23 +215,23 @@ def product(
         packing: Codes per byte.
         factor: Factor of the product of the maxima. Sides with a `unit` have float32 scales instead of swizzled ones.
         epilogue: The operations after the product. The result that it is added to is an input after x.
-        copies: The tensors that the copy engine moves; sides with a `unit` have none.
+        tma: The tensors that TMA moves; sides with a `unit` have none.
     """
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
     rows, columns, stages, warps = tile_of(right.rows)
     step = 128 * packing
-    units = () if copies.operands else (left.unit, right.unit)
-    last = copies.results and not swapped if copies.operands else depth % step == 0
+    units = () if tma.operands else (left.unit, right.unit)
+    last = tma.results and not swapped if tma.operands else depth % step == 0
     constants = (
         left.element, right.element, length, packing, *units,
         left.levels > 1, right.levels > 1, swapped, epilogue.accumulates, epilogue.activation,
         rows, columns, step, 8, stages, last,
     )  # fmt: skip
-    float32_strides = () if copies.operands else (*left.strides, *right.strides)
+    float32_strides = () if tma.operands else (*left.strides, *right.strides)
     return Launch(
-        copied_product_kernel if copies.operands else product_kernel,
+        tma_product_kernel if tma.operands else product_kernel,
         (ceil_div(left.rows, rows) * ceil_div(right.rows, columns), 1, 1),
         epilogue.outputs((a.rows, b.rows), dtype),
         (

@@ -88,7 +88,7 @@ def scales_of_tile(
 
 @triton.jit
 def descriptor_of_tiles(scale, R, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Describe swizzled scales of R rows to the copy engine: [1, tiles of rows, tiles of columns, 2, 256] bytes."""
+    """Describe swizzled scales of R rows for TMA: [1, tiles of rows, tiles of columns, 2, 256] bytes."""
     tiles_r = tl.cdiv(R, 128)
     row = tl.cast(TILES_C, tl.int64) * 512
     return tl.make_tensor_descriptor(
@@ -100,8 +100,8 @@ def descriptor_of_tiles(scale, R, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def copied_scales(tiles, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy scales [ROWS, COLUMNS] of a descriptor of tiles; tcgen05.cp moves them on to tensor memory."""
+def load_scale_tile(tiles, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load scales [ROWS, COLUMNS] of a descriptor of tiles by TMA; tcgen05.cp moves them on to tensor memory."""
     found = tiles.load([0, first_row // 128, first_column // 4, 0, 0])
     parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
     return parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)

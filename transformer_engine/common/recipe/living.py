@@ -175,7 +175,7 @@ def _traced_copy(target: Any, name: str) -> Any:
     return target
 
 
-def changes_nothing(name: str, value: Any) -> bool:
+def has_no_effect(name: str, value: Any) -> bool:
     """Whether a keyword that recipes do not have is one of an earlier release with a value that has no effect."""
     if name not in _WITHOUT_EFFECT:
         return False
@@ -189,7 +189,7 @@ def changes_nothing(name: str, value: Any) -> bool:
 def recipe_class(cls: RecipeClass) -> RecipeClass:
     """Decorate a recipe class: register instances, and drop keywords of other versions.
 
-    A dropped keyword whose value would change something is a warning.
+    Warns if the value of a dropped keyword would have an effect.
     """
     strict = cls.__init__
     known = frozenset(f.name for f in fields(cls) if f.init)
@@ -199,7 +199,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
         demand_readable_defaults()
         warn_of_unused()
         dropped = {name: keywords.pop(name) for name in list(keywords) if name not in known}
-        unknown = [name for name, value in dropped.items() if not changes_nothing(name, value)]
+        unknown = [name for name, value in dropped.items() if not has_no_effect(name, value)]
         if unknown:
             warnings.warn(
                 f"{cls.__name__} ignores unknown arguments: {', '.join(unknown)}", UserWarning, stacklevel=2

@@ -43,8 +43,9 @@ class LayerFunctions(NamedTuple):
     results: int
 
 
-# Run a pass instead of calling it: runner(name of the pass, function, arguments). `te.explain` sets it.
-runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]] = []
+# Run a pass instead of calling it: runner(name of the pass, function, arguments, is_forward). A forward pass returns
+# (results, saved values). `te.explain` adds a runner.
+runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...], bool], Any]] = []
 
 
 def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
@@ -100,7 +101,7 @@ def backward_results(
     """Gradients of a layer's tensors; the gradient of the input gets the input's shape. `operands` is emptied."""
     arguments = (operands, spec, dtypes, tuple(shape[:-1]))
     if runners:
-        results = runners[-1](f"backward pass of {functions.name}", functions.backward, arguments)
+        results = runners[-1](f"backward pass of {functions.name}", functions.backward, arguments, False)
     else:
         results = functions.backward(*arguments)
     dx = results[0]
@@ -119,7 +120,7 @@ def forward_results(
         mark_ready(x)
     arguments = (tensors, spec, saves, leading)
     if runners:
-        results, saved = runners[-1](f"forward pass of {functions.name}", functions.forward, arguments)
+        results, saved = runners[-1](f"forward pass of {functions.name}", functions.forward, arguments, True)
     else:
         results, saved = functions.forward(*arguments)
     if len(leading) == 1 and not torch.compiler.is_compiling():

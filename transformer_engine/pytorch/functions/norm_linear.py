@@ -99,7 +99,7 @@ def norm_linear_forward(
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
         spec: Norm, linear layer and fusion mode of this kind of call.
-        saves: Not read: the saved values are returned in either case.
+        saves: Required by `LayerFunctions`; ignored, since the saved values are returned in either case.
         leading: Shape of x without K.
 
     Returns:

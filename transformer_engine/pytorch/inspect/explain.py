@@ -70,10 +70,12 @@ class _PassWatcher:
     trace: PassTrace = field(default_factory=PassTrace)
     _asked: list[str] = field(default_factory=list)
 
-    def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run a pass that is a plain function."""
+    def run(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], is_forward: bool
+    ) -> Any:
+        """Run a pass that is a plain function; the arguments are those of `PassTrace.run`."""
         self.trace.asked = self._asked
-        return self.trace.run(name, function, arguments)
+        return self.trace.run(name, function, arguments, is_forward)
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""

@@ -83,8 +83,17 @@ class PassTrace:
     reports: list[PassReport] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
-    def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run a pass and report its statements."""
+    def run(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], is_forward: bool
+    ) -> Any:
+        """Run a pass and report its statements.
+
+        Args:
+            name: Name of the pass in the report.
+            function: The pass.
+            arguments: Its arguments.
+            is_forward: Whether it returns (results, saved values), whose second list is reported as saved.
+        """
         steps: list[PassStepReport] = []
         # Buffers by identity, which are reported once. They are kept alive, so that no identity is used twice.
         known: dict[int, tuple[str, Any]] = {id(buffer): ("", buffer) for buffer in _buffers(arguments)}
@@ -96,7 +105,7 @@ class PassTrace:
         finally:
             sys.settrace(before)
         saved: tuple[str, ...] = ()
-        if name.startswith("forward pass"):  # it returns (results, saved values)
+        if is_forward:
             buffers = _buffers(results[1])
             saved = tuple([f"{known.get(id(b), ('', 0))[0]} {form(b)}".strip() for b in buffers])
         self.reports.append(PassReport(name, tuple(steps), saved))

@@ -164,7 +164,7 @@ class OperationFuser:
                 chain, inputs = self._find_prepared(thread.state, input, extra_inputs)
                 if chain is not None:
                     if chain.fusions.key is not self._fused_for:
-                        self._show(chain)
+                        self._set_inspected_attributes(chain)
                     for check in chain.checks:
                         check()
                     return chain(inputs)
@@ -215,7 +215,7 @@ class OperationFuser:
             chain = self._prepare(key, state, x, extra_inputs)
         return chain, inputs
 
-    def _show(self, chain: PreparedChain) -> None:
+    def _set_inspected_attributes(self, chain: PreparedChain) -> None:
         """Set the attributes that clients inspect after a call to those of a prepared chain."""
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
         self.recipe_type, self._fused_for = chain.fusions.recipe_type, chain.fusions.key

@@ -264,7 +264,7 @@ class FusedAdam(AdamStates):
         return NAMES if self.master_weights and not bucket.own else NAMES[:2]
 
     def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool) -> None:
-        """Step the parameters of a bucket; with may_skip, the flag may hold that nothing changes."""
+        """Step the parameters of a bucket; may_skip: the overflow flag may be set."""
         names, device = self._names(bucket), bucket.parameters[0].device
         how = (rates[device], Adam(decoupled=bool(self.adam_w_mode)), self.capturable)
         if not bucket.quantized and all(self.name_to_dtype_map[name] not in states.RANGES for name in names):
@@ -291,7 +291,7 @@ class FusedAdam(AdamStates):
                 if isinstance(parameter, QuantizedTensor):
                     values = local_of(numbers).view(parameter.shape)
                     if may_skip:
-                        _quantize_unless(self._dummy_overflow_buf.to(device) != 0, parameter, values)
+                        _quantize_unless_skipped(self._dummy_overflow_buf.to(device) != 0, parameter, values)
                     else:
                         parameter.quantize_(values)
 
@@ -345,8 +345,8 @@ class FusedAdam(AdamStates):
                     parameter.decoupled_grad.zero_()
 
 
-def _quantize_unless(skipped: Tensor, parameter: QuantizedTensor, values: Tensor) -> None:
-    """Quantize values into a parameter; where skipped, bool [1] on the device, holds True, nothing changes."""
+def _quantize_unless_skipped(skipped: Tensor, parameter: QuantizedTensor, values: Tensor) -> None:
+    """Quantize values into a parameter; restore its codes and scales if `skipped`, bool [1] on the device, is True."""
     parts = [part for part in parameter.as_storage().flatten()[0] if part is not None]
     before = [part.clone() for part in parts]
     parameter.quantize_(values)

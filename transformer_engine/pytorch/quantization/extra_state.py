@@ -25,7 +25,7 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Format, MMParams, QParams, Recipe
-from ...common.recipe.living import changes_nothing
+from ...common.recipe.living import has_no_effect
 from .family import all_families, family_of
 from .pickle_reader import (
     MAXIMUM_BYTES,
@@ -383,7 +383,7 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     known = {f.name: f for f in fields(kind)}
     others = {str(name): value for name, value in attributes.items() if name not in (*known, "_description")}
-    unknown = sorted(name for name, value in others.items() if not changes_nothing(name, value))
+    unknown = sorted(name for name, value in others.items() if not has_no_effect(name, value))
     if unknown and not torch.compiler.is_compiling():
         warnings.warn(
             f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2

@@ -127,22 +127,28 @@ def reduce_maxima(maxima: Any, group: Any, matrix: Any = None) -> Any:
     return maxima
 
 
-def reduce_together(maxima: Sequence[Any], group: Any) -> tuple[Any, ...]:
-    """Return the maxima over the ranks of a group, by one collective for all of them.
+def all_reduce_maxima(maxima: Sequence[Any], group: Any, elements: int) -> tuple[Any, ...]:
+    """Return maxima over the ranks of a group, by one collective for all of them.
 
     Args:
         maxima: Tensors float32 [1], or symbols of such tensors.
         group: Process group.
+        elements: Number of elements of the collective, the same on every rank. A rank with fewer maxima adds zeros,
+            which leave the maxima of the other ranks unchanged.
+
+    Returns:
+        float32 [1] for each element.
     """
     first = maxima[0]
+    reduce = functools.partial(_all_reduce_joined, group, elements)
     if type(first) is Symbol:
-        layouts = [maximum.layout for maximum in maxima]
-        return tuple(first.instructions.apply(functools.partial(_reduced_together, group), maxima, layouts))
-    return _reduced_together(group, *maxima)
+        return tuple(first.instructions.apply(reduce, maxima, [first.layout] * elements))
+    return reduce(*maxima)
 
 
-def _reduced_together(group: Any, *maxima: Tensor) -> tuple[Tensor, ...]:
-    joined = torch.cat(maxima)
+def _all_reduce_joined(group: Any, elements: int, *maxima: Tensor) -> tuple[Tensor, ...]:
+    zeros = [torch.zeros_like(maxima[0])] * (elements - len(maxima))
+    joined = torch.cat([*maxima, *zeros])
     torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
-    # Kernels rely on the alignment of a tensor of their own.
+    # Clone: an element of `joined` other than the first is not aligned to 16 bytes, which kernels rely on.
     return tuple([maximum.clone() for maximum in joined.split(1)])

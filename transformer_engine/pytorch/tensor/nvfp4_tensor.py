@@ -23,7 +23,7 @@ from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.launching import uniform
 from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
-from .current_scaling import ReducesMaximum, reduce_together
+from .current_scaling import ReducesMaximum, all_reduce_maxima
 from .elements import element_number
 from .padded_groups import (
     TILE,
@@ -242,12 +242,12 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
     def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
         amax = amax_t = None
         if self.with_amax_reduction:
-            # The group's maxima of both directions, each float32 [1], in one reduction. Maxima per row stay the rank's.
+            # Maxima over the group, each float32 [1], in one collective. Its number of elements depends on settings
+            # that the ranks share, not on the directions: a rank may need only one where another rank needs both.
             if spec.format.row_scaled:
-                amax_t = self.reduce_amax(maximum(matrix)) if spec.columnwise else None
-            elif spec.hadamard and spec.columnwise:
-                columns = transformed_maximum(matrix, spec.random_sign)
-                amax, amax_t = reduce_together((maximum(matrix), columns), self.amax_reduction_group)
+                amax_t = self.reduce_amax(maximum(matrix))  # the maxima per row stay those of the rank
+            elif self.with_rht:
+                amax, amax_t = self._all_reduce_directions(matrix, spec)
             else:
                 amax = amax_t = self.reduce_amax(maximum(matrix))
         random = None
@@ -258,6 +258,17 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             of_columns = (depth, rows) if spec.columnwise and not spec.transposes else (0, 0)
             random = uniform(of_rows, matrix), uniform(of_columns, matrix)
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
+
+    def _all_reduce_directions(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Any, Any]:
+        """Return the maxima over the group of the values and of the transformed columns.
+
+        A rank without the column-wise direction adds no maximum of its columns; its second result is not used.
+        """
+        maxima = [maximum(matrix)]
+        if spec.columnwise:
+            maxima.append(transformed_maximum(matrix, spec.random_sign))
+        reduced = all_reduce_maxima(maxima, self.amax_reduction_group, 2)
+        return reduced[0], reduced[1] if spec.columnwise else None
 
     def groups_unsupported_reason(self) -> str | None:
         for name in ("with_2d_quantization", "row_scaled_nvfp4", "with_amax_reduction"):

@@ -32,7 +32,7 @@ from .block_scales import BlockScaledProduct
 from .request import GemmRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.product_parts import ByCopies, Side
+    from ....common.kernels.product_parts import Side, TmaOptions
 
 _RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _XLA_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -74,7 +74,7 @@ class DotScaledProduct(BlockScaledProduct):
                 length=a.format.block[1],
                 packing=a.format.packing,
                 factor=factor,
-                copies=_copies(a.codes.shape[1], rows[1] * self.dtype.itemsize),
+                tma=_tma_options(a.codes.shape[1], rows[1] * self.dtype.itemsize),
             )
         order = slice(None, None, -1) if is_swapped(*rows) else slice(None)
         inputs = [*(a.codes, b.codes)[order], *scales[order]]
@@ -84,12 +84,14 @@ class DotScaledProduct(BlockScaledProduct):
         return out
 
 
-def _copies(pitch: int, result_pitch: int) -> ByCopies:
-    """Return the tensors that the copy engine moves, by the bytes of their rows; all arrays are aligned to 16 bytes."""
-    from ....common.kernels.product_parts import ByCopies  # it imports triton
+def _tma_options(pitch: int, result_pitch: int) -> TmaOptions:
+    """Return the tensors that TMA moves, by the bytes of their rows; all arrays are aligned to 16 bytes."""
+    from ....common.kernels.product_parts import TmaOptions  # it imports triton
 
     engine = hardware().has("tensor memory")
-    return ByCopies(*(engine and size > 0 and size % launch.ALIGNMENT == 0 for size in (pitch, result_pitch)))
+    return TmaOptions(
+        *(engine and size > 0 and size % launch.ALIGNMENT == 0 for size in (pitch, result_pitch))
+    )
 
 
 def _side(operand: Operand) -> Side:

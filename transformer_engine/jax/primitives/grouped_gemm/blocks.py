@@ -142,9 +142,8 @@ def scaled_unsupported_reason(request: GroupedBlockRequest) -> str | None:
     gpu = hardware()
     if (reason := gpu.lacks(a.block_products)) is not None:
         return reason
-    if optional.release("triton") < gpu.scaled_dot:
-        least = ".".join(map(str, gpu.scaled_dot))
-        return f"tl.dot_scaled multiplies in bfloat16 on {gpu.title} before Triton {least}; upgrade triton"
+    if (reason := optional.scaled_dot_problem(gpu, optional.release("triton"))) is not None:
+        return reason
     from ....common.kernels.grouped_scaled import ROW_MULTIPLE  # it imports triton
 
     if request.contracts_rows and request.m % ROW_MULTIPLE:

@@ -16,7 +16,7 @@ from ...tensor.quantizer import Quantizer
 from .fp8_attention import FP8Attention, Rounded
 
 
-def _directions(
+def _quantize_directions(
     x: Tensor, tensor_format: str, quantizer: Quantizer, along_depth: bool, along_tokens: bool
 ) -> tuple[BlockCodes | None, BlockCodes | None]:
     """Quantize x [.., h, d] with blocks along d and along the tokens, where requested."""
@@ -43,9 +43,9 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute o in 16 bits from MXFP8 codes of q, k and v."""
     call, quantizers = attention.call, attention.quantizers
     q, k, v = _values(attention, inputs)
-    q_codes, _ = _directions(q, call.q_format, quantizers.qkv, True, False)
-    k_codes, _ = _directions(k, call.kv_format, quantizers.qkv, True, False)
-    _, v_codes = _directions(v, call.kv_format, quantizers.qkv, False, True)
+    q_codes, _ = _quantize_directions(q, call.q_format, quantizers.qkv, True, False)
+    k_codes, _ = _quantize_directions(k, call.kv_format, quantizers.qkv, True, False)
+    _, v_codes = _quantize_directions(v, call.kv_format, quantizers.qkv, False, True)
     assert q_codes is not None and k_codes is not None and v_codes is not None
     output, lse = cudnn_blocks.forward(call, q_codes, k_codes, v_codes)
     codes = quantizers.output.encode(output.flatten(-2), True, False) if attention.fp8_output else None
@@ -61,10 +61,10 @@ def backward(
     grad_output = grad_output.contiguous()
     of_q, of_qkv = call.q_format, quantizers.qkv
     made = {
-        ("q", "q_t"): _directions(q, of_q, of_qkv, True, True),
-        ("k", "k_t"): _directions(k, call.kv_format, of_qkv, True, True),
-        ("v", ""): _directions(v, call.kv_format, of_qkv, True, False),
-        ("grad_output_codes", "grad_output_t"): _directions(
+        ("q", "q_t"): _quantize_directions(q, of_q, of_qkv, True, True),
+        ("k", "k_t"): _quantize_directions(k, call.kv_format, of_qkv, True, True),
+        ("v", ""): _quantize_directions(v, call.kv_format, of_qkv, True, False),
+        ("grad_output_codes", "grad_output_t"): _quantize_directions(
             grad_output, of_q, quantizers.grad_output, True, True
         ),
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, Table, undisturbed
 from ....common.memory import Memory
+from ....common.warning import warn_once
 from ...primitives.attention.backends import cudnn, cudnn_blocks, cudnn_fp8
 from ...primitives.attention.call import (
     Attended,
@@ -175,6 +176,12 @@ def _chosen_passes(key: PassesKey) -> FP8Passes:
     name = _FORWARD_NAMES.get(forward, "emulated")
     if call.needs_gradient:
         backward = BACKWARD.bind(BackwardRequest(in_fp8, name, requested))
+        if requested and backward is high_precision:
+            warn_once(
+                f"NVTE_FP8_DPA_BWD=1 after {name}",
+                f"NVTE_FP8_DPA_BWD=1 has no effect: the backward pass {name!r} does not support this attention "
+                f"({cudnn_blocks.unsupported_backward(in_fp8)}); its gradients are computed in high precision",
+            )
     plain = None
     if name != "emulated" and cudnn.BACKEND.rejection_reason(call) is None:
         # After cuDNN's FP8 kernel its own 16-bit backward, whose statistics are the same.

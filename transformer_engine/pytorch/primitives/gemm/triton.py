@@ -25,7 +25,7 @@ from .request import EPILOGUES, Epilogue, GemmRequest
 from .swizzle import swizzled_scale
 
 if TYPE_CHECKING:
-    from ....common.kernels.product_parts import ByCopies, ProductEpilogue
+    from ....common.kernels.product_parts import ProductEpilogue, TmaOptions
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
@@ -99,7 +99,7 @@ def runner(request: GemmRequest) -> Callable[..., Tensor]:
         return run_exponents
     if not request.swizzled:
         return run_blocks
-    return functools.partial(run_scaled, copies=request.hardware.has("tensor memory"))
+    return functools.partial(run_scaled, tma=request.hardware.has("tensor memory"))
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
@@ -125,11 +125,11 @@ def run_scaled(
     epilogue: Epilogue,
     activation: Activation = NO_ACTIVATION,
     *,
-    copies: bool = False,
+    tma: bool = False,
 ) -> Tensor:
-    """Compute a product of MXFP8 or NVFP4 codes; copies: by the copy engine, where alignments permit it."""
+    """Compute a product of MXFP8 or NVFP4 codes; tma: by TMA, where alignments permit it."""
     from ....common.kernels import scaled_product  # it imports triton
-    from ....common.kernels.product_parts import BY_POINTERS, Side, is_swapped
+    from ....common.kernels.product_parts import NO_TMA, Side, is_swapped
 
     assert a.format is not None and b.format is not None and a.format.block is not None
     codes = rows_dense(a.codes), rows_dense(b.codes)
@@ -148,7 +148,7 @@ def run_scaled(
         packing=a.format.packing,
         factor=1.0 if units[0] is None or units[1] is None else 1.0 / (units[0] * units[1]),
         epilogue=_after(epilogue, activation),
-        copies=_copies(codes, scales, (out, activation.x, activation.kept)) if copies else BY_POINTERS,
+        tma=_tma_options(codes, scales, (out, activation.x, activation.kept)) if tma else NO_TMA,
     )
     levels = (a.amax, b.amax) if units[0] is not None else (None, None)
     order = slice(None, None, -1) if is_swapped(a.rows, b.rows) else slice(None)
@@ -158,14 +158,14 @@ def run_scaled(
     return out
 
 
-def _copies(
+def _tma_options(
     codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], results: tuple[Tensor | None, ...]
-) -> ByCopies:
-    """Return the tensors of a product whose addresses and rows are aligned for the copy engine."""
-    from ....common.kernels.product_parts import ByCopies  # it imports triton
+) -> TmaOptions:
+    """Return the tensors of a product whose addresses and rows are aligned for TMA."""
+    from ....common.kernels.product_parts import TmaOptions  # it imports triton
 
     operands = all(map(_aligned, codes)) and all(x.data_ptr() % launch.ALIGNMENT == 0 for x in scales)
-    return ByCopies(operands, all(x is None or _aligned(x) for x in results))
+    return TmaOptions(operands, all(x is None or _aligned(x) for x in results))
 
 
 def _aligned(x: Tensor) -> bool:

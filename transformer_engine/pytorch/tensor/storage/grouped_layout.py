@@ -108,7 +108,7 @@ def rebuild_of(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
     return QuantizedTensorStorage.flatten(member)[1] if isinstance(member, QuantizedTensorStorage) else None
 
 
-def one_scale(members: Sequence[GroupMember]) -> bool:
+def has_one_scale(members: Sequence[GroupMember]) -> bool:
     """Whether each member has one scale for both directions."""
     rebuild = members[0].rebuild
     return rebuild is not None and ONE_SCALE in rebuild.storage_class.TENSORS.values()

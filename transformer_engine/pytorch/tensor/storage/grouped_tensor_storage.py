@@ -30,9 +30,9 @@ from .grouped_layout import (
     check_variant,
     compact_scales,
     extents_of,
+    has_one_scale,
     make_tensor_offsets,
     member_shapes,
-    one_scale,
     parts_of,
     placed_members,
     rebuild_of,
@@ -389,7 +389,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
                 scales is not None
                 and copied is not None
                 and copied is not scales
-                and one_scale(self._members)
+                and has_one_scale(self._members)
             ):
                 copied.copy_(scales)  # buffers of the caller, of which members write the first
         return held
