@@ -58,7 +58,7 @@ def test_fractional_counts_of_tokens_are_rejected():
 
 def test_eviction_keeps_failures_and_the_latest_entries(monkeypatch):
     monkeypatch.setattr(automatic, "EAGER_SIGNATURES", 2)
-    graph = te.graphed(lambda x: x)
+    graph = automatic.AutomaticGraph(lambda x: x, None, 3, 4)
     failed = graph._entry(("failed",))
     failed.failure = "no"
     first = graph._entry(("first",))

@@ -7,7 +7,7 @@ from transformer_engine.pytorch.quantization import emulate
 
 
 def test_the_examples_run(capsys):
-    assert len(examples("memory.md")) == 3
+    assert len(examples("memory.md")) == 4
     with emulate():
         names = run("memory.md")
     assert names["plan"].weight_copies == 0

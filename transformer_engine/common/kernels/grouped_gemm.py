@@ -110,7 +110,7 @@ def rows_kernel(
     blocks_k = tl.cdiv(K, BLOCK_K)
     if SCALING == _BY_BLOCK:
         if ROW_MAJOR:
-            sa = scale_a + corner * blocks_k + read_m * blocks_k
+            sa = scale_a + corner * blocks_k + read_m.to(tl.int64) * blocks_k
             step_a = 1
         else:
             sa = scale_a + start.to(tl.int64) * blocks_k + first_m + read_m
