@@ -1,11 +1,13 @@
-"""Graphs are recorded by running again, on the CPU; every recipe runs, by emulation where the hardware lacks it."""
+"""Graphs are recorded on the CPU; every recipe runs, by emulation where the hardware lacks it."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.recorder import CaptureRecorder, RerunRecorder
 from transformer_engine.pytorch.graphs import automatic, build
+from transformer_engine.pytorch.optimizers import checks
 
 
 @pytest.fixture(autouse=True)
@@ -16,16 +18,21 @@ def _emulation(emulated):
 @pytest.fixture
 def rerun(monkeypatch):
     """Replace the recorders of make_graphed_callables and te.graphed by ones that share a log."""
-    made = RerunRecorder()
-    monkeypatch.setattr(build, "graph_recorder", lambda pool=None: made)
-    monkeypatch.setattr(automatic, "records", lambda device: True)
-    return made
+    return _installed(monkeypatch, RerunRecorder())
 
 
 @pytest.fixture
 def capture(monkeypatch):
-    """Replace the recorders of te.graphed by ones whose recordings change no memory before their first replay."""
-    made = CaptureRecorder()
-    monkeypatch.setattr(build, "graph_recorder", lambda pool=None: made)
+    """Replace the recorders of te.graphed by ones that record operations, and nothing that the host does."""
+    real = checks.one_number
+    # As for tensors on a GPU, whose values an optimizer does not read.
+    monkeypatch.setattr(
+        checks, "one_number", lambda name, value: None if torch.is_tensor(value) else real(name, value)
+    )
+    return _installed(monkeypatch, CaptureRecorder())
+
+
+def _installed(monkeypatch, recorder):
+    monkeypatch.setattr(build, "graph_recorder", recorder.in_pool)
     monkeypatch.setattr(automatic, "records", lambda device: True)
-    return made
+    return recorder

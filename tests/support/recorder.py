@@ -1,4 +1,8 @@
-"""A recorder for machines without a GPU: a replay runs the body again, and writes into the first run's results."""
+"""Recorders for machines without a GPU.
+
+A replay of `RerunRecorder` runs the body again and writes into the first run's results. A replay of `CaptureRecorder`
+repeats the operations of the first run, with the numbers that the host computed then.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,11 @@ import contextlib
 import gc
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations by which the host reads a value of the device.
+WAITING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
 
 
 class RerunRecording:
@@ -32,12 +41,24 @@ class RerunRecording:
 
 
 class RerunRecorder:
-    """Records bodies as `RerunRecording`; log: the names of the replayed bodies in order."""
+    """Records bodies as `RerunRecording`.
+
+    Attributes:
+        log: Names of the replayed bodies in order.
+        recordings: (name, recording) of each body.
+        warm_ups: Number of warm-ups.
+        handed_over: Tensors that the current stream reads after the stream of the recordings has computed them.
+        pool: Memory pool of the next recording.
+    """
+
+    recording_type = RerunRecording
 
     def __init__(self):
         self.log = []
         self.recordings = []
         self.warm_ups = 0
+        self.handed_over = []
+        self.pool = None
 
     def warming(self):
         self.warm_ups += 1
@@ -46,21 +67,89 @@ class RerunRecorder:
     def on_capture_stream(self):
         return contextlib.nullcontext()
 
+    def hand_over(self, tensors):
+        self.handed_over += tensors
+
+    def in_pool(self, pool=None):
+        """Return this recorder, for a memory pool; None: a new pool."""
+        self.pool = object() if pool is None else pool
+        return self
+
     def record(self, body):
         with torch.enable_grad():
-            recording = RerunRecording(body, self.log)
+            recording = self.recording_type(body, self.log)
         self.recordings.append((body.__name__, recording))
         return recording
 
 
+class OperationTape(TorchDispatchMode):
+    """The operations of a body with their arguments, which a replay repeats on the same memory.
+
+    Numbers and decisions of the host are constants of the tape, as they are of a CUDA graph.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+            return NotImplemented  # a quantized tensor: its own operations are recorded
+        kwargs = kwargs or {}
+        if func in WAITING:
+            raise RuntimeError(f"operation {func} not permitted when stream is capturing")
+        result = func(*args, **kwargs)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        memories = {tensor.untyped_storage()._cdata for tensor in inputs}
+        fresh = [output.untyped_storage()._cdata not in memories for output in outputs]
+        if func._schema.is_mutable or any(fresh):
+            self.calls.append((func, *plain((args, kwargs, outputs)), fresh))
+        return result
+
+    def replay(self):
+        with torch.no_grad():
+            for func, args, kwargs, outputs, fresh in self.calls:
+                result = func(*args, **kwargs)
+                repeated = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                for output, value, is_fresh in zip(outputs, repeated, fresh, strict=True):
+                    if is_fresh:
+                        output.copy_(value)
+
+
+def plain(values):
+    """Return tensors without their part in autograd, on the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), values)
+
+
+class TapeRecording:
+    """The tape of a body and its results, which every replay overwrites."""
+
+    def __init__(self, body, log):
+        self.name = body.__name__
+        self.log = log
+        self.tape = OperationTape()
+        with self.tape:
+            self.results = body()
+
+    def replay(self, stream=None, event=None):
+        self.log.append(self.name)
+        self.tape.replay()
+
+    def reset(self):
+        self.results = ()
+        self.tape.calls.clear()
+
+
 class CaptureRecorder(RerunRecorder):
-    """Records without an effect on memory, like a capture: every tensor keeps the value it had before.
+    """Records operations without an effect on memory, like a capture: every tensor keeps the value it had before.
 
     New tensors of the body, such as gradients and states, hold whatever the body computed; nothing may read them before
     the first replay.
     """
 
-    pool = None
+    recording_type = TapeRecording
 
     def record(self, body):
         memories = {}

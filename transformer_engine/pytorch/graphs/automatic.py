@@ -28,6 +28,7 @@ from .signature import ArgumentLeaves, signature_of, standing_of, unsupported_le
 from .static_block import StaticBlock
 
 CAPTURED, EAGER = "captured", "eager"
+OBSERVED = "an observer such as te.explain is active; it sees operations of eager calls only"
 _FIRST = "is_first_microbatch"
 _WARM_UPS = 2
 # Maximum number of signatures without a graph.
@@ -52,6 +53,20 @@ class Situation(NamedTuple):
     after: int
     kept: int
     most: int
+
+
+def situation_of(obstacle: str | None, entry: Any, graphs: Any) -> Situation:
+    """Return the situation of a call: its obstacle, the entry of its signature, and the numbers of graphs."""
+    calls = min(entry.calls, graphs.after)
+    return Situation(obstacle, entry.graph is not None, calls, graphs.after, graphs.kept, graphs.signatures)
+
+
+def free_graphs(entries: dict[Any, Any]) -> None:
+    """Free the graphs of all signatures, and clear the signatures."""
+    for entry in entries.values():
+        if entry.graph is not None:
+            entry.graph.reset()
+    entries.clear()
 
 
 def unsupported_reason(call: Situation) -> str | None:
@@ -129,17 +144,12 @@ class AutomaticGraph:
                 obstacle = (
                     "an earlier call waits for its backward, whose saved tensors a replay would overwrite"
                 )
-        situation = Situation(
-            obstacle,
-            entry.graph is not None,
-            min(entry.calls, self.after),
-            self.after,
-            self.kept,
-            self.signatures,
-        )
+        situation = situation_of(obstacle, entry, self)
         self.reason = unsupported_reason(situation)
         chosen = TABLE.choose(situation)
-        if chosen == EAGER or not undisturbed():  # observers see operations of eager calls only
+        if chosen == CAPTURED and not undisturbed():
+            self.reason = chosen = OBSERVED
+        if chosen != CAPTURED:
             entry.calls += 1
             return self.call(*args, **kwargs)
         graph = entry.graph
@@ -204,10 +214,7 @@ class AutomaticGraph:
 
     def reset(self) -> None:
         """Free all graphs and clear all signatures."""
-        for entry in self._entries.values():
-            if entry.graph is not None:
-                entry.graph.reset()
-        self._entries.clear()
+        free_graphs(self._entries)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutomaticGraph:
         """Copy the module without graphs."""

@@ -121,6 +121,7 @@ class RecordedStep:
         saved = SavedHostState(state)
         self.constants: tuple[Any, ...] = ()
         self._structure: Any = None
+        self._outputs = 0
         # Updates of scales write to the states of all modules, also of modules that other models own.
         self._scales = [
             (member.scale_in_place, member.amax_history)

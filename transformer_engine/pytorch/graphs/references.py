@@ -1,12 +1,15 @@
 """The variables that a function reads besides its arguments, as parts of a signature.
 
 A capture freezes these variables: numbers keep their values, tensors their addresses, objects their identities. The
-modules and optimizers among them are collected separately, because their own settings belong to the signature too.
+modules, optimizers and random generators among them are collected separately: their own state belongs to a step too.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,11 +20,16 @@ from torch import Tensor
 
 from .signature import PLAIN_TYPES, SameObject, address_of
 
-# Levels of objects whose attributes are read: the object of a bound method, and its attributes.
+# Levels of objects whose attributes are read: an object, and its attributes.
 _LEVELS = 2
+# Methods that Python or torch calls.
+_CALLED = ("__call__", "forward")
 # Longer containers count by identity, so that a data set is not read in every call.
 _MAX_ELEMENTS = 64
+# Objects of this package, such as recipes, are constants of a step, other than modules and optimizers.
 _CONSTANT_PACKAGES = ("transformer_engine.pytorch.", "transformer_engine.common.")
+# Functions of libraries are not read: they keep no state between the calls of a step.
+_LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 
 
 @dataclass
@@ -32,42 +40,85 @@ class References:
         facts: (name, value) of every variable that is not a module or an optimizer.
         modules: Modules that the variables hold.
         optimizers: Optimizers that the variables hold.
+        generators: (name, random generator of the host) of the variables.
     """
 
     facts: list[tuple[str, Any]] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    generators: list[tuple[str, Any]] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
+    _classes: dict[type, None] = field(default_factory=dict)
+    _attributes: set[str] = field(default_factory=set)
 
     @staticmethod
     def of(function: Callable[..., Any]) -> References:
         """Read the variables of a function, of the functions that it refers to, and of the object of a method."""
         found = References()
-        found._read_function(function)
+        found._read_function("self", function)
+        found._read_methods()
         return found
 
-    def _read_function(self, function: Any) -> None:
+    def _read_function(self, name: str, function: Any) -> None:
+        """Read the variables of a callable; `name` is that of an object with a `__call__` method."""
+        if isinstance(function, functools.partial):
+            self._read("an argument of functools.partial", (function.args, function.keywords), _LEVELS)
+            self._read_function(name, function.func)
+        elif isinstance(function, types.MethodType):
+            self._read("self", function.__self__, _LEVELS)
+            self._read_function("self", function.__func__)
+        elif isinstance(function, types.FunctionType):
+            self._read_variables(function)
+        else:
+            self._read(name, function, _LEVELS)
+
+    def _read_variables(self, function: types.FunctionType) -> None:
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
-        if isinstance(function, functools.partial):
-            self._read("an argument of functools.partial", (function.args, function.keywords), 0)
-            self._read_function(function.func)
-        elif isinstance(function, types.MethodType):
-            self._read("self", function.__self__, _LEVELS)
-            self._read_function(function.__func__)
-        elif isinstance(function, types.FunctionType):
-            for name, value in _variables(function):
-                called = isinstance(value, types.FunctionType | types.MethodType | functools.partial)
-                if called and getattr(value, "__module__", None) == function.__module__:
-                    self._read_function(value)
-                else:
-                    self._read(name, value, _LEVELS - 1)
-            self._read("a default of the function", (function.__defaults__, function.__kwdefaults__), 0)
-            if hasattr(function, "__wrapped__"):
-                self._read_function(function.__wrapped__)
-        elif callable(function) and type(function).__call__ is not type.__call__:
-            self._read("self", function, _LEVELS)
+        paths, attributes = _names(function.__code__)
+        self._attributes |= attributes
+        for name, value in _closure(function):
+            self._read(name, value, _LEVELS)
+        for path in paths:
+            if path[0] in function.__globals__:
+                self._read_path(function.__globals__[path[0]], path)
+        self._read("a default of the function", (function.__defaults__, function.__kwdefaults__), _LEVELS)
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            self._read_function("self", wrapped)
+
+    def _read_path(self, value: Any, path: tuple[str, ...]) -> None:
+        """Read a global variable; of a module or a class, read the attribute that the function reads."""
+        length = 1
+        while length < len(path) and isinstance(value, types.ModuleType | type):
+            if isinstance(value, types.ModuleType) and _is_library(value.__name__):
+                return
+            if path[length] not in (vars(value) if isinstance(value, types.ModuleType) else dir(value)):
+                return
+            value = getattr(value, path[length])
+            length += 1
+        self._read("global variable " + ".".join(path[:length]), value, _LEVELS)
+
+    def _read_methods(self) -> None:
+        """Read the methods of the objects that were found, as far as a function that was read names them."""
+        read: set[tuple[type, str]] = set()
+        while True:
+            waiting = [
+                (owner, name)
+                for kind in self._classes
+                for owner in kind.__mro__
+                for name in vars(owner)
+                if (name in _CALLED or name in self._attributes) and (owner, name) not in read
+            ]
+            if not waiting:
+                return
+            read.update(waiting)
+            for owner, name in waiting:
+                member = vars(owner)[name]
+                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if isinstance(member, types.FunctionType) and not _is_library(member.__module__):
+                    self._read_variables(member)
 
     def _read(self, name: str, value: Any, levels: int) -> None:
         """Add a variable, and the attributes of an object down to a number of levels."""
@@ -75,23 +126,40 @@ class References:
         if kind in PLAIN_TYPES:
             self.facts.append((name, (kind, value)))
         elif isinstance(value, Tensor):
-            # Results of autograd are overwritten by every replay.
-            place = None if value.grad_fn is not None else (address_of(value), value.shape, value.dtype)
-            self.facts.append((name, (kind, place)))
+            # A step that replaces a tensor passes a value to the next step; a replay would read the first one.
+            self.facts.append((name, (SameObject(value), address_of(value), value.shape, value.dtype)))
         elif isinstance(value, types.ModuleType | type):
-            return
+            self.facts.append((name, SameObject(value)))
+        elif is_generator(getattr(value, "__self__", None)):
+            self._read(name, value.__self__, levels)
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            self.facts.append((name, _identity(value)))
+            if not _is_library(getattr(value, "__module__", None)) or isinstance(value, functools.partial):
+                self._read_function(name, value)
         elif id(value) in self._seen:
             self.facts.append((name, SameObject(value)))
         elif isinstance(value, torch.nn.Module):
-            self._seen.add(id(value))
-            self.modules.append(value)
+            self._read_module(name, value)
         elif isinstance(value, torch.optim.Optimizer):
             self._seen.add(id(value))
             self.optimizers.append(value)
+        elif is_generator(value):
+            self._seen.add(id(value))
+            self.facts.append((name, SameObject(value)))
+            self.generators.append((name, value))
         elif isinstance(value, list | tuple | dict | set | frozenset):
             self._read_container(name, value, levels)
         else:
             self._read_object(name, value, levels)
+
+    def _read_module(self, name: str, module: torch.nn.Module) -> None:
+        self._seen.add(id(module))
+        self.modules.append(module)
+        for layer in module.modules():
+            if not _is_library(type(layer).__module__):
+                self._classes[type(layer)] = None
+                drawing = [(key, value) for key, value in vars(layer).items() if is_generator(value)]
+                self.generators += [(f"{name}.{key}", value) for key, value in drawing]
 
     def _read_container(self, name: str, value: Any, levels: int) -> None:
         if not isinstance(value, tuple):
@@ -110,21 +178,82 @@ class References:
     def _read_object(self, name: str, value: Any, levels: int) -> None:
         self._seen.add(id(value))
         self.facts.append((name, SameObject(value)))
-        attributes = getattr(value, "__dict__", None)
-        # Objects of this package, such as recipes, are constants of a step, other than modules and optimizers.
-        ours = (type(value).__module__ or "").startswith(_CONSTANT_PACKAGES)
-        if levels > 0 and isinstance(attributes, dict) and not callable(value) and not ours:
-            for attribute, element in attributes.items():
-                self._read(f"{name}.{attribute}", element, levels - 1)
+        if levels == 0 or (type(value).__module__ or "").startswith(_CONSTANT_PACKAGES):
+            return
+        self._classes[type(value)] = None
+        for attribute, element in _attributes(value):
+            self._read(f"{name}.{attribute}", element, levels - 1)
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Iterate over the names and values of the closure and of the global variables that a function reads."""
+def is_generator(value: Any) -> bool:
+    """Return whether an object draws random numbers on the host."""
+    if isinstance(value, random.Random):
+        return True
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu"
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
+
+
+def _is_library(module: str | None) -> bool:
+    name = module or ""
+    return name.partition(".")[0] in _LIBRARIES or f"{name}.".startswith(_CONSTANT_PACKAGES)
+
+
+def _identity(function: Any) -> Any:
+    """Return the identity of a function; a bound method is a new object each time that it is read."""
+    if isinstance(function, types.MethodType):
+        return SameObject(function.__func__), SameObject(function.__self__)
+    return SameObject(function)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the attributes of an object, in its dictionary and in its slots."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from attributes.items()
+    for owner in type(value).__mro__:
+        for name, member in list(vars(owner).items()):
+            if isinstance(member, types.MemberDescriptorType) and not _is_library(owner.__module__):
+                try:
+                    yield name, member.__get__(value)
+                except AttributeError:  # the slot has no value yet
+                    continue
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Iterate over the names and values of a function's closure."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"variable {name}", cell.cell_contents
         except ValueError:  # the variable has no value yet
             continue
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield f"global variable {name}", function.__globals__[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
+    """Return the global variables that a function and its inner functions use, and the names of all attributes.
+
+    A global variable is a path: ("config", "scale") if the function reads `config.scale`.
+    """
+    paths: dict[tuple[str, ...], None] = {}
+    attributes: set[str] = set()
+    path: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+            paths[path] = None
+            path = (instruction.argval,)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):
+            attributes.add(instruction.argval)
+            path = (*path, instruction.argval) if path else ()
+        elif instruction.opname not in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
+            paths[path] = None
+            path = ()
+    paths[path] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, names = _names(constant)
+            paths.update(dict.fromkeys(inner))
+            attributes |= names
+    paths.pop((), None)
+    return tuple(paths), frozenset(attributes)

@@ -7,6 +7,7 @@ the step of that call. A step with a new signature (another shape, another setti
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 from ...common.checks import described, whole
 from ...common.dispatch import undisturbed
 from ..quantization.autocast import here
+from ..runtime.capture import Recorder
 from . import automatic, build
 from .recorded_step import RecordedStep
 from .signature import ArgumentLeaves, Standing, signature_of, unsupported_leaf_reason
@@ -29,7 +31,7 @@ from .step_state import Facts, StepState, change_between, host_random_state, obs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).parents[2]
-_OWN = (str(Path(torch.__file__).parent), str(_PACKAGE / "pytorch"), str(_PACKAGE / "common"))
+_OWN = tuple([f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, _PACKAGE)])
 _NO_WAITING = (
     "a capture cannot wait for the GPU or copy from pageable memory: move .item(), .tolist(), .cpu(), print(tensor), "
     "indexing by a mask, and torch.tensor(...) on the GPU out of the step"
@@ -41,16 +43,16 @@ class _StepEntry:
     """The state of one signature.
 
     Attributes:
-        calls: Number of eager calls that changed nothing on the host.
         constants: Results of the last call that are not tensors.
-        graph: The recorded step.
         failure: Why the capture failed.
+        graph: The recorded step.
+        calls: Number of eager calls that changed nothing on the host.
     """
 
-    calls: int = 0
     constants: tuple[Any, ...] | None = None
-    graph: RecordedStep | None = None
     failure: str | None = None
+    graph: RecordedStep | None = None
+    calls: int = 0
 
 
 @dataclass(eq=False)
@@ -59,7 +61,7 @@ class TrainingStep:
 
     Attributes:
         function: The eager step.
-        after: Number of eager calls of a signature before its capture.
+        after: Number of eager calls of a signature before its capture, besides those that change state on the host.
         signatures: Maximum number of graphs.
         optimizers: Optimizers that a call has stepped.
         reason: Why the last call ran eagerly; None if it replayed a graph.
@@ -77,7 +79,7 @@ class TrainingStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.function(*args, **kwargs)
+            return detached(self.function(*args, **kwargs))
         leaves = ArgumentLeaves.of(args, kwargs)
         state = StepState.of(self.function, self.optimizers)
         thread = here()
@@ -88,19 +90,21 @@ class TrainingStep:
         )
         if obstacle is not None:
             self._choose(obstacle, _StepEntry())
-            return self.function(*args, **kwargs)
+            return detached(self.function(*args, **kwargs))
         standing = Standing(state.signature, None)
         entry = self._entry(signature_of(leaves, standing, thread.state, caches=False))
         if entry.graph is not None and entry.graph.is_stale:
             entry.graph, entry.calls = None, 0
         chosen = self._choose(entry.failure or self._changed(entry, state), entry)
         if entry.failure is not None:
-            return self.function(*args, **kwargs)
-        if chosen == automatic.EAGER or not undisturbed():
-            return self._run_eagerly(entry, state, args, kwargs)
+            return detached(self.function(*args, **kwargs))
+        if chosen == automatic.CAPTURED and not undisturbed():
+            self.reason = chosen = automatic.OBSERVED
+        if chosen != automatic.CAPTURED:
+            return self._run_eagerly(entry, state, leaves, args, kwargs)
         graph = entry.graph or self._capture(entry, leaves, state)
         if graph is None:
-            return self.function(*args, **kwargs)
+            return detached(self.function(*args, **kwargs))
         self._facts = state.facts
         return graph.replay(leaves.tensors)
 
@@ -111,22 +115,12 @@ class TrainingStep:
 
     def reset(self) -> None:
         """Free all graphs and clear all signatures."""
-        for entry in self._entries.values():
-            if entry.graph is not None:
-                entry.graph.reset()
-        self._entries.clear()
+        automatic.free_graphs(self._entries)
         self._facts = self._change = None
 
     def _choose(self, obstacle: str | None, entry: _StepEntry) -> str:
         """Choose between a graph and an eager call, and note the reason."""
-        situation = automatic.Situation(
-            obstacle,
-            entry.graph is not None,
-            min(entry.calls, self.after),
-            self.after,
-            self.kept,
-            self.signatures,
-        )
+        situation = automatic.situation_of(obstacle, entry, self)
         self.reason = automatic.unsupported_reason(situation)
         return automatic.TABLE.choose(situation)
 
@@ -149,22 +143,31 @@ class TrainingStep:
         return entry
 
     def _run_eagerly(
-        self, entry: _StepEntry, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        entry: _StepEntry,
+        state: StepState,
+        leaves: ArgumentLeaves,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call the step, and count the call if it leaves the state on the host unchanged.
 
         It runs on the stream of the capture, so that the libraries' workspaces and autograd's accumulators of this
         stream exist before the capture.
         """
-        recorder = build.graph_recorder(self._pool)
-        assert recorder is not None, "without a GPU there is an obstacle"
-        random = host_random_state()
+        random = host_random_state(state.generators)
+        versions = [tensor._version for tensor in leaves.tensors]
+        recorder = self._recorder()
         with recorder.on_capture_stream():
-            result = self.function(*args, **kwargs)
+            result = detached(self.function(*args, **kwargs))
+        recorder.hand_over(_tensors_of(result, state.parameters))
         after = StepState.of(self.function, self.optimizers)
         change = change_between(state.facts, after.facts)
-        if change is None and host_random_state() != random:
-            change = "a random generator of the host; draw on the GPU, or pass the numbers as an argument"
+        if change is None:
+            change = _written_argument(self.function, leaves, versions, (args, kwargs))
+        drawn = change_between(random, host_random_state(state.generators))
+        if change is None and drawn is not None:
+            change = f"a random generator of the host ({drawn}); draw on the GPU, or pass the numbers as an argument"
         constants = tuple([leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, Tensor)])
         if change is None and entry.constants is not None and constants != entry.constants:
             change = f"its result {constants}, which is no tensor; return a tensor"
@@ -173,20 +176,36 @@ class TrainingStep:
         self._change, self._facts = change, after.facts
         return result
 
+    def _recorder(self) -> Recorder:
+        """Return a recorder in the memory pool of the kept graphs, or in a new one.
+
+        The graphs of one step share a pool, because they never run at the same time. A pool ends with its last graph.
+        """
+        if self.kept == 0:
+            self._pool = None
+        recorder = build.graph_recorder(self._pool)
+        assert recorder is not None, "without a GPU there is an obstacle"
+        return recorder
+
     def _capture(self, entry: _StepEntry, leaves: ArgumentLeaves, state: StepState) -> RecordedStep | None:
         """Capture the graph of a signature; if the capture fails, warn once and return None."""
-        recorder = build.graph_recorder(self._pool)
-        assert recorder is not None, "the table chooses a capture only with a GPU"
-        # Graphs of one step share their memory: they never run at the same time.
-        self._pool = getattr(recorder, "pool", None)
+        recorder = self._recorder()
         try:
             with build.capturing():
                 entry.graph = RecordedStep(self.function, leaves, state, recorder)
-        except Exception as error:
-            # A capture fails with many different errors. An error of the step itself is raised by the eager call.
-            entry.failure = self.reason = f"it could not be captured: {_described(error)}"
+        except RuntimeError as error:
+            # torch raises RuntimeError and its subclasses for operations that cannot be captured. Other errors are
+            # those of the step.
+            failure = f"it could not be captured: {_described(error)}"
+            self.reason = failure
+            if isinstance(error, torch.OutOfMemoryError):
+                entry.calls = 0  # another capture may succeed
+            else:
+                entry.failure = failure
             name = getattr(self.function, "__name__", type(self.function).__name__)
-            warnings.warn(f"graphed: {name} runs eagerly; {entry.failure}", stacklevel=4)
+            warnings.warn(f"graphed: {name} runs eagerly; {failure}", stacklevel=4)
+        else:
+            self._pool = getattr(recorder, "pool", None)
         return entry.graph
 
     def _obstacle_now(self, leaves: ArgumentLeaves, state: StepState, arguments: Any) -> str | None:
@@ -198,6 +217,9 @@ class TrainingStep:
             if not automatic.records(tensor.device):
                 name = _argument_name(self.function, arguments, position)
                 return f"argument {name} is on {tensor.device}; a CUDA graph takes tensors of a GPU"
+            if tensor.is_inference():
+                name = _argument_name(self.function, arguments, position)
+                return f"argument {name} is an inference tensor, whose writes are not counted; pass a clone"
         away = next((p.device for p in state.parameters if not automatic.records(p.device)), None)
         if away is not None:
             return f"a parameter is on {away}; a CUDA graph takes tensors of a GPU"
@@ -218,6 +240,27 @@ def _argument_name(function: Callable[..., Any], arguments: Any, position: int) 
         names = list(inspect.signature(function).parameters)
         name = names[key.idx] if key.idx < len(names) else str(key.idx)
     return name + pytree.keystr(path[2:])
+
+
+def _written_argument(
+    function: Callable[..., Any], leaves: ArgumentLeaves, versions: list[int], arguments: Any
+) -> str | None:
+    """Return an argument that a call has written; a replay writes the static copy of the argument instead."""
+    for tensor, position, version in zip(leaves.tensors, leaves.positions, versions, strict=True):
+        if tensor._version != version:
+            return f"argument {_argument_name(function, arguments, position)}"
+    return None
+
+
+def detached(result: Any) -> Any:
+    """Return a result of an eager call without its autograd graph, which a replay does not have either."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, result)
+
+
+def _tensors_of(result: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a result, and the gradients of parameters."""
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return tensors + [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _described(error: BaseException) -> str:
@@ -261,12 +304,15 @@ class GraphedFunction:
         stream = nullcontext() if recorder is None else recorder.on_capture_stream()
         with observed_optimizers() as stepped, stream:
             result = self._graph(*args, **kwargs)
+        if recorder is not None:
+            recorder.hand_over(_tensors_of(result, parameters))
         if stepped or any(
             p.grad is not grad or (grad is not None and grad._version != version)
             for p, (grad, version) in zip(parameters, before, strict=True)
         ):
             self._graph = TrainingStep(self.function, self.after, self.signatures, tuple(stepped))
             self._undecided = 0
+            return detached(result)
         return result
 
     @property
@@ -301,12 +347,14 @@ def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Functio
         module: A module, which is modified, or a function, which is wrapped. Tensors that a function reads besides its
             arguments must keep their addresses.
         after: Number of eager calls of a signature before its capture. A signature covers shapes, dtypes, modes, recipe
-            and addresses of parameters.
+            and addresses of parameters. Of a training step, calls that change state on the host are not counted,
+            nor is the call that first steps an optimizer or computes gradients.
         signatures: Maximum number of graphs; calls with further signatures run eagerly.
 
     Returns:
         The module, or the wrapped function. `reset()` of either frees all graphs. The attribute `reason` of a wrapped
-        function is the reason why its last call ran eagerly, or None if it replayed a graph.
+        function is the reason why its last call ran eagerly, or None if it replayed a graph. Results of a training
+        step have no `grad_fn`.
 
     Raises:
         TypeError: module is not callable.

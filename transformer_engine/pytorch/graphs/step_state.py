@@ -7,7 +7,9 @@ device.
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ class StepState:
         facts: (name, value) of everything on the host that a capture freezes.
         modules: Modules that the step calls.
         optimizers: Optimizers that the step calls.
+        generators: (name, random generator of the host) of the variables.
         parameters: Parameters of both, each once.
         obstacle: Reason why no graph can be captured, or None.
     """
@@ -41,6 +44,7 @@ class StepState:
     facts: Facts
     modules: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
+    generators: list[tuple[str, Any]]
     parameters: list[Tensor]
     obstacle: str | None
 
@@ -66,22 +70,33 @@ class StepState:
             facts += [
                 (f"a setting, parameter or buffer of {type(module).__name__}", f) for f in standing.facts
             ]
+            facts += _result_facts(module)
         for optimizer in optimizers:
             obstacle = obstacle or _optimizer_obstacle(optimizer)
             facts += _optimizer_facts(optimizer)
-        candidates = [parameter for module in found.modules for parameter in module.parameters()]
+        candidates: list[Tensor] = [
+            parameter for module in found.modules for parameter in module.parameters()
+        ]
         candidates += [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters = list({id(p): p for p in candidates}.values())
         if any(getattr(p, kind, None) for p in parameters for kind in _PARAMETER_HOOKS):
             obstacle = obstacle or "a parameter has hooks, which a replay would not call"
         sums = [getattr(parameter, "main_grad", None) for parameter in parameters]
         facts += [("main_grad of a parameter", address_of(s)) for s in sums if isinstance(s, Tensor)]
-        return StepState(facts, found.modules, optimizers, parameters, obstacle)
+        return StepState(facts, found.modules, optimizers, found.generators, parameters, obstacle)
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """The facts, and which parameters have a gradient: without one, a backward pass does not accumulate."""
         return tuple(self.facts), tuple([parameter.grad is None for parameter in self.parameters])
+
+
+def _result_facts(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over the results of autograd that layers hold: the next step may read them, and a replay the first."""
+    for layer in module.modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield f"{name} of {type(layer).__name__}", SameObject(value)
 
 
 def _optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
@@ -145,9 +160,27 @@ def change_between(before: Facts, after: Facts) -> str | None:
     return names[0] if remedy is None else f"{names[0]}; {remedy}"
 
 
-def host_random_state() -> tuple[Any, ...]:
-    """Return the states of the random generators of the host, which a replay does not advance."""
-    return random.getstate(), bytes(torch.get_rng_state().numpy())
+def host_random_state(generators: Sequence[tuple[str, Any]]) -> Facts:
+    """Return the states of the random generators of the host, which a replay does not advance.
+
+    Args:
+        generators: (name, generator) of those that the step reads, besides the global ones.
+    """
+    states: Facts = [("random", random.getstate()), ("torch", bytes(torch.get_rng_state().numpy()))]
+    if "numpy" in sys.modules:
+        states.append(("numpy.random", pickle.dumps(sys.modules["numpy"].random.get_state())))
+    return states + [(name, _generator_state(generator)) for name, generator in generators]
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy())
+    if isinstance(generator, random.SystemRandom):
+        return object()  # it has no state, and each call differs
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return pickle.dumps(generator.get_state() if bits is None else bits.state)
 
 
 @contextmanager

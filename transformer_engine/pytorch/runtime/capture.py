@@ -35,12 +35,15 @@ class Recorder(Protocol):
     Attributes:
         warming: Context for all code that runs before the first recording.
         on_capture_stream: Context for eager code on the stream of the recordings; the host waits for nothing.
+        hand_over: Keeps the memory of tensors of this code until the current stream has read them.
         record: Runs the body once; the results are invalid until the first replay if the recorder only records.
     """
 
     def warming(self) -> AbstractContextManager[None]: ...
 
     def on_capture_stream(self) -> AbstractContextManager[None]: ...
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> None: ...
 
     def record(self, body: Callable[[], Results]) -> Recording: ...
 
@@ -139,6 +142,14 @@ class CudaRecorder:
                 yield
         finally:
             here.wait_stream(self.stream)
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> None:
+        here = torch.cuda.current_stream()
+        for tensor in tensors:
+            as_storage: Any = getattr(tensor, "as_storage", None)  # of a quantized tensor
+            for part in (tensor,) if as_storage is None else as_storage().flatten()[0]:
+                if part is not None and part.is_cuda:
+                    part.record_stream(here)
 
     def record(self, body: Callable[[], Results]) -> CudaRecording:
         graph = torch.cuda.CUDAGraph()
