@@ -15,12 +15,12 @@ from ..formats import Element
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
 from .activation_cast import MEASURED, load_tile, made, store_tile, tiling_of
-from .cast import VALUE_FOR_INF
+from .cast import resolve_multiplier
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
 from .norm import maximum_before, multiplier_of, record_maximum
 from .program import Program, step
-from .rounding import scale_from_amax, to_codes
+from .rounding import to_codes
 
 _BLOCK = tl.constexpr(128)  # columns of a block of encoded x; a multiple of the columns of a tile
 
@@ -31,21 +31,6 @@ class OutputCodes(NamedTuple):
     element: Element
     power_of_two: bool
     epsilon: float
-
-
-@triton.jit
-def _output_multiplier(
-    multiplier, amax, scale, program, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr
-):  # fmt: skip
-    """Return the multiplier of the output's codes, given or computed from amax; program 0 stores its inverse."""
-    if multiplier is not None:
-        factor = tl.load(multiplier)
-        decode = tl.div_rn(1.0, factor)
-    else:
-        factor, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-    if program == 0:
-        tl.store(scale, decode)
-    return factor
 
 
 @triton.jit
@@ -85,43 +70,19 @@ def _gradients_and_output(
 
 @triton.jit
 def recompute_kernel(
-    dy,
-    x,
-    x_scale,
-    multiplier,
-    output_multiplier,
-    output_amax,
-    amax,
-    codes,
-    codes_t,
-    scale,
-    dx,
-    output_codes_t,
-    output_scale,
-    M,
-    width,
-    dy_stride,
-    x_stride,
-    limit,
-    alpha,
-    offset,
-    CURVE: tl.constexpr,
-    GATED: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EVEN: tl.constexpr,
-    CONVERSION: tl.constexpr,
-):
+    dy, x, x_scale, multiplier, output_multiplier, output_amax, amax,
+    codes, codes_t, scale, dx, output_codes_t, output_scale,
+    M, width, dy_stride, x_stride, limit, alpha, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr,
+    MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+    PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
+):  # fmt: skip
     """Compute a tile of dx [M, width], of the second half of dx if gated, and of the codes [width, M] of f(x)."""
     program = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, program, False)
-    output_factor = _output_multiplier(
-        output_multiplier, output_amax, output_scale, program, MAXIMUM, EPSILON, POWER_OF_TWO
+    output_factor = resolve_multiplier(
+        program, output_multiplier, output_amax, output_scale, MAXIMUM, EPSILON, POWER_OF_TWO, False
     )
     known = maximum_before(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
@@ -146,11 +107,11 @@ def recompute_kernel(
         PAIRS, EVEN, CONVERSION,
     )  # fmt: skip
     if GATED:
-        beside = store_tile(
-            even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
-            factor, PAIRS, EVEN, CONVERSION,
+        bits_b = store_tile(
+            even_b, odd_b, dx, codes, codes_t, M, width, columns, width,
+            first_m, first_n, half, column, factor, PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
-        bits = tl.maximum(bits, beside)
+        bits = tl.maximum(bits, bits_b)
     if amax is not None:
         record_maximum(amax, tl.max(bits), known)
 

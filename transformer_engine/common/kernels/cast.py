@@ -89,7 +89,7 @@ def _record(amax, bits):
 
 
 @triton.jit
-def _scale_of(
+def resolve_multiplier(
     program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ZERO_IS_ONE: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def cast_kernel(
     values = tile.load(x + start + offsets, inside, EVEN)
     if FOLLOWS:
         gdc_wait()
-    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
+    factor = resolve_multiplier(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
     narrow = to_codes(values.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
     if FOLLOWS and EVEN:
         tl.store(codes + start + offsets, narrow, eviction_policy="evict_first")
@@ -179,7 +179,7 @@ def cast_transpose_kernel(
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     if FOLLOWS:
         gdc_wait()
-    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
+    factor = resolve_multiplier(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
     if codes is not None:
         element = codes.dtype.element_ty
         narrow = to_codes(even.to(tl.float32) * factor, element, CONVERSION)

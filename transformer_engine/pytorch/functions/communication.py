@@ -116,11 +116,6 @@ def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlap
     return COLLECTIVES[collective](x, parallel.checked_group(), later)
 
 
-def completed(value: Any) -> Any:
-    """The result of a pending collective; any other value unchanged."""
-    return value.wait() if isinstance(value, Pending) else value
-
-
 def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
     """Begin the sum of partial results [M, N] over the ranks; with sequence parallelism each rank gets its rows."""
     return begin("reduce_scatter" if parallel.sequence else "all_reduce", x, parallel)

@@ -35,7 +35,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...common.dispatch import Backend, Table
-from ...common.formats import BLOCK_1D, FLOAT8
+from ...common.formats import BLOCK_1D
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
 from .linear_operands import gradient_cast, input_cast
@@ -272,7 +272,7 @@ def choose_columns_mode(
         Columns(
             activation,
             gradient,
-            one_scale=cast is not None and cast.spec.format.name == FLOAT8.name,
+            one_scale=cast is not None and cast.spec.format.block is None,
             copied=cast is not None and cast.spec.columnwise,
             read=fc2.needs_grad_weight and fc2.needs_grad_input and fc1.needs_grad_input,
             summed=gradient == FUSED_CAST and fc1.needs_grad_bias,

@@ -39,7 +39,7 @@ from ..primitives.quantize import Cast
 from ..runtime.autograd import Function
 from ..runtime.tracing import result_in
 from ..tensor.quantizer import Matrix, Operands, Quantizer
-from .communication import Pending, begin_sum, completed, gathered_product, scattered_product
+from .communication import Pending, begin_sum, gathered_product, scattered_product
 from .gathered_operands import (
     QuantizedGradient,
     begin_gather,
@@ -266,7 +266,7 @@ def linear_backward(
             dy_columns = columns_of_rows(dy_rows)
         del dy_rows
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
-        left = operand_of(completed(dy_columns))
+        left = operand_of(dy_columns.wait() if isinstance(dy_columns, Pending) else dy_columns)
         if isinstance(x, Pending) or spec.keep_input or spec.backward != QUANTIZED:
             x = column_operand(x, spec)
         elif offloading.used:
