@@ -218,14 +218,8 @@ def _backward_and_output(
     )
     performed = Performed(program, request.device)
 
-    def run(
-        dy: Tensor,
-        x: Any,
-        multiplier: Tensor | None,
-        record: Tensor | None,
-        output_multiplier: Tensor | None,
-        output_amax: Tensor | None,
-    ) -> tuple[MeasuredGradient | Quantized, Quantized]:
+    def run(dy: Tensor, x: Any, *scalings: Tensor | None) -> tuple[MeasuredGradient | Quantized, Quantized]:
+        multiplier, record, output_multiplier, output_amax = scalings
         of_output = (as_float32(output_multiplier), output_amax)
         matrices = (
             (rows_dense(dy), x.codes, _column_major(x.scale))
