@@ -100,7 +100,7 @@ def _precedes(release: tuple[int, int], first: tuple[int, int]) -> bool:
 
     A development build without metadata, (0, 0), counts as new enough.
     """
-    return (0, 0) != release < first
+    return (0, 0) < release < first  # `!=` of tuples is not traced by torch 2.11
 
 
 def _upgrade_of_triton(release: tuple[int, int]) -> str:

@@ -334,7 +334,7 @@ class OperationFuser:
         override = getattr(recipe, "backward_override", None)
         registered = self._copy_registrations()
         recipe_type = None if recipe is None else type(recipe)
-        key = (length, override, first, registered)
+        key = (length, override, first, *registered)
         # torch 2.11 can trace `is` between classes, but not == of tuples that contain classes.
         if recipe_type is self.recipe_type and key == self._fused_for:
             return
