@@ -173,7 +173,11 @@ class CudaRecorder:
             with torch.cuda.graph(empty, stream=self.stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device="cuda")
             if isinstance(error, RuntimeError) and "during capture" in str(error):
-                raise RuntimeError(_INVALIDATED) from error
+                # After an error in the body, the end of the capture fails, too, and hides it.
+                cause = error.__context__
+                if cause is None or "during capture" in str(cause):
+                    raise RuntimeError(_INVALIDATED) from error
+                raise cause from None
             raise
         return CudaRecording(graph, results)
 
