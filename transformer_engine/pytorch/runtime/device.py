@@ -133,7 +133,7 @@ def _check_available(device: torch.device, name: str) -> None:
 
 def _to_device(device: torch.device | str | int, name: str) -> torch.device:
     """Convert a device in any form that torch accepts to torch.device; raise TypeError or ValueError otherwise."""
-    if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
+    if not isinstance(device, (str, bool, torch.device, torch.Tensor)) and hasattr(type(device), "__index__"):
         device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(

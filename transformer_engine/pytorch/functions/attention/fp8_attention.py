@@ -67,7 +67,7 @@ class FP8Passes(NamedTuple):
     high_precision: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch 2.11's compiler hashes an instance before its attributes exist
 class FP8Attention:
     """The FP8 attention of one call, in the place of a backend.
 
