@@ -315,7 +315,7 @@ def backward(
     `forward`, and float32 column sums [strips, N] if requested; with `measures`, amax comes first.
     """
     rows, width = shape
-    tile, warps = _backward_tile(rows * width, name, gated, columnwise, sums_columns)
+    tile, warps = backward_tile(rows * width, name, gated, columnwise, sums_columns)
     tiling, grid = tiling_of(shape, tile)
     columns = 2 * width if gated else width
     outputs = (
@@ -370,7 +370,7 @@ def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, 
     return (64, 64, 4, 1), 4  # gelu 0.147; 64 x 128 0.152, 64 x 256 0.169, 128 x 64 0.156
 
 
-def _backward_tile(
+def backward_tile(
     size: int, name: str, gated: bool, columnwise: bool, sums_columns: bool
 ) -> tuple[tuple[int, int, int, int], int]:
     """Return the tile and the warps of a program that reads `size` elements of dy."""
