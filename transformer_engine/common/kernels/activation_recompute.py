@@ -14,7 +14,7 @@ import triton.language as tl
 from ..formats import Element
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
-from .activation_cast import MEASURED, load_tile, made, store_tile, tiling_of
+from .activation_cast import MEASURED, backward_tile, load_tile, made, store_tile, tiling_of
 from .cast import resolve_multiplier
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
@@ -137,11 +137,11 @@ def backward(
     column-major, follow x in the inputs; width is then a multiple of 128.
     """
     rows, width = shape
-    block = _tile(rows * width, gated)
-    tiling, grid = tiling_of(shape, (*block[:3], 1))
-    measured = MEASURED if element is None else None
+    # The tile of `activation_cast` for codes in both directions.
+    block, warps = backward_tile(rows * width, name, gated, True, False)
+    tiling, grid = tiling_of(shape, block)
     outputs = (
-        *((measured,) if element is None else ()),
+        *((MEASURED,) if element is None else ()),
         *made((rows, 2 * width if gated else width), dtype, element, columnwise),
         Output((width, rows), codes_dtype(output.element)),
         Output((1,), "float32"),
@@ -149,7 +149,7 @@ def backward(
     scaling = (output.element.maximum, output.epsilon, output.power_of_two)
     scalars, fixed = (*shape, *strides, *constants), (CURVES[name], gated, *scaling, *tiling, NATIVE)
     recorded = () if element is None else (6,)
-    launch = Launch(recompute_kernel, grid, outputs, scalars, fixed, block[3], in_place=recorded)
+    launch = Launch(recompute_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
     names = ("codes", "codes_t", "scale", "values", *_OUTPUT)
     of_output = ("output_multiplier", "output_amax")
     matrices = ("dy", "x", "x_scale") if encoded else ("dy", "x")
@@ -164,10 +164,3 @@ def backward(
 
 
 _OUTPUT = ("output_codes_t", "output_scale")
-
-
-def _tile(size: int, gated: bool) -> tuple[int, int, int, int]:
-    """Return (rows, columns, tiles per band, warps): the tiles of `activation_cast` for codes in both directions."""
-    if size <= 1 << 22:
-        return 64, 64, 4, 4
-    return (32, 128, 4, 8) if gated else (32, 128, 4, 4)
