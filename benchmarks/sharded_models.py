@@ -66,6 +66,7 @@ class ShardedSteps:
     def __init__(self, arm: str, size: Size, device: torch.device, compiled: bool) -> None:
         base = arm.removesuffix(CODES)
         self.codes = arm.endswith(CODES)
+        self.precomputes_scales = self.codes and base.startswith("pt:")
         self.device = device
         torch.manual_seed(0)
         self.model = self._make_model(base, size, compiled)
@@ -109,7 +110,7 @@ class ShardedSteps:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.codes and type(self.model).__name__ == "TorchModel":
+        if self.precomputes_scales:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             precompute_float8_dynamic_scale_for_fsdp(self.model)
@@ -125,15 +126,12 @@ class ShardedSteps:
             torch.cuda.reset_peak_memory_stats()
         self.run()
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-        step_ms = statistics.median(self._block_ms() for _ in range(BLOCKS))
+        step_ms = _maximum(statistics.median(self._block_ms() for _ in range(BLOCKS)), self.device)
         with GatheredBytes() as gathered:
             self.run()
         return {
-            "step_ms": _maximum(step_ms, self.device),
-            "tokens_per_second": 1e3
-            * self.tokens.numel()
-            * dist.get_world_size()
-            / _maximum(step_ms, self.device),
+            "step_ms": step_ms,
+            "tokens_per_second": 1e3 * self.tokens.numel() * dist.get_world_size() / step_ms,
             "peak_gib": _maximum(peak, self.device),
             "gathered_mb": gathered.total / 1e6,
             "gather_ms": self._gather_ms() if on_gpu else None,

@@ -87,7 +87,7 @@ SHARDED_ARMS = {
     "te:current": "this engine, `Float8CurrentScaling`, bfloat16 weights gathered",
     "te:current+codes": "this engine, FP8 parameters gathered, float32 master weights",
     "pt:tensorwise": "torchao, tensorwise, bfloat16 weights gathered",
-    "pt:tensorwise+codes": "torchao, FP8 all-gather",
+    "pt:tensorwise+codes": "torchao, FP8 all-gather without precomputed scales",
     "pt:bf16": "plain PyTorch, compiled, bfloat16",
 }
 
