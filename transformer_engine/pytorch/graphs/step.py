@@ -211,15 +211,9 @@ class TrainingStep:
     def _obstacle_now(self, leaves: ArgumentLeaves, state: StepState, arguments: Any) -> str | None:
         """Return why a call cannot be captured at this moment, or None."""
         for tensor, position in zip(leaves.tensors, leaves.positions, strict=True):
-            if tensor.requires_grad:
-                name = _argument_name(self.function, arguments, position)
-                return f"argument {name} requires a gradient; pass it detached, or graph the module instead"
-            if not automatic.records(tensor.device):
-                name = _argument_name(self.function, arguments, position)
-                return f"argument {name} is on {tensor.device}; a CUDA graph takes tensors of a GPU"
-            if tensor.is_inference():
-                name = _argument_name(self.function, arguments, position)
-                return f"argument {name} is an inference tensor, whose writes are not counted; pass a clone"
+            obstacle = _argument_obstacle(tensor)
+            if obstacle is not None:
+                return f"argument {_argument_name(self.function, arguments, position)} {obstacle}"
         away = next((p.device for p in state.parameters if not automatic.records(p.device)), None)
         if away is not None:
             return f"a parameter is on {away}; a CUDA graph takes tensors of a GPU"
@@ -228,6 +222,17 @@ class TrainingStep:
             if ranks > 1:
                 return f"the step runs on {ranks} ranks; graph the modules instead, with te.graphed(module)"
         return automatic.obstacle_of(leaves, here().recomputes)
+
+
+def _argument_obstacle(tensor: Tensor) -> str | None:
+    """Return why an argument prevents a capture, or None."""
+    if tensor.requires_grad:
+        return "requires a gradient; pass it detached, or graph the module instead"
+    if not automatic.records(tensor.device):
+        return f"is on {tensor.device}; a CUDA graph takes tensors of a GPU"
+    if tensor.is_inference():
+        return "is an inference tensor, whose writes are not counted; pass a clone"
+    return None
 
 
 def _argument_name(function: Callable[..., Any], arguments: Any, position: int) -> str:
