@@ -107,6 +107,12 @@ _INVALIDATED = (
 )
 
 
+def _is_invalidation(error: BaseException) -> bool:
+    """Return whether CUDA stopped a capture because of work outside of the captured stream."""
+    messages = "during capture", "depend on a capturing blocking stream"  # the second: of the default stream
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
+
+
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Return the stream of all recorders of a device: libraries keep one workspace per stream that they have used."""
@@ -172,12 +178,14 @@ class CudaRecorder:
                 empty.register_generator_state(generator)
             with torch.cuda.graph(empty, stream=self.stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device="cuda")
+            failure = error
             if isinstance(error, RuntimeError) and "during capture" in str(error):
                 # After an error in the body, the end of the capture fails, too, and hides it.
-                cause = error.__context__
-                if cause is None or "during capture" in str(cause):
-                    raise RuntimeError(_INVALIDATED) from error
-                raise cause from None
+                failure = error.__context__ or error
+            if _is_invalidation(failure):
+                raise RuntimeError(_INVALIDATED) from failure
+            if failure is not error:
+                raise failure from failure.__cause__
             raise
         return CudaRecording(graph, results)
 
