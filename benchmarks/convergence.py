@@ -1,12 +1,15 @@
 """Final loss of the demonstration model under every recipe against high precision, with seeds for the noise.
 
     python benchmarks/convergence.py [--framework torch|jax] [--device auto|cpu|cuda] [--seeds 3] [--steps N]
-        [--recipes delayed,current] [--experts N] [--out FOLDER]
+        [--size demo|57M] [--recipes delayed,current] [--cached-inputs] [--experts N] [--out FOLDER]
 
 Every recipe starts from the same weights and sees the same batches as the high-precision run of its seed. It
 passes when its mean final validation loss lies within the larger of 1 % (NVFP4: 2 %) and three standard
 deviations of high precision over the seeds. Writes convergence.json, .md and .png (with experts convergence_experts.*,
 of JAX convergence_jax.*); exits 1 when one fails.
+
+`--cached-inputs` also trains each recipe with `cache_quantized_activation_input`, as "RECIPE+cached". The runs of a
+seed share weights and batches, so that the deviation of their differences is smaller than the deviation over seeds.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -35,35 +40,57 @@ from transformer_engine.cli.demo.config import (
 )
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, runs_of
+from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, ModelRun, runs_of
 
 SIZES = {
     "cpu": {"steps": 400, "batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4},
     "cuda": {"steps": 300, "batch": 16, "sequence": 512, "layers": 4, "hidden": 512, "heads": 8},
+    "57M": {"steps": 2000, "batch": 16, "sequence": 512, "layers": 8, "hidden": 768, "heads": 12},
 }
 RELATIVE_LIMIT = {"nvfp4": 0.02}
-NAMES = (*(name for name in RECIPES if name != "none"), HIGH_PRECISION)
+CACHED = "+cached"  # suffix of a recipe's runs with cache_quantized_activation_input
+CHUNK = 20  # steps between two synchronizations with a GPU
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One training: the loss of every step and the final validation loss."""
+    """One training: the loss of every step and the final validation loss.
+
+    Attributes:
+        name: Name of the recipe, perhaps with the suffix `CACHED`, or `HIGH_PRECISION`.
+        seed: Seed of weights and batches.
+        losses: Loss of each step.
+        final: Validation loss after the last step.
+        seconds: Time of all steps, compilation of kernels included.
+        step_ms: Median time of a step, over groups of `CHUNK` steps.
+    """
 
     name: str
     seed: int
     losses: list[float]
     final: float
     seconds: float
+    step_ms: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe over all seeds: mean final loss, distance from high precision, and the limit for it."""
+    """A recipe over all seeds: mean final loss, distance from high precision, and the limit for it.
+
+    Attributes:
+        name: Name of the runs.
+        mean: Mean final loss.
+        deviation: Sample deviation of the final loss.
+        difference: Mean difference from high precision with the same seed.
+        paired: Sample deviation of this difference.
+        limit: Limit of the difference.
+    """
 
     name: str
     mean: float
     deviation: float
     difference: float
+    paired: float
     limit: float
 
     @property
@@ -73,22 +100,46 @@ class Row:
 
 def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
     """Train one model to the end."""
-    run = runs_of(config.framework).Run(name, config)
+    recipe = name.removesuffix(CACHED)
+    run = runs_of(config.framework).Run(recipe, config)
+    if recipe != name:
+        cache_inputs(run)
     start = time.perf_counter()
     curve: list[float] = []
-    for step in range(config.steps):
-        batch = corpus.batch(config.seed, step, config.batch, config.sequence)
-        rate = learning_rate(step, config.steps, config.learning_rate)
-        curve += run.train([batch], [rate], step)
+    times: list[float] = []
+    for first in range(0, config.steps, CHUNK):
+        begin = time.perf_counter()
+        steps = range(first, min(first + CHUNK, config.steps))
+        batches = [corpus.batch(config.seed, step, config.batch, config.sequence) for step in steps]
+        rates = [learning_rate(step, config.steps, config.learning_rate) for step in steps]
+        curve += run.train(batches, rates, first)
+        times.append((time.perf_counter() - begin) / len(steps))
     seconds = time.perf_counter() - start
-    batches = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
-    final = run.evaluate(batches)
-    return Curve(name, config.seed, curve, final, seconds)
+    validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
+    final = run.evaluate(validation)
+    return Curve(name, config.seed, curve, final, seconds, 1e3 * statistics.median(times))
+
+
+def cache_inputs(run: ModelRun) -> None:
+    """Set `cache_quantized_activation_input` of all MLPs of a run's torch model."""
+    from transformer_engine.pytorch import LayerNormMLP
+
+    layers = [module for module in run.model.modules() if isinstance(module, LayerNormMLP)]  # pyright: ignore
+    assert layers, "the model has no LayerNormMLP"
+    for layer in layers:
+        layer.cache_quantized_activation_input = True
+
+
+def names_of_runs(recipes: Sequence[str], cached: bool) -> list[str]:
+    """Names of the runs, high precision last."""
+    pairs = [(name, name + CACHED) if cached else (name,) for name in recipes]
+    return [*(name for pair in pairs for name in pair), HIGH_PRECISION]
 
 
 def trained(curves: list[Curve]) -> list[str]:
-    """The names of the trained recipes, high precision last."""
-    return [name for name in NAMES if any(curve.name == name for curve in curves)]
+    """The names of the trained runs, high precision last."""
+    names = dict.fromkeys(curve.name for curve in curves)
+    return [*(name for name in names if name != HIGH_PRECISION), HIGH_PRECISION]
 
 
 def compare(curves: list[Curve]) -> list[Row]:
@@ -96,13 +147,18 @@ def compare(curves: list[Curve]) -> list[Row]:
     finals = {name: [curve.final for curve in curves if curve.name == name] for name in trained(curves)}
     base = statistics.mean(finals[HIGH_PRECISION])
     noise = _deviation(finals[HIGH_PRECISION])
+    differences = {
+        name: [value - reference for value, reference in zip(values, finals[HIGH_PRECISION], strict=True)]
+        for name, values in finals.items()
+    }
     return [
         Row(
             name=name,
             mean=statistics.mean(values),
             deviation=_deviation(values),
-            difference=statistics.mean(values) - base,
-            limit=max(RELATIVE_LIMIT.get(name, 0.01) * base, 3 * noise),
+            difference=statistics.mean(differences[name]),
+            paired=_deviation(differences[name]),
+            limit=max(RELATIVE_LIMIT.get(name.removesuffix(CACHED), 0.01) * base, 3 * noise),
         )
         for name, values in finals.items()
     ]
@@ -123,15 +179,17 @@ def markdown(config: RunConfig, curves: list[Curve], rows: list[Row], machine: s
         f"{config.batch} x {config.sequence} bytes, {seeds} seeds, {machine}. "
         "Losses are validation losses in nats per byte after the last step.",
         "",
-        "| run | mean final loss | deviation over seeds | difference | limit | passes | seconds per run |",
-        "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
+        "| run | mean final loss | deviation over seeds | difference | its deviation | limit | passes "
+        "| seconds per run |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     for row in rows:
         seconds = statistics.mean(curve.seconds for curve in curves if curve.name == row.name)
         relative = 100 * row.difference / (row.mean - row.difference)
         lines.append(
             f"| {config.label(row.name)} | {row.mean:.4f} | {row.deviation:.4f} | {row.difference:+.4f} "
-            f"({relative:+.2f} %) | {row.limit:.4f} | {'yes' if row.passes else 'no'} | {seconds:.1f} |"
+            f"({relative:+.2f} %) | {row.paired:.4f} | {row.limit:.4f} | {'yes' if row.passes else 'no'} "
+            f"| {seconds:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -169,27 +227,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    all_recipes = ",".join(name for name in RECIPES if name != "none")
     parser.add_argument("--framework", default="torch", choices=FRAMEWORKS)
-    parser.add_argument("--recipes", default=",".join(NAMES[:-1]), help="names, separated by commas")
+    parser.add_argument("--recipes", default=all_recipes, help="names, separated by commas")
+    parser.add_argument("--cached-inputs", action="store_true", help="also train with quantized saved inputs")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--size", default="demo", choices=("demo", "57M"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--data")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    if options.cached_inputs and options.framework == "jax":
+        parser.error(
+            "--cached-inputs sets an option of the PyTorch model; remove it, or use --framework torch"
+        )
     os.environ["TE_EMULATE"] = "1"  # formats that the GPU lacks take part too
     device = resolve(options.device, {"framework": options.framework}).device
-    sizes = {**SIZES[device], **({"steps": options.steps} if options.steps else {}), "data": options.data}
-    sizes["framework"], sizes["experts"] = options.framework, options.experts
+    sizes: dict[str, Any] = {
+        **SIZES[device if options.size == "demo" else options.size],
+        "data": options.data,
+    }
+    sizes |= {"steps": options.steps} if options.steps else {}
+    sizes |= {"framework": options.framework, "experts": options.experts}
     configs = [resolve(device, {**sizes, "seed": seed}) for seed in range(options.seeds)]
     corpus = load_corpus(options.data, configs[0].sequence)
     curves = []
     for config in configs:
-        for name in (*options.recipes.split(","), HIGH_PRECISION):
+        for name in names_of_runs(options.recipes.split(","), options.cached_inputs):
             curves.append(train(name, config, corpus))
             print(
-                f"seed {config.seed}  {name:15} {curves[-1].final:.4f}  {curves[-1].seconds:.1f} s",
+                f"seed {config.seed}  {name:15} {curves[-1].final:.4f}  {curves[-1].seconds:.1f} s, "
+                f"{curves[-1].step_ms:.2f} ms per step",
                 flush=True,
             )
     rows = compare(curves)
