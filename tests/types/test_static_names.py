@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import importlib
 import importlib.util
@@ -121,6 +122,20 @@ def test_block_lengths_are_those_of_the_formats():
     }
     assert len(lengths) == 2
     assert {name: getattr(constants, name) for name in lengths} == lengths
+
+
+def test_settings_of_modules_are_declared_with_their_types():
+    """Without a declaration, checkers take a setting for a parameter or a child: nn.Module's __getattr__."""
+    classes = [cls for cls in vars(te).values() if isinstance(cls, type) and hasattr(cls, "_config_class")]
+    assert len(classes) >= 9
+    for cls in classes:
+        declared: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            declared |= base.__dict__.get("__annotations__", {})
+        for field in dataclasses.fields(cls._config_class):
+            if not field.name.startswith("_"):
+                assert field.name in declared, f"{cls.__name__}.{field.name}"
+                assert field.type in ("Any", declared[field.name]), f"{cls.__name__}.{field.name}"
 
 
 @pytest.mark.skipif(not JAX, reason="flax is not installed; pip install '.[jax]'")

@@ -107,6 +107,7 @@ class TransformerLayer(CheckedLoading):
 
     _config: TransformerLayerConfig
     layer_type: str
+    layer_number: int | None
     attn_input_format: str
     hidden_dropout: float
     self_attn_mask_type: str
@@ -117,6 +118,7 @@ class TransformerLayer(CheckedLoading):
     parallel_attention_mlp: bool
     sequence_parallel: bool
     tp_group: Any
+    tp_size: int
 
     @accepts_older_orders(
         v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "enc_dec_bottom_right_diagonal")

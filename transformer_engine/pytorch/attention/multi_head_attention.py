@@ -80,6 +80,7 @@ class MultiheadAttention(CheckedLoading):
     qkv_format: str
     input_layernorm: bool
     return_layernorm_output: bool
+    returns_norm: bool
     return_bias: bool
     rotary_pos_interleaved: bool
     qk_norm_type: str | None

@@ -90,11 +90,13 @@ class GroupedLinear(ProductsModule):
     use_grouped_tensor: bool
     single_grouped_weight: bool
     single_grouped_bias: bool
-    fuse_wgrad_accumulation: bool
-    save_original_input: bool
     in_features: int
     out_features: int
     parallel_mode: str | None
+    get_rng_state_tracker: Callable[..., Any] | None
+    rng_tracker_name: str | None
+    weight_names: tuple[str, ...]
+    bias_names: tuple[str, ...]
 
     @accepts(ub_overlap_rs=switch, ub_overlap_ag=switch)
     def __init__(

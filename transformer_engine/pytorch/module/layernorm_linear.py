@@ -100,6 +100,14 @@ class LayerNormLinear(ProductsModule):
     _config: NormLinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
+    parallel_mode: str | None
+    get_rng_state_tracker: Callable[..., Any] | None
+    rng_tracker_name: str | None
+    weight_names: tuple[str, ...]
+    bias_names: tuple[str, ...]
+    eps: float
+    normalization: str
+    zero_centered_gamma: bool
     weight: Tensor
     bias: Tensor
     layer_norm_weight: Tensor

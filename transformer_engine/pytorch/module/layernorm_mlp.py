@@ -163,10 +163,15 @@ class LayerNormMLP(ProductsModule):
     product_names = ("fc1", "fc2")
     build = staticmethod(build)
     activation: str
+    activation_params: Any
+    checkpoint: bool
     cache_quantized_activation_input: bool
     ffn_shard: int
     hidden_size: int
     set_parallel_mode: bool
+    eps: float
+    normalization: str
+    zero_centered_gamma: bool
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
     fc1_weight: Tensor

@@ -106,6 +106,11 @@ class Linear(ProductsModule):
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     in_features: int
     out_features: int
+    parallel_mode: str | None
+    get_rng_state_tracker: Callable[..., Any] | None
+    rng_tracker_name: str | None
+    weight_names: tuple[str, ...]
+    bias_names: tuple[str, ...]
     weight: Tensor
     bias: Tensor
 

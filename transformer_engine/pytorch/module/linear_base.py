@@ -170,7 +170,12 @@ class ProductsModule(TransformerEngineBaseModule):
     products_grow = False
     build: Any = None
     _config: ProductsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    fuse_wgrad_accumulation: bool
     return_bias: bool
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+    save_original_input: bool
+    symmetric_ar_type: str | None
     use_bias: bool
     _output_role: QuantizerRole | None = None
     _grad_input_role: QuantizerRole | None = None
@@ -235,12 +240,9 @@ class ProductsModule(TransformerEngineBaseModule):
     grad_input_quantizer_role = _role("_grad_input_role")
 
     def spec(
-        self,
-        inp: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        options: tuple[Any, ...],
+        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...],
         any_rows: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return the cached build(call).
 
         Args:

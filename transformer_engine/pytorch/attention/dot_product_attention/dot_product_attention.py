@@ -102,38 +102,28 @@ class DotProductAttention(TransformerEngineBaseModule):
     softmax_scale: float
     softmax_type: str
     return_max_logit: bool
+    cp_group: Any
+    cp_global_ranks: Any
+    cp_stream: Any
+    cp_comm_type: str
+    load_balancing_strategy: CPLoadBalancingStrategy
     hidden_size_per_attention_head_k = _same_as("head_dim_qk")
     hidden_size_per_attention_head_v = _same_as("head_dim_v")
 
     @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap"))
     @accepts(kv_channels=head_sizes, **RULES)
     def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        softcap: float = 0.0,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-        name: str | None = None,
+        self, num_attention_heads: int, kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None, attention_dropout: float = 0.0, qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None, softcap: float = 0.0, sequence_parallel: bool = False,
+        tp_size: int = 1, get_rng_state_tracker: Callable | None = None, tp_group: Any = None,
+        layer_number: int | None = None, attention_type: str = "self", cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None, cp_stream: Any = None, cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None, softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False, name: str | None = None,
         score_mod: Callable[..., Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name)
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
