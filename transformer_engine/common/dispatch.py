@@ -184,18 +184,22 @@ class Table(Generic[Request]):
             Unsupported: No backend, or not the forced one, supports the request.
         """
         if _tracing():
-            request = self.described(key)
-            backend = self._taker(self._requested(request), request)
-            if backend.opaque:
-                assert self.operator is not None
-                return self.operator(request).call
-            assert backend.bind is not None
-            call = backend.bind(request)
-            assert not isinstance(call, PlanFailure), "a backend whose planning may fail is opaque"
-            return call
+            return self._bound_in_trace(key)
         if self._may_vary:
             self._remember_what_is_demanded()
         return self.bind(self.described(key)) if disturbances else self._bound[key]
+
+    def _bound_in_trace(self, key: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the callable that a compiler traces, or the operator of an opaque backend; nothing is cached."""
+        request = self.described(key)
+        backend = self._taker(self._requested(request), request)
+        if backend.opaque:
+            assert self.operator is not None
+            return self.operator(request).call
+        assert backend.bind is not None
+        call = backend.bind(request)
+        assert not isinstance(call, PlanFailure), "a backend whose planning may fail is opaque"
+        return call
 
     def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         """Return bound(key), for a caller that knows that no compiler is tracing."""
@@ -266,11 +270,9 @@ class Table(Generic[Request]):
             reason = self._known_reason(backend, request)
             if reason is None and forced is not None and backend.name != forced:
                 reason = f"use_backend({self.operation}={forced!r}) is in force"
-            found = any(verdict.chosen for verdict in verdicts)
-            chosen = reason is None and not found
-            if reason is None and found:
+            if reason is None and any(verdict.chosen for verdict in verdicts):
                 reason = LATER
-            verdicts.append(Verdict(backend.name, reason, chosen))
+            verdicts.append(Verdict(backend.name, reason, chosen=reason is None))
         return verdicts
 
     def _remember_what_is_demanded(self) -> None:
@@ -304,10 +306,8 @@ class Table(Generic[Request]):
     def _known_reason(self, backend: Backend[Request], request: Request) -> str | None:
         """Return the reason before planning, or the reason of a planning failure in the cache, or None."""
         reason = backend.rejection_reason(request)
-        if reason is None and not _tracing():
-            known = self._plans.get((backend.name, request))
-            reason = known.reason if isinstance(known, PlanFailure) else None
-        return reason
+        known = None if reason is not None or _tracing() else self._plans.get((backend.name, request))
+        return known.reason if isinstance(known, PlanFailure) else reason
 
     def _unsupported(self, request: Request) -> Unsupported:
         forced = _forced.get(self.operation)

@@ -107,8 +107,9 @@ class QuantizeSpec:
     def __hash__(self) -> int:
         """Hash names instead of whole formats, once: a spec is part of the key of every quantization."""
         known = self.__dict__.get("_hash")
-        if known is not None:
-            return known
+        return self._store_hash() if known is None else known
+
+    def _store_hash(self) -> int:
         directions = (self.rowwise, self.columnwise, self.two_dimensional, self.hadamard, self.stochastic)
         options = (self.power_of_two, self.epsilon, self.four_over_six)
         made = hash((self.format.name, self.element.name, options, directions))

@@ -13,7 +13,7 @@ The backward pass gathers the saved rows of x again, except in the last way.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -23,16 +23,24 @@ from ..primitives.operand import Operand
 from ..primitives.transpose import transposed_operand
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending, begin
-from .linear_operands import cast_gradient, cast_input, dense_values, dequantized
-from .linear_spec import DEQUANTIZED, HIGH_PRECISION, ONCE, QUANTIZED, ROW_CODES, VALUES, LinearSpec
+from .linear_operands import (
+    QuantizedGradient,
+    cast_gradient,
+    cast_input,
+    dense_values,
+    dequantized,
+)
+from .linear_spec import (
+    DEQUANTIZED,
+    HIGH_PRECISION,
+    ONCE,
+    QUANTIZED,
+    ROW_CODES,
+    VALUES,
+    LinearSpec,
+    gathers_gradient_codes,
+)
 from .saving import wait_for_saved
-
-
-class QuantizedGradient(NamedTuple):
-    """dy [M, N] from a kernel that has quantized it: its operands, and its column sums db [N] if they are needed."""
-
-    operands: Operands
-    sums: Tensor | None
 
 
 def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
@@ -78,26 +86,45 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     return x_rows, saved_value(saved, spec.needs_grad_weight)
 
 
-def gathered_gradient_codes(dy: Any, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather their codes.
+def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tensor:
+    """Gather dy [M / ranks, N] of all ranks, as codes or as values.
 
     Returns:
-        (row-wise operand, column-wise operand), each the `Pending` gather or None; see `linear.OutputGradient`.
+        Operands of dy [M, N], each possibly the `Pending` gather of one; or the gathered values, which each rank
+        quantizes.
     """
+    quantizes = spec.backward == QUANTIZED and not spec.plain
+    if quantizes and gathers_gradient_codes(spec):
+        return QuantizedGradient(_gathered_gradient_codes(dy, spec), None)
+    pending = begin_gather(dy, spec, dense=True)
+    if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
+        # The product of dx may begin with the rows that have arrived; `gathered_columns` reads the gathered rows.
+        return QuantizedGradient(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
+    return pending.wait()
+
+
+def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> Operands:
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather the codes of each direction that is read."""
+    if not (spec.needs_grad_input or spec.needs_grad_weight):
+        return Operands(None, None)
     by_rows = spec.gather_gradient == ROW_CODES
     rowwise, columnwise = spec.needs_grad_input or by_rows, spec.needs_grad_weight and not by_rows
-    if not (spec.needs_grad_input or spec.needs_grad_weight):
-        return None, None
+    rows: Any
+    columns: Any
     rows, columns = cast_gradient(dense_values(dy), spec, rowwise, columnwise)
     rows = begin_gather(rows, spec) if rowwise else None
     columns = begin_gather(columns, spec, axis=1) if columnwise else None
     if rows is not None and not spec.needs_grad_input:
         rows = rows.wait()
-    return rows, columns
+    return Operands(rows, columns)
 
 
-def columns_of_rows(rows: Any) -> Operand | Matrix:
-    """Columns [K, M] of gathered rows [M, K]: the transposed codes, or a transposed view of values."""
+def gathered_columns(columns: Any, rows: Any) -> Any:
+    """Column-wise operand [K, M]: gathered, or the transpose of gathered rows [M, K] if `columns` is None."""
+    if isinstance(columns, Pending):
+        return columns.wait()
+    if columns is not None:
+        return columns
     return transposed_operand(rows) if isinstance(rows, Operand) else Matrix(rows)
 
 

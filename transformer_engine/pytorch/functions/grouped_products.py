@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.column_sums import column_sums
-from ..primitives.gemm import Epilogue, gemm
+from ..primitives.gemm import Epilogue, multiply
 from ..primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -138,7 +138,7 @@ def product_of_groups(
         epilogue = Epilogue(dtype, exact=exact)
         added = [None] * len(call.groups) if biases is None else members_of(biases)
         parts = [
-            gemm(
+            multiply(
                 operand_of(left),
                 operand_of(Matrix(right) if transposed else right),
                 epilogue if bias is None else Epilogue(dtype, bias=bias, exact=exact),

@@ -69,16 +69,15 @@ def record(
         dtypes: Dtypes of the gradients of each linear layer's weight and bias.
     """
     ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
+    ctx.scale_update = spec.scale_update
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
         keep(ctx, outputs[functions.results :])
         spec.compiled.save_kind(ctx, kind)
-        ctx.scale_update = spec.scale_update
         return outputs[: functions.results]
     results, saved = forward_results(functions, spec, tensors, True)
     kept, ctx.forms = pack(*saved)
     keep(ctx, kept)
-    ctx.scale_update = spec.scale_update
     return results
 
 
@@ -92,11 +91,7 @@ def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | N
 
 
 def backward_results(
-    functions: LayerFunctions,
-    spec: LayerSpec,
-    operands: list[Any],
-    dtypes: Dtypes,
-    shape: torch.Size,
+    functions: LayerFunctions, spec: LayerSpec, operands: list[Any], dtypes: Dtypes, shape: torch.Size
 ) -> list[Any]:
     """Gradients of a layer's tensors; the gradient of the input gets the input's shape. `operands` is emptied."""
     arguments = (operands, spec, dtypes, tuple(shape[:-1]))

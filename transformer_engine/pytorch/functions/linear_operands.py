@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..fast.recorded_collectives import is_symbolic, record_check
 from ..fast.recorded_products import SymbolicOperand
 from ..fast.symbols import Symbol, TensorLayout
+from ..offload.marks import active as offloading
 from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
@@ -24,6 +25,8 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import (
+    DEQUANTIZED,
+    HIGH_PRECISION,
     QUANTIZED,
     ROW_CODES,
     LinearSpec,
@@ -31,9 +34,25 @@ from .linear_spec import (
     gathers_gradient_codes,
     gathers_values,
 )
+from .saving import wait_for_saved
 
 
-def operand_of(value: Operand | Matrix | Tensor) -> Operand:
+class QuantizedGradient(NamedTuple):
+    """dy [M, N] as the products of the backward pass read it.
+
+    A kernel that computes dy can return it in this form instead of values.
+
+    Attributes:
+        operands: Row-wise operand [M, N] and column-wise operand [N, M], each possibly the `Pending` gather of one.
+            None for an operand that no product reads, or that is computed from the other one after its gather.
+        sums: db [N], the sum of dy over M; None if it is not needed.
+    """
+
+    operands: Operands
+    sums: Tensor | None
+
+
+def operand_of(value: Operand | Matrix | Tensor | Any) -> Operand:
     """Operand of a product: values [.., K] as a matrix, and the values of a `Matrix` as their transpose."""
     operand: Any = value
     if isinstance(value, Matrix):
@@ -80,9 +99,11 @@ def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Ope
 
 
 def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
-    """Quantize the output gradient dy [M, N] in the requested directions; a plain layer reads dy itself."""
-    if spec.plain:
+    """Quantize dy [M, N] in the requested directions; a layer whose backward pass is unquantized reads dy itself."""
+    if spec.plain or spec.backward != QUANTIZED:
         return Operands(dy, Matrix(dy))
+    if not (rowwise or columnwise):
+        return Operands(None, None)
     if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
@@ -107,13 +128,9 @@ def input_cast(spec: LinearSpec) -> Cast | None:
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
     """Cast with which the kernel that computes or sums dy may quantize it; None if the layer must do it."""
-    if (
-        spec.plain
-        or not spec.needs_grad_input
-        or spec.backward != QUANTIZED
-        or spec.traced
-        or (spec.communicates and spec.parallel.gathers_gradient)
-    ):
+    if spec.plain or spec.traced or spec.backward != QUANTIZED or not spec.needs_grad_input:
+        return None
+    if spec.communicates and spec.parallel.gathers_gradient:
         return None
     return spec.grad_output.cast(True, spec.needs_grad_weight)
 
@@ -132,6 +149,24 @@ def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
     return plain_matrix(x)
 
 
+def saved_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
+    """Return x [M, K] as a layer saves it whose backward pass does not read the column-wise codes.
+
+    That are the values of x if they are quantized again or multiplied in high precision, and the row-wise codes
+    `x_rows` if the backward pass multiplies their values.
+    """
+    if spec.keep_input or spec.backward == HIGH_PRECISION:
+        return Matrix(dequantized(x, spec.dtype))
+    return x_rows
+
+
+def readable_weight(weight: Any, spec: LinearSpec) -> Any:
+    """Wait for a saved weight that was moved to the host; decode it if the backward pass multiplies values."""
+    if offloading.used:
+        wait_for_saved(weight)
+    return Matrix(dequantized(weight, spec.dtype)) if spec.backward == DEQUANTIZED else weight
+
+
 def converted(weight: Any, dtype: torch.dtype) -> Tensor:
     """Values of a weight in the dtype of its layer."""
     return weight.dequantize(dtype=dtype) if isinstance(weight, QuantizedTensorStorage) else weight.to(dtype)
@@ -144,8 +179,11 @@ def dense_values(x: Any) -> Tensor:
     """
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
-    if x.is_contiguous():
-        return x
+    return x if x.is_contiguous() else _with_contiguous_axis(x)
+
+
+def _with_contiguous_axis(x: Tensor) -> Tensor:
+    """Return x [.., N], or a contiguous copy if neither axis of the matrix [M, N] is contiguous."""
     matrix = as_matrix(x)
     if not MatrixLayout.of(matrix.shape, matrix.stride()).stride:
         matrix = matrix.contiguous()
@@ -220,22 +258,29 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
     if spec.plain:
         values = converted(weight, spec.dtype)
         return Operands(values, Matrix(values))  # pyright: ignore[reportArgumentType]
+    quantizer = spec.weight
+    quantized = spec.cached_weight is not None or isinstance(weight, QuantizedTensorStorage)
+    if quantized or quantizer.is_identity or quantizer.reads_quantized:
+        return _weight_as_given(weight, spec, columnwise)
+    if not isinstance(quantizer, BlockScalingQuantizer):
+        return quantizer.operands(weight, True, columnwise)
+    return operands_for_products(quantizer, weight, True, columnwise, spec.parallel.size > 1)
+
+
+def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
+    """`weight_operands` of a cached copy or a quantized parameter, or by a quantizer that accepts or returns values."""
     if spec.weight.reads_quantized:
         if spec.cached_weight is not None:
             return _in_dtype(_directions(spec.cached_weight, columnwise), spec.dtype)
         return _in_dtype(spec.weight.operands(weight, True, columnwise), spec.dtype)
     if spec.cached_weight is not None:
         return _directions(spec.cached_weight, columnwise)
-    if isinstance(weight, QuantizedTensorStorage):
-        if spec.weight.is_identity:
-            values = weight.dequantize(dtype=spec.dtype)  # pyright: ignore[reportCallIssue]
-            return Operands(plain(values), Matrix(values))
-        return _operands_of(weight, columnwise)
-    if spec.weight.is_identity and weight.dtype != spec.dtype:
-        weight = weight.to(spec.dtype)
-    if not isinstance(spec.weight, BlockScalingQuantizer):
-        return spec.weight.operands(weight, True, columnwise)
-    return operands_for_products(spec.weight, weight, True, columnwise, spec.parallel.size > 1)
+    if not isinstance(weight, QuantizedTensorStorage):
+        return spec.weight.operands(weight.to(spec.dtype), True, columnwise)
+    if spec.weight.is_identity:
+        values = weight.dequantize(dtype=spec.dtype)  # pyright: ignore[reportCallIssue]
+        return Operands(plain(values), Matrix(values))
+    return _operands_of(weight, columnwise)
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:

@@ -25,8 +25,10 @@ from .scale_update import ScaleUpdate
 
 # A list holds one value per group of a grouped layer.
 Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
-_VALUES = True  # the form of a tensor that is saved without a conversion
+# Forms of saved values that are one tensor: of a tensor itself, and of a `Matrix`.
+_VALUES, _TRANSPOSED = True, False
 _AS_VALUES = (Tensor, Symbol)
+_OWNED = (CustomOperand, GroupedOperand)  # operands that take themselves apart
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -81,30 +83,31 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
     tensors: list[Tensor | None] = []
     forms: list[Any] = []
     for operand in operands:
-        if operand is None:
-            forms.append(None)
-        elif type(operand) is Operand:
+        if type(operand) is Operand:
             codes, scale, tensor_format, amax, dtype = operand
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
-        elif isinstance(operand, _AS_VALUES):
-            tensors.append(operand)
-            forms.append(_VALUES)
-        elif isinstance(operand, Matrix):
-            tensors.append(operand.values)
-            forms.append(())
-        elif isinstance(operand, list):
-            parts, of_groups = operand, None
-            if not _PLAIN.issuperset(map(type, operand)):
-                parts, of_groups = pack(*operand)
-            tensors += parts
-            forms.append([len(parts), of_groups])
         else:
-            assert isinstance(operand, CustomOperand | GroupedOperand)
-            parts, together = operand.split_tensors()
+            owned = isinstance(operand, _OWNED)
+            parts, form = operand.split_tensors() if owned else _pack_other(operand)  # pyright: ignore
             tensors += parts
-            forms.append(together)
+            forms.append(form)
     return tensors, forms
+
+
+def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
+    """Return the tensors and the form of a saved value that is not an operand."""
+    if operand is None:
+        return (), None
+    if isinstance(operand, _AS_VALUES):
+        return (operand,), _VALUES
+    if isinstance(operand, Matrix):
+        return (operand.values,), _TRANSPOSED
+    assert isinstance(operand, list)
+    parts, of_groups = operand, None
+    if not _PLAIN.issuperset(map(type, operand)):
+        parts, of_groups = pack(*operand)
+    return parts, [len(parts), of_groups]
 
 
 def take_saved(ctx: Any) -> tuple[Any, ...]:
@@ -133,25 +136,28 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
     operands: list[Any] = []
     start = 0
     for form in forms:
-        if form is None:
-            operands.append(None)
-        elif form is _VALUES:
-            operands.append(tensors[start])
-            start += 1
-        elif isinstance(form, list):
-            count, of_groups = form
-            members = tensors[start : start + count]
-            operands.append([*members] if of_groups is None else unpack(members, of_groups))
-            start += count
-        elif not form:
-            operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
-            start += 1
-        elif isinstance(form, tuple):
+        if isinstance(form, tuple):
             codes, scale, amax = tensors[start : start + 3]
             operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]
             start += 3
         else:
-            operand, taken = form(list(tensors[start:]))
+            joined: Any = (
+                form(list(tensors[start:])) if callable(form) else _unpack_other(form, tensors, start)
+            )
+            operand, taken = joined
             operands.append(operand)
             start += taken
     return operands
+
+
+def _unpack_other(form: Any, tensors: Sequence[Any], start: int) -> tuple[Any, int]:
+    """Return the value that `_pack_other` took apart into tensors[start:], and the number of its tensors."""
+    if form is None:
+        return None, 0
+    if form is _VALUES:
+        return tensors[start], 1
+    if form is _TRANSPOSED:
+        return Matrix(tensors[start]), 1  # pyright: ignore[reportArgumentType]
+    count, of_groups = form  # of a list
+    members = tensors[start : start + count]
+    return [*members] if of_groups is None else unpack(members, of_groups), count

@@ -258,13 +258,16 @@ class WeightGradient:
         if inspector is not None and "grad_weight" in inspector.results:
             dtype = main_grad_of(self.parameter).dtype if self.fused else dtype
             return self.place(inspector.inspect("grad_weight", multiply(dy, x, Epilogue(dtype, exact=exact))))
+        if self.fused or self.store is not None:
+            return self._accumulate_or_delay(dy, x, exact, dtype)
+        return multiply(dy, x, Epilogue(dtype, exact=exact))
+
+    def _accumulate_or_delay(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> Tensor | None:
         if self.store is not None:
             self.store.put((dy, x, exact, dtype), self._late)
             return self._placeholder(dtype) if self.fused else None
-        if self.fused:
-            self._accumulate(dy, x, exact)
-            return self._placeholder(dtype)
-        return multiply(dy, x, Epilogue(dtype, exact=exact))
+        self._accumulate(dy, x, exact)
+        return self._placeholder(dtype)
 
     def place(self, gradient: Tensor) -> Tensor | None:
         """Store a given dw [N, K] where `compute` stores its result."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ...common.explanation import PassReport, PassStepReport
-from ..functions import gathered_operands, grouped_linear, linear, norm_linear, norm_mlp
+from ..functions import gathered_operands, grouped_linear, linear, linear_results, norm_linear, norm_mlp
 from ..ops.passes import activation, bias, collectives, elementwise, extra_tensors, grouped, normalization
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -25,7 +25,7 @@ from ..tensor.quantizer import Matrix
 
 # The modules whose functions are passes and parts of passes.
 PASSES = (
-    linear, gathered_operands, norm_linear, norm_mlp, grouped_linear,
+    linear, linear_results, gathered_operands, norm_linear, norm_mlp, grouped_linear,
     activation, bias, collectives, elementwise, extra_tensors, grouped, normalization,
 )  # fmt: skip
 _FILES = frozenset([module.__file__ for module in PASSES])

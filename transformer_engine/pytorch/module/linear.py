@@ -201,12 +201,8 @@ class Linear(ProductsModule):
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
-        if not plain and (is_distributed(weight) or is_distributed(inp)):
-            return output_of_shards(self, options, inp, weight, bias)
-        if getattr(weight, "is_distributed_weight", False):
-            fused = self._config.fuse_wgrad_accumulation
-            with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
-                return self._output_of(options, inp, whole, bias)
+        if not plain or getattr(weight, "is_distributed_weight", False):
+            return self._output_of_subclasses(options, inp, weight, bias)
         return self._output_of(options, inp, weight, bias)
 
     if TYPE_CHECKING:
@@ -214,26 +210,42 @@ class Linear(ProductsModule):
         @call_of(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    def _output_of_subclasses(
+        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
+        """Compute `_output_of` where input or weight is a DTensor, a quantized tensor, or a shard to be gathered."""
+        if is_distributed(weight) or is_distributed(inp):
+            return output_of_shards(self, options, inp, weight, bias)
+        if not getattr(weight, "is_distributed_weight", False):
+            return self._output_of(options, inp, weight, bias)
+        fused = self._config.fuse_wgrad_accumulation
+        with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
+            return self._output_of(options, inp, whole, bias)
+
     def _output_of(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """Compute `forward` with given parameters and (is_first_microbatch, fp8_output, fp8_grad)."""
+        """Compute `forward` with plain or quantized parameters.
+
+        Args:
+            options: (is_first_microbatch, fp8_output, fp8_grad), converted.
+            inp: Input [.., in_features].
+            weight: Weight [out_features, in_features] of this rank.
+            bias: Bias [out_features], or None.
+        """
         config, is_first_microbatch = self._config, options[0]
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
             self.begin_microbatch(is_first_microbatch)
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
-        if bias is None:
-            y = product(inp, weight, None, spec)
-            return (y, None) if config.return_bias else y
-        if bias.dtype != spec.dtype:
+        if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
+        in_product = bias is not None and not (config.return_bias or config.adds_bias_late)
+        y = product(inp, weight, bias if in_product else None, spec)
         if config.return_bias:
-            return product(inp, weight, None, spec), bias
-        if config.adds_bias_late:
-            return product(inp, weight, None, spec) + bias
-        return product(inp, weight, bias, spec)
+            return y, bias
+        return y if in_product or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]

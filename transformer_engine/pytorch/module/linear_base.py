@@ -252,11 +252,7 @@ class ProductsModule(TransformerEngineBaseModule):
             any_rows: The spec does not depend on the number of rows. The call then has one entry for consecutive
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
-        if export_mode.onnx:
-            raise NotImplementedError(
-                f"{type(self).__name__} cannot be exported to ONNX; {page('export')} lists the layers that can"
-            )
-        if _is_compiling():
+        if export_mode.onnx or _is_compiling():
             return self._traced_spec(inp, tensors, options)
         thread = eager_thread_state()
         state, numerics, config = thread.state, self.numerics, self._config
@@ -268,10 +264,9 @@ class ProductsModule(TransformerEngineBaseModule):
             active = self._active_of(inp, tensors, options, state)
             if active.has_state and (thread.recomputes or in_backward_pass()):
                 return self._spec_of_pass(inp, tensors, options, active)
-        elif numerics.observes_unquantized:
-            active = numerics.unquantized(self.num_products)
         else:
-            active = unquantized(self.num_products)
+            observed = numerics.observes_unquantized
+            active = numerics.unquantized(self.num_products) if observed else unquantized(self.num_products)
         numerics.state = state
         store = self.wgrad_store
         try:
@@ -284,10 +279,9 @@ class ProductsModule(TransformerEngineBaseModule):
             targets = self._targets() if store is not None or config.fuse_wgrad_accumulation else None
             autocast = autocast_dtype(device.type) if autocast_is_active() else None
             environment = env.generation()
-            traced, begin = False, None
             # fmt: off
             fields = (
-                config, active, options, grad, autocast, environment, store, targets, x, facts, counts, begin, traced
+                config, active, options, grad, autocast, environment, store, targets, x, facts, counts
             )
             # fmt: on
             # Computed again if an observer records the choices.
@@ -344,6 +338,11 @@ class ProductsModule(TransformerEngineBaseModule):
         )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
+        """Return the spec of a call that a compiler traces; raise NotImplementedError in an export to ONNX."""
+        if export_mode.onnx:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot be exported to ONNX; {page('export')} lists the layers that can"
+            )
         self._check_call(inp, tensors, options)
         state = current()
         active = of_traced_call(self, self.tracing_key, state)

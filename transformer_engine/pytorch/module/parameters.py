@@ -198,8 +198,15 @@ def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
     """Return the parameters, or their concatenated pieces; None for a layer without bias."""
     config: Any = module._config
     weights, biases = config.weight_names, config.bias_names if config.use_bias else ()
-    if len(weights) == 1:
-        return parameter_of(module, weights[0]), parameter_of(module, biases[0]) if biases else None
+    if len(weights) > 1:
+        return _joined_pieces(module, weights, biases)
+    return parameter_of(module, weights[0]), parameter_of(module, biases[0]) if biases else None
+
+
+def _joined_pieces(
+    module: Any, weights: Sequence[str], biases: Sequence[str]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the concatenated pieces of weight and bias of a layer with `parameters_split`."""
     pieces = [getattr(module, name) for name in weights]
     of_biases = [getattr(module, name) for name in biases]
     if getattr(pieces[0], "is_distributed_weight", False):

@@ -167,18 +167,11 @@ class autocast(ContextDecorator):
         _graph: bool = False,
         **others: Any,
     ):
-        if others:
-            reject_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
-        if type(enabled) is not bool or not (recipe is None or isinstance(recipe, Recipe)):
-            enabled = check_block(enabled, recipe)
-        if type(calibrating) is not bool:
-            calibrating = to_bool("calibrating", calibrating)
-        if amax_reduction_group is not None:
-            group_or_none("amax_reduction_group", amax_reduction_group)
-        if recipe is None and (enabled or calibrating):
-            recipe = default_recipe()
-        # The settings of the block.
         self.state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
+        flags = type(enabled) is bool and type(calibrating) is bool
+        complete = isinstance(recipe, Recipe) or (recipe is None and not (enabled or calibrating))
+        if others or not (flags and complete) or amax_reduction_group is not None:
+            self.state = _checked_state(self.state, others)
         self._outer: AutocastState | None = None
 
     @property
@@ -224,6 +217,23 @@ class autocast(ContextDecorator):
         outermost = state.enabled and holder.enabled_blocks == 0
         if outermost and exception_type is None and (traced or delayed_scaling.registry.pools):
             _update_scales(holder, state, traced)
+
+
+def _checked_state(state: AutocastState, others: dict[str, Any]) -> AutocastState:
+    """Check and convert the arguments of `autocast`; a block without a recipe gets the default recipe.
+
+    Raises:
+        TypeError: An argument has the wrong type, or `others` is not empty.
+    """
+    if others:
+        reject_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
+    enabled, recipe = check_block(state.enabled, state.recipe), state.recipe
+    calibrating = to_bool("calibrating", state.calibrating)
+    if state.group is not None:
+        group_or_none("amax_reduction_group", state.group)
+    if recipe is None and (enabled or calibrating):
+        recipe = default_recipe()
+    return AutocastState(enabled, calibrating, recipe, state.group, state.graph)
 
 
 def _update_scales(holder: _ThreadState, state: AutocastState, traced: bool) -> None:

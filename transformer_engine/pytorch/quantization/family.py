@@ -99,8 +99,11 @@ def all_families() -> Sequence[Family]:
 def family_of(recipe: Recipe) -> Family:
     """Return the row of the recipe's class or of the nearest registered base class."""
     row = _FAMILIES.get(type(recipe))
-    if row is not None:
-        return row
+    return _inherited_family(recipe) if row is None else row
+
+
+def _inherited_family(recipe: Recipe) -> Family:
+    """Return the row of the nearest registered base class of a recipe's class."""
     for base in type(recipe).__mro__[1:]:
         row = _FAMILIES.get(base)
         if row is not None:

@@ -37,24 +37,35 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
         def guarded(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *grads)
-            # The results are returned behind an autograd node that raises an error.
             with torch.no_grad():
                 made = backward(ctx, *grads)
-            results = list(made) if isinstance(made, tuple) else [made]
-            links = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
-            links += _leaves_below(ctx)
-            places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
-            if links and places:
-                behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-                for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
-                    results[i] = result
-            return tuple(results) if isinstance(made, tuple) else results[0]
+            return _without_derivative(operation, made, ctx, grads)
 
         guarded.__doc__ = backward.__doc__
         guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
         return guarded
 
     return decorate
+
+
+def _without_derivative(operation: str, made: Any, ctx: Any, grads: Sequence[Any]) -> Any:
+    """Return the gradients of a node behind an autograd node that raises an error.
+
+    Args:
+        operation: Name of the operation, for the error.
+        made: Gradient, or tuple of gradients.
+        ctx: The node that computed them.
+        grads: The gradients from which it computed them.
+    """
+    results = list(made) if isinstance(made, tuple) else [made]
+    links = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
+    links += _leaves_below(ctx)
+    places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
+    if links and places:
+        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
+        for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
+            results[i] = result
+    return tuple(results) if isinstance(made, tuple) else results[0]
 
 
 def _leaves_below(node: Any) -> list[Tensor]:

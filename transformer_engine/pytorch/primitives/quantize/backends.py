@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,13 +69,14 @@ def _bind_reference(request: QuantizeRequest) -> PlannedCall:
         record: Tensor | None,
         random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:
-        made = encode(x, spec, QuantizeInputs(multiplier, amax, amax_t, random, record))
-        if not spec.tiled:
-            return made
-        in_tiles = [s if s is None else swizzled(s).view(s.dtype) for s in (made.scale, made.scale_t)]
-        return made._replace(scale=in_tiles[0], scale_t=in_tiles[1])
+        return encode(x, spec, QuantizeInputs(multiplier, amax, amax_t, random, record))
 
-    return call
+    def call_with_tiled_scales(*arguments: Any, **keywords: Any) -> Quantized:
+        codes = call(*arguments, **keywords)
+        in_tiles = [s if s is None else swizzled(s).view(s.dtype) for s in (codes.scale, codes.scale_t)]
+        return codes._replace(scale=in_tiles[0], scale_t=in_tiles[1])
+
+    return call_with_tiled_scales if spec.tiled else call
 
 
 def _unsupported_by_triton(request: QuantizeRequest) -> str | None:

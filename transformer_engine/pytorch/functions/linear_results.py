@@ -1,0 +1,140 @@
+"""y and dx of a linear layer where more follows the product: a sum over ranks, an inspector, a quantizer of the result.
+
+A tensor-parallel layer has a shard of the weight: [N / ranks, K] in the mode "column", [N, K / ranks] in the mode
+"row". In the mode "row", each rank computes y over its part of K; in the mode "column", dx over its part of N. These
+results are partial sums, which the ranks sum: with sequence parallelism by a reduce-scatter, after which each rank has
+M / ranks rows, otherwise by an all-reduce. A sum begins as soon as its product is complete. Until it is waited for, the
+result is a `Pending`.
+
+The operands are passed in a list, which is emptied, so that each operand is freed after the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ..primitives.gemm import Epilogue, gemm, gemm_gelu_gradient, multiply
+from ..primitives.quantize import Cast, Quantized
+from ..runtime.tracing import result_in
+from ..tensor.quantizer import Quantizer
+from .communication import Pending, begin_sum, gathered_product, scattered_product
+from .layer import leading_shape
+from .linear_operands import operand_of
+from .linear_spec import LinearSpec, inspects, sums_over_ranks
+
+# The results of products, by the names that inspectors use.
+Result = Literal["output", "grad_input"]
+
+
+def compute_output(
+    operands: list[Any], epilogue: Epilogue, spec: LinearSpec, leading: tuple[int, ...]
+) -> Any:
+    """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N], complete on this rank, and quantized by `spec.output`.
+
+    Args:
+        operands: x, which may be a `Pending` gather, and the weight, both row-wise. The list is emptied.
+        epilogue: Bias, dtype and accumulation of the product.
+        spec: Settings of the layer.
+        leading: Shape of x without K, for a quantized y.
+    """
+    y = _multiply(operands, epilogue, spec, "output")[0]
+    y = _begin_sum(y, spec, "output")
+    if isinstance(y, Pending):
+        y = y.wait()  # nothing remains to be computed meanwhile
+    return y if spec.output is None else _quantized(y, spec, spec.output, leading)
+
+
+def begin_input_gradient(
+    dy: Any, weight: list[Any], epilogue: Epilogue, spec: LinearSpec, leading: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """Compute dx [M, K] = dy [M, N] @ weight [N, K], and begin its sum over the ranks if it is a partial sum.
+
+    Args:
+        dy: Row-wise operand, which may be a `Pending` gather.
+        weight: Column-wise operand of the weight; then optionally u [M, K], at which the derivative of GELU multiplies
+            dx. The list is emptied.
+        epilogue: Dtype and accumulation of the product.
+        spec: Settings of the layer.
+        leading: Shape of x without K, for a quantized dx.
+
+    Returns:
+        (dx, or its `Pending` sum, which `end_input_gradient` completes; dy, gathered).
+    """
+    operands = [dy, *weight]
+    weight.clear()
+    dx, dy = _multiply(operands, epilogue, spec, "grad_input")
+    dx = _begin_sum(dx, spec, "grad_input")
+    if not isinstance(dx, Pending) and spec.grad_input is not None:
+        dx = _quantized(dx, spec, spec.grad_input, leading)
+    return dx, dy
+
+
+def end_input_gradient(dx: Pending, spec: LinearSpec, leading: tuple[int, ...]) -> Any:
+    """Wait for the sum of dx [M, K] over the ranks; quantize it by `spec.grad_input`."""
+    summed = dx.wait()
+    return summed if spec.grad_input is None else _quantized(summed, spec, spec.grad_input, leading)
+
+
+def _multiply(operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result: Result) -> tuple[Any, Any]:
+    """Compute epilogue(a @ b.T) of the operands [a, b] or [a, b, u]; the list is emptied.
+
+    Returns:
+        (result, its `Pending` sum, or its codes (`Quantized`) if the product quantizes it; a, gathered).
+    """
+    a, b = operands[:2]
+    gelu_input = operands[2:]  # torch 2.11 would trace a starred target as a tuple
+    operands.clear()
+    cast = _cast_of_product(spec, result)
+    if isinstance(a, Pending) and (gelu_input or cast is not None or epilogue.out is not None):
+        a = a.wait()  # these products read all rows at once
+    if gelu_input:
+        return gemm_gelu_gradient(operand_of(a), operand_of(b), gelu_input[0], epilogue), a  # pyright: ignore[reportArgumentType]
+    if isinstance(a, Pending):
+        return gathered_product(a, b, epilogue)
+    # A row-parallel layer adds its bias after the sum. A bias that is passed here is added on each rank, in the
+    # epilogue, which the scattered product does not have.
+    if epilogue.bias is None and _scatters(spec, result):
+        return scattered_product(a, b, epilogue, spec.parallel), a
+    if cast is not None:
+        return gemm(operand_of(a), operand_of(b), epilogue, cast), a
+    return multiply(operand_of(a), operand_of(b), epilogue), a
+
+
+def _begin_sum(y: Any, spec: LinearSpec, result: Result) -> Any:
+    """Let the inspector read or replace a result, and begin its sum if it is a partial sum over the ranks."""
+    if isinstance(y, Pending):
+        return y
+    if inspects(spec, result):
+        y = spec.inspector.inspect(result, y)  # pyright: ignore[reportOptionalMemberAccess]
+    return begin_sum(y, spec.parallel) if _is_partial_sum(spec, result) else y
+
+
+def _is_partial_sum(spec: LinearSpec, result: Result) -> bool:
+    return spec.communicates and sums_over_ranks(spec.parallel, "row" if result == "output" else "column")
+
+
+def _scatters(spec: LinearSpec, result: Result) -> bool:
+    """Whether the reduce-scatter of a partial sum overlaps with its product."""
+    parallel = spec.parallel
+    overlaps = parallel.overlap.scatter and parallel.sequence
+    return overlaps and _is_partial_sum(spec, result) and not (spec.traced or inspects(spec, result))
+
+
+def _cast_of_product(spec: LinearSpec, result: Result) -> Cast | None:
+    """Return the cast by which the epilogue of the product quantizes its result; None if a separate kernel does it.
+
+    Only delayed scaling can be fused: its scale is known before the product runs. A partial sum is not quantized.
+    """
+    quantizer = spec.output if result == "output" else spec.grad_input
+    if quantizer is None or spec.traced or _is_partial_sum(spec, result) or inspects(spec, result):
+        return None
+    cast = quantizer.cast(True, False)
+    return cast if cast is not None and cast.multiplier is not None else None
+
+
+def _quantized(y: Any, spec: LinearSpec, quantizer: Quantizer, leading: tuple[int, ...]) -> Any:
+    """Return y [M, N], or its codes from the product, as a quantized tensor [.., N]."""
+    if isinstance(y, Quantized):
+        rows, columns = y.codes.shape  # pyright: ignore[reportOptionalMemberAccess]
+        return quantizer.adopted(y, (*leading_shape(leading, rows), columns), spec.dtype)
+    return quantizer.quantize(result_in(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])))
