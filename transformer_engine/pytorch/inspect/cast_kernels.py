@@ -22,7 +22,19 @@ from . import self_test_cases
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 Producer = Callable[[Tensor, "Cast | None"], "Quantized | Tensor"]
-BLOCK_SPECS = {name: self_test_cases.SPECS[name] for name in ("fp8 block 1x128", "mxfp8", "nvfp4")}
+
+
+def has_row_blocks(spec: QuantizeSpec) -> bool:
+    """Return whether consecutive elements of a row share a scale, and no others."""
+    block = spec.format.block
+    return block is not None and block[0] == 1 and not spec.two_dimensional
+
+
+BLOCK_SPECS = {
+    name: spec
+    for name, spec in self_test_cases.SPECS.items()
+    if has_row_blocks(spec) and not spec.hadamard and not spec.stochastic
+}
 
 
 def conversions(element: Element, device: torch.device) -> dict[str, str]:

@@ -28,7 +28,7 @@ from ..primitives.quantize.backends import REFERENCE, TRITON
 from ..primitives.quantize.encodings import cast, encode_e2m1
 from ..runtime import self_tested
 from . import cast_oracle, self_test_cases
-from .cast_kernels import conversions, decoded, encoded, producers
+from .cast_kernels import conversions, decoded, encoded, has_row_blocks, producers
 
 PART = 1 << 26  # float32 numbers that are compared at once on a GPU; 64 parts are all of them
 PARTS = (1 << 32) // PART
@@ -42,9 +42,14 @@ SPECS = {
     for name, spec in self_test_cases.SPECS.items()
     if spec.format.block is not None and not spec.hadamard and not spec.stochastic
 }
-SPECS["nvfp4 4over6"] = replace(SPECS["nvfp4"], four_over_six="MAE")
-SPECS["fp8 block 1x128 e5m2"] = replace(SPECS["fp8 block 1x128"], element=E5M2)
-SPECS["mxfp8 32x32"] = replace(SPECS["mxfp8"], two_dimensional=True)
+# Options that the self-test does not compute: a block's maximum mapped to 4 or 6, square blocks, E5M2.
+for _name, _spec in list(SPECS.items()):
+    if _spec.format.four_over_six:
+        SPECS[f"{_name} 4over6"] = replace(_spec, four_over_six="MAE")
+    if _spec.format.two_dimensional and not _spec.two_dimensional:
+        SPECS.setdefault(f"{_name} square", replace(_spec, two_dimensional=True))
+    if E5M2.name in _spec.format.elements:
+        SPECS.setdefault(f"{_name.removesuffix(' e5m2')} e5m2", replace(_spec, element=E5M2))
 Pairs = Iterator[tuple[Tensor, Tensor]]  # (found, expected), bytes of equal shapes
 
 
@@ -207,8 +212,7 @@ def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
                 partial(_products, numbers, element, way),
             )
     for name, spec in SPECS.items():
-        in_rows = spec.format.block == (1, spec.format.length) and not spec.two_dimensional
-        if in_rows and (on_gpu or _has_oracle(spec)):
+        if has_row_blocks(spec) and (on_gpu or _has_oracle(spec)):
             yield f"scales of {name}, every maximum", partial(_scales, numbers, spec)
         if on_gpu:
             yield f"codes of {name}, every float32", partial(_block_codes, numbers, spec)
