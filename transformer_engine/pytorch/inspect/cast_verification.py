@@ -44,12 +44,14 @@ SPECS = {
 }
 # Options that the self-test does not compute: a block's maximum mapped to 4 or 6, square blocks, E5M2.
 for _name, _spec in list(SPECS.items()):
-    if _spec.format.four_over_six:
-        SPECS[f"{_name} 4over6"] = replace(_spec, four_over_six="MAE")
-    if _spec.format.two_dimensional and not _spec.two_dimensional:
-        SPECS.setdefault(f"{_name} square", replace(_spec, two_dimensional=True))
+    _variants = {}
+    if _spec.format.four_over_six and not _spec.two_dimensional:
+        _variants[f"{_name} 4over6"] = replace(_spec, four_over_six="MAE")
+    if _spec.format.two_dimensional:
+        _variants[f"{_name} square"] = replace(_spec, two_dimensional=True)
     if E5M2.name in _spec.format.elements:
-        SPECS.setdefault(f"{_name.removesuffix(' e5m2')} e5m2", replace(_spec, element=E5M2))
+        _variants[f"{_name} e5m2"] = replace(_spec, element=E5M2)
+    SPECS |= {name: spec for name, spec in _variants.items() if spec not in SPECS.values()}
 Pairs = Iterator[tuple[Tensor, Tensor]]  # (found, expected), bytes of equal shapes
 
 
@@ -283,7 +285,10 @@ def _quantized(x: Tensor, spec: QuantizeSpec) -> Pairs:
 
 def _quantize(backend: Backend[QuantizeRequest], x: Tensor, spec: QuantizeSpec) -> Quantized:
     request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
-    return backend.bind(request)(x, None, None, None, None, None)
+    assert backend.bind is not None
+    call = backend.bind(request)
+    assert callable(call), f"{backend.name} cannot quantize {request}: {call}"
+    return call(x, None, None, None, None, None)
 
 
 def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
