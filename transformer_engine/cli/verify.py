@@ -1,10 +1,12 @@
-"""`te verify`: a parallel, quantized model of a Python file against the same model on one device in float32."""
+"""`te verify`: a parallel, quantized model against one device in float32, or the casts of this machine."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,12 @@ OPTIONAL = ("loss_fn", "shard_fn", "reduce_fn")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("file", type=Path, help="Python file with the functions model_fn(mesh) and batch()")
+    parser.add_argument(
+        "file", type=Path, nargs="?", help="Python file with the functions model_fn(mesh) and batch()"
+    )
+    add_flag(parser, "--casts", "compare the casts of this machine with their definition, instead of a model")
+    add_flag(parser, "--complete", "with --casts: all float32 numbers instead of a sample")
+    parser.add_argument("--json", type=Path, help="with --casts: file for the comparisons as JSON")
     add_choice(parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: none)")
     for option, text in (
         ("--dp", "data-parallel ranks"),
@@ -36,9 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Compare a parallel, quantized model of a Python file with the same model on one device in float32."""
+    if args.casts:
+        _verify_casts(args)
+        return
     console = Console(highlight=False)
     sizes = {"dp": args.dp, "fsdp": args.fsdp, "cp": args.cp, "tp": args.tp}
     with reporting(console):
+        if args.file is None:
+            raise ValueError(f"no file was given; pass a Python file ({page('verify')} shows one) or --casts")
         if not args.file.is_file():
             raise ValueError(
                 f"{args.file} does not exist; pass a Python file that defines {' and '.join(REQUIRED)}"
@@ -69,6 +81,22 @@ def run(args: argparse.Namespace) -> None:
         finally:
             if mesh is not None:
                 dist.destroy_process_group()
+    if not verification.equal:
+        raise SystemExit(FAILED)
+
+
+def _verify_casts(args: argparse.Namespace) -> None:
+    """Print the comparisons of all casts; exit code 1 if a byte differs."""
+    from ..pytorch.inspect.cast_verification import verify_casts
+
+    verification = verify_casts(
+        args.complete,
+        torch_device(args.device),
+        progress=lambda name: print(f"comparing {name}", file=sys.stderr, flush=True),
+    )
+    print(verification.report())
+    if args.json is not None:
+        args.json.write_text(json.dumps(verification.as_dict(), indent=1) + "\n", encoding="utf-8")
     if not verification.equal:
         raise SystemExit(FAILED)
 

@@ -1,0 +1,168 @@
+"""The casts that `cast_verification` compares: single conversions of the kernels, and producers that return codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...common.dispatch import use_backend
+from ...common.formats import E4M3, E5M2, FLOAT8, Element
+from ..primitives.activation import DEFAULT_PARAMS, activation_backward, activation_forward
+from ..primitives.column_sums import column_sums
+from ..primitives.norm import layernorm_forward, rmsnorm_forward
+from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize_as, torch_dtype
+from ..runtime import launching
+from ..runtime.device import current_hardware
+from . import self_test_cases
+
+Pairs = Iterator[tuple[Tensor, Tensor]]
+Producer = Callable[[Tensor, "Cast | None"], "Quantized | Tensor"]
+
+
+def has_row_blocks(spec: QuantizeSpec) -> bool:
+    """Return whether consecutive elements of a row share a scale, and no others."""
+    block = spec.format.block
+    return block is not None and block[0] == 1 and not spec.two_dimensional
+
+
+BLOCK_SPECS = {
+    name: spec
+    for name, spec in self_test_cases.SPECS.items()
+    if has_row_blocks(spec) and not spec.hadamard and not spec.stochastic
+}
+
+
+def conversions(element: Element, device: torch.device) -> dict[str, str]:
+    """Return {name: compile-time argument} of the conversions to FP8 that a device can run; see `kernels.conversion`.
+
+    GPUs newer than 8.9 also run the conversions of 8.9 (an instruction as inline PTX) and of 8.0 (integers).
+    """
+    if device.type != "cuda":
+        return {}
+    from ...common.kernels import conversion  # with triton
+    from ...common.kernels.launch import codes_dtype
+
+    row = current_hardware()
+    names = {"integers": conversion.INTEGERS[codes_dtype(element)]}
+    if row.has("fp8 casts"):
+        names = {"instruction": conversion.INSTRUCTION, **names}
+    if row.has("triton fp8 casts"):
+        names = {"native": conversion.NATIVE, **names}
+    return names
+
+
+@functools.cache
+def _cast_launch(shape: tuple[int, int], element: Element, conversion: str, transposed: bool):
+    from ...common.kernels.cast import cast
+
+    launch = cast(shape, element, not transposed, transposed)
+    return replace(launch, constants=(*launch.constants[:-1], conversion), handles={})
+
+
+def encoded(x: Tensor, element: Element, name: str, multiplier: float, transposed: bool = False) -> Tensor:
+    """Return codes [M, K] of x [M, K] * multiplier by one conversion; with `transposed`, codes [K, M] of its transpose.
+
+    Args:
+        x: Values, float32, bfloat16 or float16, contiguous.
+        element: E4M3 or E5M2.
+        name: A key of `conversions`.
+        multiplier: Exact in float32.
+        transposed: Use the kernel that transposes.
+    """
+    conversion = conversions(element, x.device)[name]
+    launch = _cast_launch((x.shape[0], x.shape[1]), element, conversion, transposed)
+    factor = torch.full((1,), multiplier, device=x.device)
+    return launching.run(launch, (x, factor, None))[1 if transposed else 0]
+
+
+def decoded(element: Element, name: str, device: torch.device) -> Tensor:
+    """Return the float32 values of the 256 codes of an element by one conversion."""
+    from ...common.kernels.fp8_attention import values_of
+
+    launch = values_of(256, (0, 1), "float32")
+    launch = replace(
+        launch, constants=(*launch.constants[:-1], conversions(element, device)[name]), handles={}
+    )
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch_dtype(element))
+    return launching.run(launch, (codes, torch.ones(1, device=device), None, None))[0]
+
+
+def _rmsnorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
+    # The norm of a row of ones is one, so that the result is the weight.
+    weight = x.reshape(-1)
+    return rmsnorm_forward(torch.ones_like(weight)[None], weight, 0.0, False, cast)[0]
+
+
+def _layernorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
+    # The normalized values of a constant row are zero, so that the result is the bias.
+    bias = x.reshape(-1)
+    ones = torch.ones_like(bias)
+    return layernorm_forward(ones[None], ones, bias, 1e-5, False, cast)[0]
+
+
+def _relu_gradient(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
+    gradient = activation_backward("relu", x, torch.ones_like(x), DEFAULT_PARAMS, cast)
+    return gradient[0] if isinstance(gradient, tuple) and not isinstance(gradient, Quantized) else gradient
+
+
+def _relu(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
+    return activation_forward("relu", x, DEFAULT_PARAMS, cast)
+
+
+def _column_sums(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
+    return x if cast is None else column_sums(x, torch.float32, cast)[0]  # pyright: ignore[reportReturnType]
+
+
+# Producers whose results are, for some inputs, every number of a 16-bit dtype (of ReLU: every number without sign).
+PRODUCERS: dict[str, Producer] = {
+    "RMSNorm": _rmsnorm,
+    "LayerNorm": _layernorm,
+    "ReLU": _relu,
+    "gradient of ReLU": _relu_gradient,
+    "column sums": _column_sums,
+}
+
+
+def producers(
+    halves: Callable[[torch.dtype], Tensor], exponents: Sequence[int]
+) -> Iterator[tuple[str, Callable[[], Pairs]]]:
+    """Yield (name, comparison) of each producer with each format.
+
+    Args:
+        halves: Returns every number of a 16-bit dtype, [256, 256].
+        exponents: Exponents of the scales that are given to FP8 casts.
+    """
+    for title, producer in PRODUCERS.items():
+        for element in (E4M3, E5M2):
+            casts = [
+                Cast(QuantizeSpec(FLOAT8, element), torch.full((1,), 2.0**exponent, device="cuda"))
+                for exponent in exponents
+            ]
+            name = f"codes of {title} in {element.name}, every result, given scales"
+            yield name, partial(_produced, halves, producer, casts)
+        for name, spec in BLOCK_SPECS.items():
+            yield (
+                f"codes of {title} in {name}, every result",
+                partial(_produced, halves, producer, [Cast(spec)]),
+            )
+
+
+def _produced(halves: Callable[[torch.dtype], Tensor], producer: Producer, casts: Sequence[Cast]) -> Pairs:
+    """Compare a producer that returns codes with the reference's cast of its values."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x = halves(dtype)
+        values = producer(x, None)
+        assert isinstance(values, Tensor)
+        for cast in casts:
+            found = producer(x, cast)
+            with use_backend(quantize="reference", absolute_maximum="reference"):
+                expected = quantize_as(values, cast)
+            assert isinstance(found, Quantized)
+            for mine, theirs in zip(found, expected, strict=True):
+                if mine is not None and theirs is not None:
+                    yield mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
