@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives import activation, column_sums, group
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
 from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
 
-# Multiples of all tiles; of 8; an odd number of rows, whose codes are not stored in pairs; odd columns; multiples of 16.
+# Multiples of all tiles; of 8; an odd number of rows, whose codes are not stored in pairs; odd columns; of 16.
 SHAPES = ((1024, 1024), (1000, 1000), (1001, 1000), (1000, 1001), (1008, 1008))
 # Two codes of NVFP4 share a byte, and a Hadamard transform takes 16 rows.
 PACKED, TRANSFORMED = ((1024, 1024), (1002, 1002), (1008, 1008)), ((1024, 1024), (1008, 1008))

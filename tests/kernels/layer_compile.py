@@ -143,9 +143,8 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
     for recorded in every:
         launch = recorded.launch
         codes = tuple(kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds)
-        constants = dict(
-            zip(launch.kernel.arg_names[-len(launch.constants) :], launch.constants, strict=True)
-        )
+        names = launch.kernel.arg_names
+        constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
         tiles = constants.get("EVEN"), constants.get("PAIRS")
         found.setdefault((launch.kernel, codes, tiles), recorded)
     return list(found.values())

@@ -369,8 +369,8 @@ def square_blocks(
         Output((tiles_k, tiles_m), "float32") if columnwise else None,
     )
     # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, of 1 0.1238; 4 warps
-    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892.
-    band, warps = (4, 8) if columnwise else (1, 4)
+    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892. 4 warps of predicated tiles need 120 bytes of stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
+    band, warps = (4 if columnwise else 1), (8 if columnwise or not even else 4)
     constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even, NATIVE)
     return Launch(square_block_kernel, (tiles_m * tiles_k, 1, 1), outputs, shape, constants, warps)
