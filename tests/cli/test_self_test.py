@@ -11,8 +11,9 @@ from tests.support.command import te
 from transformer_engine.cli.doctor.checks import run_self_test
 from transformer_engine.common.dispatch import Backend, Table, tables
 from transformer_engine.pytorch.inspect import self_test as testing
+from transformer_engine.pytorch.inspect import self_test_compile as compiling
 from transformer_engine.pytorch.inspect.self_test import SelfTest, SelfTestResult, self_test
-from transformer_engine.pytorch.inspect.self_test_cases import SelfTestCase, SelfTestSizes
+from transformer_engine.pytorch.inspect.self_test_products import SelfTestCase, SelfTestSizes
 from transformer_engine.pytorch.runtime import self_tested
 
 
@@ -67,6 +68,54 @@ def test_backends_with_wrong_bits_or_errors_fail(monkeypatch, doubling):
     assert "CUDA error: invalid argument" in found["raising"].reason
     assert test.paths == {"doubled numbers": False}
     assert "2 failed" in test.report() and "FAILED doubled numbers, 8, wrong" in test.report()
+
+
+def test_a_backend_that_tunes_for_minutes_is_left_out_with_its_reason(monkeypatch, doubling):
+    monkeypatch.setitem(compiling.LEFT_OUT, "raising", "it tunes for minutes")
+    monkeypatch.setitem(compiling.LEFT_OUT, "wrong", "it tunes for minutes")
+    test = examined(monkeypatch, doubling)
+    found = {result.backend: (result.status, result.reason) for result in test.results}
+    assert found["raising"] == ("left out", "it tunes for minutes")
+    assert test.failed == () and test.paths == {"doubled numbers": True}
+    assert "left out: doubled numbers, raising: it tunes for minutes" in test.report()
+
+
+def test_the_request_of_a_case_is_known_before_a_backend_runs(doubling):
+    calls = []
+
+    def compute():
+        result = doubling.bound((8,))(torch.arange(1.0, 9.0))
+        calls.append("run")
+        return (result,)
+
+    assert compiling.request_of(SelfTestCase("p", "8", "doubling", compute)) == 8 and calls == []
+
+
+def test_a_process_runs_all_backends_of_its_cases_and_leaves_errors_to_the_self_test(monkeypatch, doubling):
+    ran = []
+
+    def case(name):
+        def compute():
+            result = doubling.bound((8,))(torch.arange(1.0, 9.0))
+            ran.append((name, result[0].item()))
+            return (result,)
+
+        return SelfTestCase("p", name, "doubling", compute)
+
+    monkeypatch.setattr(compiling, "cases", lambda device, sizes: map(case, "abc"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    compiling.compile_part(1, 2, SelfTestSizes())
+    assert [name for name, _ in ran] == ["b", "b"] and ran[0][1] == 2.0 < ran[1][1]
+
+
+def test_progress_names_each_path_and_counts_its_results(monkeypatch, doubling):
+    lines = []
+    x = torch.arange(1.0, 9.0)
+    case = SelfTestCase("doubled numbers", "8", "doubling", lambda: (doubling.bound((8,))(x),))
+    monkeypatch.setattr(testing, "cases", lambda device, sizes: [case])
+    self_test(progress=lines.append)
+    assert lines[0] == "testing doubled numbers"
+    assert lines[1].endswith("doubled numbers: 1 passed, 2 failed, 1 unsupported")
 
 
 def test_values_may_differ_up_to_the_bound(monkeypatch, doubling):

@@ -4,8 +4,8 @@
 
 Each line is a pair of a title and facts: instructions of tensor cores and of casts, registers, stack, shared and tensor
 memory. `tests.primitives.hardware_layers` records the launches on the simulated GPU: with all libraries,
-without, and with the Triton backends of products and attention forced. --sample compiles one launch per kernel and kind
-of operands.
+without, and with the Triton backends of products and attention forced; `cast_shapes` records casts of matrices of other
+sizes. --sample compiles one launch per kernel, kind of operands and of tiles.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.kernels import cast_shapes
 from tests.primitives import hardware_layers
 from tests.primitives.scaled_compile import ANY, resources
 from tests.support.simulated_gpu import RecordedLaunch, Simulation
@@ -123,21 +124,29 @@ def forced(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]:
 
 
 def recorded_launches(simulation: Simulation) -> list[RecordedLaunch]:
-    """The launches of all layers and recipes, by the tables' choice and by force."""
+    """The launches of all layers and recipes, by the tables' choice and by force, and of casts of uneven matrices."""
     for by_force in (False, True):
         for layer, name, recipe in hardware_layers.cases():
             with forced(name, simulation.hardware) if by_force else nullcontext():
                 for _ in hardware_layers.train(layer, recipe):
                     pass
+    cast_shapes.run()
     return list(simulation.launches.values())
 
 
 def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
-    """One launch per kernel and kinds of its tensors of one byte."""
+    """One launch per kernel, kinds of its tensors of one byte, and whether its tiles are whole and its rows have pairs.
+
+    Predicated tiles need more registers than whole ones.
+    """
     found: dict[Any, RecordedLaunch] = {}
     for recorded in every:
+        launch = recorded.launch
         codes = tuple(kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds)
-        found.setdefault((recorded.launch.kernel, codes), recorded)
+        names = launch.kernel.arg_names
+        constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+        tiles = constants.get("EVEN"), constants.get("PAIRS")
+        found.setdefault((launch.kernel, codes, tiles), recorded)
     return list(found.values())
 
 

@@ -29,6 +29,7 @@ STACKS = {
     "block_fused.backward_kernel": 256,
     "block_cast.both_blocks_kernel": 16,
     "delayed_scaling._advance": 8,
+    "mxfp8.matrices_kernel": 8,
     "activation_cast.backward_kernel": 8,
 }
 # Products whose instruction reads the block scales.

@@ -338,6 +338,6 @@ def run_self_test(as_json: bool) -> int:
         return 2
     from ...pytorch.inspect.self_test import self_test
 
-    test = self_test(progress=lambda path: print(f"testing {path}", file=sys.stderr, flush=True))
-    print(json.dumps(test.as_dict(), indent=2) if as_json else test.report())
+    test = self_test(progress=lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(test.as_dict(), indent=2) if as_json else test.report(), flush=True)
     return 1 if test.failed else 0

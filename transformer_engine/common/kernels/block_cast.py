@@ -73,39 +73,13 @@ def tile_blocks(
     """
     if codes is not None:
         _row_blocks(
-            codes,
-            scale,
-            M,
-            K,
-            first_m,
-            first_k,
-            half * 2,
-            k,
-            even,
-            MAXIMUM,
-            EPSILON,
-            POWER_OF_TWO,
-            VALUE_FOR_INF,
-            EVEN,
-            CONVERSION,
-        )
+            codes, scale, M, K, first_m, first_k, half * 2, k, even,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
+        )  # fmt: skip
         _row_blocks(
-            codes,
-            scale,
-            M,
-            K,
-            first_m,
-            first_k,
-            half * 2 + 1,
-            k,
-            odd,
-            MAXIMUM,
-            EPSILON,
-            POWER_OF_TWO,
-            VALUE_FOR_INF,
-            EVEN,
-            CONVERSION,
-        )
+            codes, scale, M, K, first_m, first_k, half * 2 + 1, k, odd,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
+        )  # fmt: skip
     if codes_t is not None:
         amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
         multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
@@ -200,6 +174,25 @@ def row_block_kernel(
 
 
 @triton.jit
+def _both_blocks_of_tile(
+    program, x, codes, scale, codes_t, scale_t, M, K,
+    MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
+    BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
+):  # fmt: skip
+    half = tl.arange(0, WIDTH // 2)
+    k = tl.arange(0, WIDTH)
+    tile_m, tile_k = tile.position(program, tl.cdiv(M, WIDTH), tl.cdiv(K, WIDTH), BAND)
+    first_m = (tile_m * WIDTH).to(tl.int64)
+    first_k = (tile_k * WIDTH).to(tl.int64)
+    even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
+    odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
+    tile_blocks(
+        even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
+        MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
+    )  # fmt: skip
+
+
+@triton.jit
 def both_blocks_kernel(
     x,
     codes,
@@ -220,38 +213,23 @@ def both_blocks_kernel(
 ):
     """Quantize 1 x 128 blocks along the columns, and along the rows unless codes is None.
 
-    scale is [ceil(K/128), M], scale_t [ceil(M/128), K]. Programs share the 128 x 128 tiles and load STAGES ahead."""
-    tiles_m = tl.cdiv(M, WIDTH)
-    tiles_k = tl.cdiv(K, WIDTH)
-    half = tl.arange(0, WIDTH // 2)
-    k = tl.arange(0, WIDTH)
-    for program in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=STAGES):
-        tile_m, tile_k = tile.position(program, tiles_m, tiles_k, BAND)
-        first_m = (tile_m * WIDTH).to(tl.int64)
-        first_k = (tile_k * WIDTH).to(tl.int64)
-        even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
-        odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
-        tile_blocks(
-            even,
-            odd,
-            codes,
-            scale,
-            codes_t,
-            scale_t,
-            M,
-            K,
-            first_m,
-            first_k,
-            half,
-            k,
-            MAXIMUM,
-            EPSILON,
-            POWER_OF_TWO,
-            VALUE_FOR_INF,
-            PAIRS,
-            EVEN,
-            CONVERSION,
-        )
+    scale is [ceil(K/128), M], scale_t [ceil(M/128), K]. Programs share whole tiles of 128 x 128 and load STAGES ahead.
+    Unless EVEN, one program per tile: a loop keeps the offsets of all predicated accesses in registers, up to 5 KB per
+    thread.
+    """
+    first = tl.program_id(0)
+    if EVEN:
+        tiles = tl.cdiv(M, WIDTH) * tl.cdiv(K, WIDTH)
+        for program in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
+            _both_blocks_of_tile(
+                program, x, codes, scale, codes_t, scale_t, M, K,
+                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BAND, PAIRS, EVEN, CONVERSION,
+            )  # fmt: skip
+    else:
+        _both_blocks_of_tile(
+            first, x, codes, scale, codes_t, scale_t, M, K,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BAND, PAIRS, EVEN, CONVERSION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -361,13 +339,12 @@ def row_blocks(
     # bytes of stack with Triton 3.9.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     as_measured = machine.shared_memory >= MEASURED_MEMORY and machine.threads >= MEASURED_THREADS
-    resident, warps = (2, 4) if as_measured else (1, 8)
-    programs = min(resident * machine.processors, tiles_m * tiles_k)
+    resident, warps = (2, 4) if as_measured and even else (1, 8)
+    tiles = tiles_m * tiles_k
+    programs = min(resident * machine.processors, tiles) if even else tiles
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1
-    tiles = (4, stages, rows % 2 == 0, even)
-    return Launch(
-        both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, (*steps, *tiles, NATIVE), warps
-    )
+    constants = (*steps, 4, stages, rows % 2 == 0, even, NATIVE)
+    return Launch(both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, constants, warps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -392,8 +369,8 @@ def square_blocks(
         Output((tiles_k, tiles_m), "float32") if columnwise else None,
     )
     # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, of 1 0.1238; 4 warps
-    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892.
-    band, warps = (4, 8) if columnwise else (1, 4)
+    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892. 4 warps of predicated tiles need 120 bytes of stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
+    band, warps = (4 if columnwise else 1), (8 if columnwise or not even else 4)
     constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even, NATIVE)
     return Launch(square_block_kernel, (tiles_m * tiles_k, 1, 1), outputs, shape, constants, warps)

@@ -45,6 +45,32 @@ def _emit(
 
 
 @triton.jit
+def _forward_tile(
+    program, x, codes, scale, codes_t, scale_t, M, width, x_stride, limit, alpha, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr, SQUARE: tl.constexpr, MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
+):  # fmt: skip
+    half = tl.arange(0, BLOCK_M // 2)
+    column = tl.arange(0, WIDTH)
+    tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, WIDTH), BAND)
+    first_m = (tile_m * BLOCK_M).to(tl.int64)
+    first_n = (tile_n * WIDTH).to(tl.int64)
+    even = activated(
+        x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset,
+        CURVE, GATED, EVEN,
+    )  # fmt: skip
+    odd = activated(
+        x, M, width, x_stride, first_m, first_n, half * 2 + 1, column, limit, alpha, offset,
+        CURVE, GATED, EVEN,
+    )  # fmt: skip
+    _emit(
+        even, odd, codes, scale, codes_t, scale_t, M, width, first_m, first_n, half, column,
+        SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
+    )  # fmt: skip
+
+
+@triton.jit
 def forward_kernel(
     x,
     codes,
@@ -71,27 +97,63 @@ def forward_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize the tiles of y [M, width]; programs share the tiles and load STAGES of them ahead."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(width, WIDTH)
+    """Quantize the tiles of y [M, width]; programs share whole tiles, and load STAGES of them ahead.
+
+    Unless EVEN, one program per tile; see `block_cast.both_blocks_kernel`.
+    """
+    first = tl.program_id(0)
+    if EVEN:
+        tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(width, WIDTH)
+        for program in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
+            _forward_tile(
+                program, x, codes, scale, codes_t, scale_t, M, width, x_stride, limit, alpha, offset,
+                CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
+                PAIRS, EVEN, CONVERSION,
+            )  # fmt: skip
+    else:
+        _forward_tile(
+            first, x, codes, scale, codes_t, scale_t, M, width, x_stride, limit, alpha, offset,
+            CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
+            PAIRS, EVEN, CONVERSION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_tile(
+    program, dy, x, codes, scale, codes_t, scale_t, workspace, M, width, dy_stride, x_stride, limit, alpha,
+    offset, CURVE: tl.constexpr, GATED: tl.constexpr, SQUARE: tl.constexpr, MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
+):  # fmt: skip
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, WIDTH)
-    for program in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), num_stages=STAGES):
-        tile_m, tile_n = tile.position(program, tiles_m, tiles_n, BAND)
-        first_m = (tile_m * BLOCK_M).to(tl.int64)
-        first_n = (tile_n * WIDTH).to(tl.int64)
-        even = activated(
-            x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset,
-            CURVE, GATED, EVEN,
-        )  # fmt: skip
-        odd = activated(
-            x, M, width, x_stride, first_m, first_n, half * 2 + 1, column, limit, alpha, offset,
-            CURVE, GATED, EVEN,
-        )  # fmt: skip
+    columns = 2 * width if GATED else width
+    tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, WIDTH), BAND)
+    first_m = (tile_m * BLOCK_M).to(tl.int64)
+    first_n = (tile_n * WIDTH).to(tl.int64)
+    even, even_b = gradients(
+        dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
+        limit, alpha, offset, CURVE, GATED, EVEN,
+    )  # fmt: skip
+    odd, odd_b = gradients(
+        dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
+        limit, alpha, offset, CURVE, GATED, EVEN,
+    )  # fmt: skip
+    _emit(
+        even, odd, codes, scale, codes_t, scale_t, M, columns, first_m, first_n, half, column,
+        SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
+    )  # fmt: skip
+    if workspace is not None:
+        sums = even.to(tl.float32) + odd.to(tl.float32)
+        store_column_sums(workspace, sums, tile_m, columns, first_n, column, width)
+    if GATED:
         _emit(
-            even, odd, codes, scale, codes_t, scale_t, M, width, first_m, first_n, half, column,
-            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
+            even_b, odd_b, codes, scale, codes_t, scale_t, M, columns, first_m, first_n + width, half,
+            column, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
         )  # fmt: skip
+        if workspace is not None:
+            sums = even_b.to(tl.float32) + odd_b.to(tl.float32)
+            store_column_sums(workspace + width, sums, tile_m, columns, first_n, column, width)
 
 
 @triton.jit
@@ -126,40 +188,24 @@ def backward_kernel(
 ):
     """Quantize the tiles of dx [M, width], and if gated the same tiles of the second half of [M, 2 * width].
 
-    "identity": dx = dy. workspace [row tiles, columns] receives the sums over a tile's rows.
+    "identity": dx = dy. workspace [row tiles, columns] receives the sums over a tile's rows. Unless EVEN, one program
+    per tile; see `block_cast.both_blocks_kernel`.
     """
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(width, WIDTH)
-    half = tl.arange(0, BLOCK_M // 2)
-    column = tl.arange(0, WIDTH)
-    columns = 2 * width if GATED else width
-    for program in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), num_stages=STAGES):
-        tile_m, tile_n = tile.position(program, tiles_m, tiles_n, BAND)
-        first_m = (tile_m * BLOCK_M).to(tl.int64)
-        first_n = (tile_n * WIDTH).to(tl.int64)
-        even, even_b = gradients(
-            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
-            limit, alpha, offset, CURVE, GATED, EVEN,
-        )  # fmt: skip
-        odd, odd_b = gradients(
-            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
-            limit, alpha, offset, CURVE, GATED, EVEN,
-        )  # fmt: skip
-        _emit(
-            even, odd, codes, scale, codes_t, scale_t, M, columns, first_m, first_n, half, column,
-            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
-        )  # fmt: skip
-        if workspace is not None:
-            sums = even.to(tl.float32) + odd.to(tl.float32)
-            store_column_sums(workspace, sums, tile_m, columns, first_n, column, width)
-        if GATED:
-            _emit(
-                even_b, odd_b, codes, scale, codes_t, scale_t, M, columns, first_m, first_n + width, half,
-                column, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
+    first = tl.program_id(0)
+    if EVEN:
+        tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(width, WIDTH)
+        for program in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
+            _backward_tile(
+                program, dy, x, codes, scale, codes_t, scale_t, workspace, M, width, dy_stride, x_stride, limit,
+                alpha, offset, CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
+                PAIRS, EVEN, CONVERSION,
             )  # fmt: skip
-            if workspace is not None:
-                sums = even_b.to(tl.float32) + odd_b.to(tl.float32)
-                store_column_sums(workspace + width, sums, tile_m, columns, first_n, column, width)
+    else:
+        _backward_tile(
+            first, dy, x, codes, scale, codes_t, scale_t, workspace, M, width, dy_stride, x_stride, limit,
+            alpha, offset, CURVE, GATED, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, BAND,
+            PAIRS, EVEN, CONVERSION,
+        )  # fmt: skip
 
 
 class FusedPlan(NamedTuple):
@@ -189,7 +235,7 @@ def forward(
     plan: FusedPlan | None = None,
 ) -> Launch:
     """Return the launch (x [M, width] or [M, 2 * width]) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
-    plan = plan or _plan(name, blocks)
+    plan = plan or _plan(name, blocks, shape)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     scalars = (*shape, x_stride, *constants)
     fixed = (CURVES[name], gated, blocks.square, *blocks.steps, *tiling, NATIVE)
@@ -214,7 +260,7 @@ def backward(
     """
     rows, width = shape
     assert not gated or width % _WIDTH == 0, "a block would reach from the gate's gradient into the other"
-    plan = plan or _plan(name, blocks)
+    plan = plan or _plan(name, blocks, shape)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     columns = 2 * width if gated else width
     sums = Output((ceil_div(rows, tiling[0]), columns), "float32") if sums_columns else None
@@ -242,12 +288,19 @@ def _tiling(
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
     """Return (rows of a tile, band, stages, whether M is even, whether tiles are whole) and the grid."""
     rows, width = shape
-    block_m = _WIDTH if blocks.columnwise or blocks.square else 32
-    even = rows % block_m == 0 and width % _WIDTH == 0
+    block_m, even = _tile_rows(blocks), _has_whole_tiles(shape, blocks)
     tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
-    programs = min(plan.resident * machine.processors, tiles) if plan.resident else tiles
+    programs = min(plan.resident * machine.processors, tiles) if plan.resident and even else tiles
     stages = machine.stages(block_m * _WIDTH, plan.stages) if even else 1
     return (block_m, plan.band, stages, rows % 2 == 0, even), (programs, 1, 1)
+
+
+def _tile_rows(blocks: Blocks) -> int:
+    return _WIDTH if blocks.columnwise or blocks.square else 32
+
+
+def _has_whole_tiles(shape: tuple[int, int], blocks: Blocks) -> bool:
+    return shape[0] % _tile_rows(blocks) == 0 and shape[1] % _WIDTH == 0
 
 
 # H200, 8192 x 14336 bfloat16, both directions, ms; few programs share the tiles and load the next ones ahead. f(x),
@@ -262,7 +315,13 @@ _IDENTITY = FusedPlan(4, 2, 3)
 _ROWS = FusedPlan(8, 0, 1)
 
 
-def _plan(name: str, blocks: Blocks) -> FusedPlan:
+# Predicated tiles, one program per tile: no stack, with 4 warps up to 1 KB per thread.
+_PREDICATED = FusedPlan(8, 0, 1)
+
+
+def _plan(name: str, blocks: Blocks, shape: tuple[int, int]) -> FusedPlan:
     if not (blocks.columnwise or blocks.square):
         return _ROWS
+    if not _has_whole_tiles(shape, blocks):
+        return _PREDICATED
     return _IDENTITY if name == "identity" else _BOTH

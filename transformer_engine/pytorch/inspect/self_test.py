@@ -9,18 +9,19 @@ from typing import Any, Literal
 
 import torch
 
-from ...common.dispatch import Table, observing, tables, use_backend
+from ...common.dispatch import Table, tables, use_backend
+from ...common.kernels import launch
 from ..quantization import emulate
 from ..runtime import self_tested
-from ..runtime.device import has_cuda
-from .self_test_cases import SAMPLE, SelfTestCase, SelfTestSizes, Tensors, cases
+from ..runtime.device import current_hardware, has_cuda
+from .self_test_cases import cases
+from .self_test_compile import LEFT_OUT, compile_ahead, request_of
+from .self_test_products import SAMPLE, SelfTestCase, SelfTestSizes, Tensors
 
 # The backend of an operation that the others are compared with.
 REFERENCES = {"gemm_epilogue": "composed", "fp8_attention": "emulated"}
 # Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
 EMULATING = ("reference", "widen", "emulated", "composed")
-# Compiled by torch.compile, which takes longer than all other cases together.
-LEFT_OUT = ("flex",)
 MOST_RUNS, TIMED_SECONDS = 20, 0.02
 SECONDS = 110.0
 CYCLES = 1.9e9  # of torch.cuda._sleep per second; a GPU with a slower clock sleeps longer
@@ -31,10 +32,11 @@ class SelfTestResult:
     """A case with one backend.
 
     Attributes:
-        status: "passed", "failed", "unsupported" (for the reason), or "not run" (out of time).
+        status: "passed", "failed", "unsupported" (for the reason), "left out" (see `LEFT_OUT`), or "not run" (out of
+            time).
         equal: Share of equal bytes, for codes and scales.
         error: Largest relative error of a result in the Frobenius norm.
-        reason: Why it failed or is unsupported.
+        reason: Why it failed, is unsupported or was left out.
         milliseconds: Median time of the call.
         ratio: This time over the time of torch in bfloat16; for casts, of a copy.
     """
@@ -42,7 +44,7 @@ class SelfTestResult:
     path: str
     case: str
     backend: str
-    status: Literal["passed", "failed", "unsupported", "not run"]
+    status: Literal["passed", "failed", "unsupported", "left out", "not run"]
     reason: str = ""
     equal: float | None = None
     error: float | None = None
@@ -70,7 +72,7 @@ class SelfTest:
         for result in self.results:
             by_path.setdefault(result.path, []).append(result)
         return {
-            path: all(result.status in ("passed", "unsupported") for result in found)
+            path: all(result.status in ("passed", "unsupported", "left out") for result in found)
             and any(result.status == "passed" and result.backend not in EMULATING for result in found)
             for path, found in by_path.items()
         }
@@ -96,6 +98,8 @@ class SelfTest:
         without = [path for path, passed in self.paths.items() if not passed]
         if without and self.machine["gpu"] != "none":
             lines.append(f"no native backend has passed: {', '.join(without)}")
+        left_out = {f"{r.path}, {r.backend}: {r.reason}" for r in self.results if r.status == "left out"}
+        lines += [f"left out: {line}" for line in sorted(left_out)]
         skipped = {result.path for result in self.results if result.status == "not run"}
         if skipped:
             lines.append(f"not run for lack of time, run again: {', '.join(sorted(skipped))}")
@@ -107,45 +111,59 @@ class SelfTest:
 def self_test(
     sizes: SelfTestSizes | None = None,
     seconds: float = SECONDS,
-    progress: Callable[[str], None] = lambda path: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> SelfTest:
     """Compare every backend that supports the cases on this machine with a reference.
 
-    On a GPU, the result is stored: `runtime.self_tested.untested_reason(path)` returns it.
+    On a GPU, other processes first compile the kernels of Triton, and the result is stored:
+    `runtime.self_tested.untested_reason(path)` returns it.
 
     Args:
         sizes: Extents of the cases; by default large ones on a GPU and a sample on a CPU.
         seconds: Time after which the remaining cases are reported as not run.
-        progress: Called with the name of each path.
+        progress: Called with a line per path, before and after its cases.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
     if sizes is None:
         sizes = SelfTestSizes() if has_cuda() else SAMPLE
     start = time.perf_counter()
+    if has_cuda() and launch.missing(current_hardware()) is None:
+        compile_ahead(sizes, progress)
     results: list[SelfTestResult] = []
-    seen: set[str] = set()
     times: dict[Any, float] = {}
+    path, first = None, 0
     with emulate():
         for case in cases(device, sizes):
-            if case.path not in seen:
-                seen.add(case.path)
-                progress(case.path)
-            if time.perf_counter() - start > seconds:
+            elapsed = time.perf_counter() - start
+            if case.path != path:
+                _report_path(results[first:], elapsed, progress)
+                path, first = case.path, len(results)
+                progress(f"testing {case.path}")
+            if elapsed > seconds:
                 results.append(SelfTestResult(case.path, case.name, "all", "not run"))
             else:
                 with self_tested.testing(case.path):
                     results += _examined(case, device, times)
+    _report_path(results[first:], time.perf_counter() - start, progress)
     test = SelfTest(self_tested.machine_facts(), tuple(results), time.perf_counter() - start)
     if has_cuda():
         self_tested.save(test.paths)
     return test
 
 
+def _report_path(results: list[SelfTestResult], elapsed: float, progress: Callable[[str], None]) -> None:
+    """Report the numbers of a path's results by status."""
+    if results:
+        statuses = [result.status for result in results]
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        progress(f"{elapsed:6.1f} s  {results[0].path}: {counts}")
+
+
 def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float]) -> list[SelfTestResult]:
     """Run a case with every backend of its operation."""
     table, reference = tables[case.operation], REFERENCES.get(case.operation, "reference")
     try:
-        request = _request(case)
+        request = request_of(case)
     except Exception as error:  # a fault of the backend that the table chooses is a result of this test
         return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=_message(error))]
     if request is None:
@@ -153,11 +171,13 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
         return [SelfTestResult(case.path, case.name, reference, "unsupported", reason=reason)]
     results, expected = [], None
     for backend in table.candidates(request):
-        if backend.name in LEFT_OUT or (backend.name == reference and case.expected is None):
+        if backend.name == reference and case.expected is None:
             continue
-        reason = backend.rejection_reason(request)
+        reason, status = backend.rejection_reason(request), "unsupported"
+        if reason is None and backend.name in LEFT_OUT:
+            reason, status = LEFT_OUT[backend.name], "left out"
         if reason is not None:
-            results.append(SelfTestResult(case.path, case.name, backend.name, "unsupported", reason=reason))
+            results.append(SelfTestResult(case.path, case.name, backend.name, status, reason=reason))
             continue
         try:
             expected = _expected(case, backend.name, reference, expected)
@@ -167,14 +187,6 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
                 SelfTestResult(case.path, case.name, backend.name, "failed", reason=_message(error))
             )
     return results
-
-
-def _request(case: SelfTestCase) -> Any:
-    """The request that a case makes of its operation; None if it makes none."""
-    found: list[Any] = []
-    with observing(lambda operation, request: found.append(request) if operation == case.operation else None):
-        case.compute()
-    return found[0] if found else None
 
 
 def _expected(case: SelfTestCase, backend: str, reference: str, computed: Tensors | None) -> Tensors:
