@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -149,3 +150,12 @@ def test_summary_of_a_command_is_the_first_paragraph_of_its_documentation(name: 
     module = importlib.import_module(command.module, cli.__name__)
     assert " ".join(inspect.getdoc(module.run).split("\n\n")[0].split()) == command.summary
     assert command.summary.split(",")[0] in " ".join(te(name, "--help").output.split())
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_states_the_type_or_the_choices_of_every_value(name: str):
+    """argparse's own placeholder repeats the name of the option."""
+    shown = re.findall(r"^  --([a-z-]+) (\S+)", te(name, "--help").output, re.MULTILINE)
+    assert [
+        f"--{option} {value}" for option, value in shown if value == option.upper().replace("-", "_")
+    ] == []

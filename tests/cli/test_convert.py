@@ -8,7 +8,9 @@ import pytest
 
 from tests.conversion.tiny_models import write_checkpoint
 from tests.support.command import te as run_te
+from transformer_engine.cli.convert import SERVING_FORMATS
 from transformer_engine.common import optional
+from transformer_engine.pytorch.conversion.serving_formats import FORMATS
 
 
 def te(*arguments: object):
@@ -80,3 +82,8 @@ def test_a_wrong_argument_is_one_sentence_and_exit_code_2(arguments, sentence: s
     result = te(*arguments)
     assert result.exit_code == 2
     assert result.output.startswith(f"error: {sentence}")
+
+
+def test_help_lists_the_formats_that_need_no_sample():
+    assert list(SERVING_FORMATS) == [name for name, form in FORMATS.items() if not form.calibrated]
+    assert f"--quantize {'|'.join(SERVING_FORMATS)}" in te("--help").output

@@ -17,6 +17,8 @@ from .options import add_choice
 DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 1_000_000_000
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
+# Those of pytorch.conversion, whose import needs torch, that require no sample of tokens.
+SERVING_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4")
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # settings, weights, tokenizers
 
 
@@ -29,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(parser, "--dtype", DTYPES, "dtype of all tensors (default: unchanged)")
     parser.add_argument(
         "--quantize",
-        metavar="FORMAT",
-        help="write a quantized Hugging Face checkpoint for servers, for example in fp8_block",
+        metavar="|".join(SERVING_FORMATS),
+        help="write a quantized Hugging Face checkpoint for servers (default: unquantized)",
     )
     parser.add_argument(
         "--shard-size", type=float, default=5.0, help="maximum gigabytes per file of weights (default: 5)"

@@ -15,11 +15,28 @@ USAGE = "%(prog)s [options] [arguments]"
 DEVICES = ("auto", "cpu", "cuda")
 
 
+METAVARS = {"int": "INT", "float": "NUMBER", "Path": "PATH"}
+
+
+class TypedHelp(argparse.HelpFormatter):
+    """Help that names the type of an option's value, where argparse repeats the option's name."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return METAVARS.get(getattr(action.type, "__name__", "str"), "TEXT")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated options and reports an error in one line."""
 
     def __init__(self, prog: str, description: str, **settings: Any):
-        super().__init__(prog=prog, description=description, allow_abbrev=False, usage=USAGE, **settings)
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            usage=USAGE,
+            formatter_class=TypedHelp,
+            **settings,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Print the message and the command that prints the help, and exit with code 2."""

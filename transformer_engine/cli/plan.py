@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +12,7 @@ from rich.table import Table
 from ..common.planning import FORMATS, GPUS, MODELS, TrainingPlan, search
 from ..common.planning import plan as predicted
 from ..common.planning.hardware import GIB, gpu_named, links_of
+from ..common.planning.layer import Scheme
 from .failure import reporting
 from .options import add_flag, at_least
 
@@ -40,20 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="custom",
         help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes (default: custom)",
     )
-    parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)} (default: h100)")
+    parser.add_argument(
+        "--gpu", default="h100", metavar="|".join(GPUS), help="GPU of every device (default: h100)"
+    )
     parser.add_argument(
         "--recipe",
         default="bf16",
-        help=f"recipe of the matrix products: {', '.join(FORMATS)}; none is bf16 (default: bf16)",
+        metavar="|".join(FORMATS),
+        help="recipe of the matrix products; none is bf16 (default: bf16)",
     )
     parser.add_argument("--seq", type=int, default=8192, help="tokens per sequence (default: 8192)")
     parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch")
     parser.add_argument("--global-batch", type=int, help="sequences per step, over all devices")
     parser.add_argument(
-        "--recompute", help="none, or full: repeat the forward pass of each layer in the backward pass"
+        "--recompute",
+        metavar="none|full",
+        help="full: repeat the forward pass of each layer in the backward pass (default: none)",
     )
     parser.add_argument(
-        "--attention", default="cudnn", help="backend of attention: cudnn, flash4 (default: cudnn)"
+        "--attention",
+        default="cudnn",
+        metavar="cudnn|flash4",
+        help="backend of attention (default: cudnn)",
     )
     add_flag(parser, "--graphs", "CUDA graphs: the host never delays the GPU")
     add_flag(parser, "--json", "print the figures as JSON for programs")
@@ -72,7 +81,10 @@ def _add_mesh(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(option, type=int, help=text)
     group.add_argument(
-        "--scheme", default="p2p", help="exchange of keys and values: p2p, all_gather, a2a (default: p2p)"
+        "--scheme",
+        default="p2p",
+        metavar="|".join(get_args(Scheme)),
+        help="exchange of keys and values (default: p2p)",
     )
     group.add_argument(
         "--devices-per-host", type=int, default=8, help="GPUs per host, connected by NVLink (default: 8)"
