@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..functions.split_heads import parts_of, split_heads
+from ..functions.split_heads import split_heads
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,6 @@ class Heads:
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
         return split_heads(x, self.queries, self.groups, self.size, self.interleaved)
-
-    def views(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the views of `split_qkv` in eager mode, for callers that compute the gradients themselves."""
-        return parts_of(x, self.queries, self.groups, self.size, self.interleaved)
 
     def grouped(self, x: Tensor) -> Tensor | None:
         """Return x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None for another order of heads."""

@@ -199,7 +199,7 @@ def check_layer_call(
         or (ours and arguments.inference_params is None and gradients_expected(core.training)),
         torch.get_deterministic_debug_mode(),  # `torch_determinism()` in eager mode
         env.generation(),
-        last_choice.renewed,
+        last_choice.renewals,
         checked.facts,
         checked.cached,
         checked.same_lengths,

@@ -12,6 +12,7 @@ from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
+from ..functions.split_heads import parts_of
 from ..module.argument_orders import accepts_older_orders, call_of
 from ..module.arguments import accepts
 from ..module.config import configured
@@ -383,7 +384,14 @@ class MultiheadAttention(CheckedLoading):
             whole = None
             if mixed.requires_grad and torch.is_grad_enabled():
                 whole = Projection(mixed, heads.interleaved)
-            return *heads.views(mixed if whole is None else mixed.detach()), norm_output, whole
+            views = parts_of(
+                mixed if whole is None else mixed.detach(),
+                heads.queries,
+                heads.groups,
+                heads.size,
+                heads.interleaved,
+            )
+            return *views, norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)
         if q_norm is not None and norms_first:

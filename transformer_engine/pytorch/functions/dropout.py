@@ -88,7 +88,9 @@ class _BiasAdd(Function):
     @staticmethod
     def forward(ctx, x, bias, residual):
         ctx.bias_dtype = bias.dtype
-        return bias_add(plain_values(x), bias, plain_values(residual))
+        if type(x) is not Tensor or type(residual) is not Tensor:
+            x, residual = plain_values(x), plain_values(residual)
+        return bias_add(x, bias, residual)
 
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from ..offload.marks import active as offloading
+from ..primitives.gemm import as_matrix
 from ..runtime.autograd import Function
-from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from . import fusions
 from .fusions import FUSED_CAST, SEPARATE
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
-from .linear_operands import input_cast
+from .linear_operands import dense_values, input_cast
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, wait_for_saved
@@ -62,11 +62,12 @@ def norm_forward(
         (h, or its quantized `Operands` if mode is FUSED_CAST; mean and rstdev of each row).
     """
     # h = (x - mean) * rstdev * gamma + beta; mean and rstdev [M] of each row. An RMSNorm has neither mean nor beta.
+    x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
-        return norm.forward(plain_matrix(x), gamma, beta)
+        return norm.forward(x, gamma, beta)
     cast = input_cast(linear)  # row-wise codes for y and column-wise codes for dw
     assert cast is not None
-    codes, statistics = norm.forward(plain_matrix(x), gamma, beta, cast)
+    codes, statistics = norm.forward(x, gamma, beta, cast)
     return linear.input.adopt(codes, x.dtype), statistics
 
 
@@ -88,7 +89,7 @@ def norm_backward(
         dh = dh + grad_norm_output.reshape(dh.shape)
     # n [M, K] = (x - mean) * rstdev and g [M, K] = dh * gamma; means of each row, without mean(g) in an RMSNorm:
     # dx = rstdev * (g - mean(g) - n * mean(g * n)), dgamma [K] = sum of rows of dh * n, dbeta [K] = sum of rows of dh.
-    return norm.backward(plain_matrix(dh), plain_matrix(x), NormStatistics(mean, rstdev), gamma)
+    return norm.backward(dh, as_matrix(dense_values(x)), NormStatistics(mean, rstdev), gamma)
 
 
 def norm_linear_forward(

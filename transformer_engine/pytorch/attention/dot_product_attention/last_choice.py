@@ -31,24 +31,23 @@ class LastChoice(Mapping[str, Any]):
 
     Attributes:
         seen: Begins with the last call and its backend or FP8 attention.
-        requires_update: Value of ["backend_selection_requires_update"]: the next call of a layer clears it, and all
-            layers choose again. A change of NVTE_* variables takes effect without it.
+        renewals: How often a new choice of all layers was requested; part of the keys of their plans.
     """
 
     def __init__(self) -> None:
         self.seen: tuple[Any, ...] | None = None
-        self.requires_update = False
-        self._renewals = 0
+        self.renewals = 0
+        self._requested_after: Any = None  # `seen` when the new choice was requested; None: not requested
         self._described: tuple[Any, ...] | None = None
         self._values: dict[str, Any] = dict.fromkeys(_KEYS)
 
     @property
-    def renewed(self) -> int:
-        """How often a new choice of all layers was requested; part of the keys of their plans."""
-        if self.requires_update:
-            self._renewals += 1
-            self.requires_update = False
-        return self._renewals
+    def requires_update(self) -> bool:
+        """Value of ["backend_selection_requires_update"]: True until the next call of a layer.
+
+        All layers then choose again. A change of NVTE_* variables takes effect without it.
+        """
+        return self._requested_after is not None and self._requested_after[0] is self.seen
 
     def __getitem__(self, key: str) -> Any:
         return self.requires_update if key == _UPDATE else self._current()[key]
@@ -56,7 +55,8 @@ class LastChoice(Mapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         """Write any key; the next call that differs from the last one overwrites all keys but the flag."""
         if key == _UPDATE:
-            self.requires_update = bool(value)
+            self.renewals += bool(value)
+            self._requested_after = (self.seen,) if value else None
         else:
             self._current()[key] = value
 

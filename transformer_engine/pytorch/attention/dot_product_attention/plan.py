@@ -332,7 +332,7 @@ def _find(
         *settings,
         deterministic,
         env.generation(),
-        last_choice.renewed,
+        last_choice.renewals,
         *names,
         checked.facts,
         checked.cached,

@@ -21,7 +21,7 @@ from ...primitives.attention import reference
 from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
-from ...primitives.attention.passes import Bound, Differentiable, Passes, separate_passes
+from ...primitives.attention.passes import Bound, Differentiable, Passes
 from ...runtime.autograd import Function, check_transforms, in_forward_mode, without_autocast
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
@@ -134,7 +134,9 @@ def attend(
         execution: Random state and recomputation; None for neither.
     """
     if projection is not None:
-        passes = separate_passes(backend, call, inputs) if execution is None else None
+        passes = backend if execution is None and type(backend) is Passes else None
+        if execution is None and isinstance(backend, Differentiable) and backend.as_passes is not None:
+            passes = backend.as_passes(call, inputs)
         if passes is not None:
             x, interleaved = projection
             others = inputs[_QKV:]

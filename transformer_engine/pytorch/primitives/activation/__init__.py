@@ -20,6 +20,7 @@ from .request import (
     ActivationKind,
     ActivationParams,
     ActivationRequest,
+    Constants,
     MeasuredGradient,
     OutputCast,
     request_of,
@@ -41,6 +42,15 @@ __all__ = [
 ]
 
 
+def _constants_of(name: str, params: ActivationParams) -> Constants:
+    """The constants of an activation; zeros if it has none.
+
+    Unused constants are not read: with dynamic shapes, torch 2.11 turns each float that a compiled function reads into
+    a graph input, and compiles the graph again.
+    """
+    return params.constants if name == "clamped_swiglu" else (0.0, 0.0, 0.0)
+
+
 @overload
 def activation_forward(
     name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS, cast: None = None
@@ -59,7 +69,7 @@ def activation_forward(
     With a cast, x is a matrix, and the codes of y are returned instead of y. On a GPU the kernel writes codes with one
     scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
     """
-    facts = (name, x.shape, x.stride(), x.dtype, x.device, params.constants_of(name))
+    facts = (name, x.shape, x.stride(), x.dtype, x.device, _constants_of(name, params))
     if cast is None:
         return TABLE.bound(facts)(x)
     spec, multiplier, record = cast
@@ -106,7 +116,7 @@ def activation_backward(
             backend; None: no sum. With a sum, codes of row-wise blocks alone are cast after dx is stored; for these,
             `gradient_fuses` is False.
     """
-    constants, gradient = params.constants_of(name), (dy.stride(), dy.dtype)
+    constants, gradient = _constants_of(name, params), (dy.stride(), dy.dtype)
     facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)
     if cast is None:
         return TABLE.bound(facts)(dy, x)
@@ -137,7 +147,7 @@ def activation_backward_and_output(
         cast: Cast of dx with a given multiplier, or None.
         output: Cast of f(x).
     """
-    constants, gradient = params.constants_of(name), (dy.stride(), dy.dtype)
+    constants, gradient = _constants_of(name, params), (dy.stride(), dy.dtype)
     spec, multiplier, record = (None, None, None) if cast is None else cast
     described = (spec, multiplier is not None, record is not None, None, output.spec)
     encoded = isinstance(x, Operand)

@@ -57,14 +57,6 @@ class ActivationParams:
     def constants(self) -> Constants:
         return self.limit, self.alpha, self.offset
 
-    def constants_of(self, name: str) -> Constants:
-        """The constants of an activation; zeros if it has none.
-
-        Its unused constants are not read: with dynamic shapes, torch 2.11 turns each float that a compiled function
-        reads into a graph input, and compiles the graph again.
-        """
-        return self.constants if name == "clamped_swiglu" else (0.0, 0.0, 0.0)
-
     @classmethod
     def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
         """Return parameters unchanged, or those of a dict; see `from_mapping`."""

@@ -161,6 +161,11 @@ class AttentionCall:
         """
         return self.deterministic and (self.needs_gradient or not self.cached)
 
+    @functools.cached_property
+    def banded(self) -> bool:
+        """Whether the mask depends on the distance between query and key; read in every call of torch's attention."""
+        return self.mask.banded
+
     @property
     def packed(self) -> bool:
         """Whether the tokens of all sequences share one axis."""

@@ -47,14 +47,3 @@ class Differentiable(NamedTuple):
 
 
 Bound = Passes | Differentiable
-
-
-def separate_passes(bound: object, call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
-    """Return the two passes of a bound backend; None if it has none for these inputs."""
-    if type(bound) is Passes:
-        return bound
-    return (
-        bound.as_passes(call, inputs)
-        if type(bound) is Differentiable and bound.as_passes is not None
-        else None
-    )

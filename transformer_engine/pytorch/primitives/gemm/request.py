@@ -207,36 +207,31 @@ def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
 
 def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool = False) -> Key:
     """Return `key_of` for a caller that knows that no compiler is tracing."""
-    a_codes, _, a_format, _, _ = a
-    b_codes, _, b_format, _, _ = b
     dtype, bias, out, accumulate, exact = epilogue
-    element = a_codes.dtype
     # torch.compile is not a dispatch mode, and cannot trace the queries of process-wide settings.
     return (
-        a_codes.shape,
-        a_codes.stride(),
-        element,
-        type(a_codes),
-        a_codes.device,
-        None if a_format is None else a_format.name,
-        b_codes.shape,
-        b_codes.stride(),
-        b_codes.dtype,
-        type(b_codes),
-        b_codes.device,
-        None if b_format is None else b_format.name,
+        *_operand_key(a),
+        *_operand_key(b),
         dtype,
         None if bias is None else (bias.dtype, bias.shape, bias.device),
         None if out is None else (out.dtype, out.shape, out.stride(), out.device),
         accumulate,
         exact,
         not traced and dispatch_modes() > 0,
-        element is torch.float32
-        and not traced
-        and a_codes.is_cuda
-        and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        a.codes.dtype is torch.float32 and not traced and _rounds_to_tf32(a.codes),
         not traced and (Switch.depth > 0 or asked_in_eager_mode() is not None) and wanted(),
     )
+
+
+def _operand_key(operand: Operand) -> tuple[Any, ...]:
+    codes, _, form, _, _ = operand
+    name = None if form is None else form.name
+    return codes.shape, codes.stride(), codes.dtype, type(codes), codes.device, name
+
+
+def _rounds_to_tf32(values: Tensor) -> bool:
+    """Whether torch may round the operands of a product of float32 values to TF32."""
+    return values.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def described(

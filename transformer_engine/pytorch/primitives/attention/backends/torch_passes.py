@@ -60,9 +60,7 @@ def _chosen(key: Key) -> Passes | None:
         )
         asked.append(heads_first(call.q_format, x))
     q, k, v = asked
-    taken = torch._fused_sdp_choice(
-        q, k, v, None, 0.0, call.mask.banded, scale=call.scale, enable_gqa=grouped
-    )
+    taken = torch._fused_sdp_choice(q, k, v, None, 0.0, call.banded, scale=call.scale, enable_gqa=grouped)
     if device.type == "cpu":
         return CPU if taken == _FLASH and not grouped else None  # its kernel supports no grouped heads
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
@@ -74,7 +72,7 @@ _CHOSEN: Memory[Key, Passes | None] = Memory(_chosen, _MOST)
 def _forward_on_a_cpu(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     form, scale = call.q_format, call.scale
     q, k, v = (heads_first(form, x) for x in inputs[:3])
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.mask.banded, scale=scale)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.banded, scale=scale)
     return Attended(heads_last(form, out).contiguous(), lse)
 
 
@@ -84,7 +82,7 @@ def _backward_on_a_cpu(
     form, scale = call.q_format, call.scale
     given = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, attended.lse, 0.0, call.mask.banded, scale=scale
+        *given, attended.lse, 0.0, call.banded, scale=scale
     )
     return Gradients(*(heads_last(form, x) for x in found))
 
