@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.command import te
 from transformer_engine import __version__, cli
+from transformer_engine.cli.demo import config
 from transformer_engine.cli.demo.records import read_metrics
 from transformer_engine.cli.demo.trainer import Trainer
 
@@ -104,6 +105,27 @@ def test_without_torch_a_command_prints_how_to_install_it(monkeypatch: pytest.Mo
         stopped.value.code
         == 'te info needs torch; install with pip install ".[cli]" in a checkout of this package'
     )
+
+
+def test_help_of_every_command_works_without_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    for name, command in cli.COMMANDS.items():
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        assert not end.value.code
+        assert command.summary[:40] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installed", "framework"), [("", "torch"), ("torch", "torch"), ("jax", "jax"), ("torch jax", "torch")]
+)
+def test_jax_is_the_default_framework_only_where_it_is_the_only_one(
+    installed: str, framework: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(config.optional, "installed", lambda name: name in installed.split())
+    assert config.default_framework() == framework
 
 
 HELP = [["--help"], ["--version"], *([command, "--help"] for command in cli.COMMANDS)]

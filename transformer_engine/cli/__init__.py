@@ -84,11 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     command = COMMANDS[name]
     parser = Parser(f"{program()} {name}", command.summary)
-    if find_spec("torch") is None and not command.without_torch:
-        sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
     module = import_module(command.module, __package__)
     module.add_arguments(parser)
-    options = parser.parse_args(given[1:])
+    options = parser.parse_args(given[1:])  # --help works without torch
+    if find_spec("torch") is None and not command.without_torch:
+        sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
     try:
         if name != "doctor":  # which reports it with the other findings
             env.check_all()

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--framework",
         FRAMEWORKS,
-        "torch, or jax for the same model in Flax (default: torch if it is installed)",
+        "torch, or jax for the same model in Flax (default: jax if it is installed and torch is not)",
     )
     add_device(parser)
     _add_model(parser.add_argument_group("model"))

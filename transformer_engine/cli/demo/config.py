@@ -28,8 +28,8 @@ DECAY = 0.1  # weight decay of matrices; vectors have none
 
 
 def default_framework() -> str:
-    """Return torch if it is installed, else jax."""
-    return FRAMEWORKS[0] if optional.installed(FRAMEWORKS[0]) else FRAMEWORKS[1]
+    """Return jax if it is installed and torch is not, else torch."""
+    return "jax" if optional.installed("jax") and not optional.installed("torch") else "torch"
 
 
 def missing_for(framework: str) -> str | None:
