@@ -8,7 +8,7 @@ A backward pass that takes the saved tensors from its node holds their last refe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
 # Forms of saved values that are one tensor: of a tensor itself, and of a `Matrix`.
 _VALUES, _TRANSPOSED = True, False
 _AS_VALUES = (Tensor, Symbol)
-_OWNED = (CustomOperand, GroupedOperand)  # operands that take themselves apart
+# Operands that take themselves apart. Compilers trace no union in a tuple.
+_OWNED = (CustomOperand, *get_args(GroupedOperand))
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
