@@ -18,7 +18,7 @@ from ..primitives.norm import layernorm_forward, rmsnorm_forward
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize_as, torch_dtype
 from ..runtime import launching
 from ..runtime.device import current_hardware
-from . import self_test_cases
+from . import self_test_products
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 Producer = Callable[[Tensor, "Cast | None"], "Quantized | Tensor"]
@@ -32,7 +32,7 @@ def has_row_blocks(spec: QuantizeSpec) -> bool:
 
 BLOCK_SPECS = {
     name: spec
-    for name, spec in self_test_cases.SPECS.items()
+    for name, spec in self_test_products.SPECS.items()
     if has_row_blocks(spec) and not spec.hadamard and not spec.stochastic
 }
 
