@@ -137,6 +137,7 @@ if TYPE_CHECKING:
     from . import conversion, cpp_extensions, distributed_weight, ep, integrations, triton  # isort: skip
     from .conversion import save_quantized
     from .integrations.huggingface import convert_hf, revert_hf
+    from .integrations.torch_modules import conversion_table, convert, restore
 
 __all__ = [
     "CPLoadBalancingStrategy",
@@ -200,6 +201,8 @@ __all__ = [
     "common",
     "constants",
     "conversion",
+    "conversion_table",
+    "convert",
     "convert_hf",
     "cpp_extensions",
     "cpu_offload",
@@ -259,6 +262,7 @@ __all__ = [
     "quantized_model_init",
     "quantized_tensor",
     "recipe",
+    "restore",
     "restore_from_func_ctx",
     "restore_from_saved",
     "revert_hf",
@@ -277,7 +281,10 @@ __all__ = [
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
 _LAZY_SUBMODULES = ("conversion", "cpp_extensions", "distributed_weight", "ep", "integrations", "triton")
 _LAZY_NAMES = {
+    "conversion_table": "integrations.torch_modules",
+    "convert": "integrations.torch_modules",
     "convert_hf": "integrations.huggingface",
+    "restore": "integrations.torch_modules",
     "revert_hf": "integrations.huggingface",
     "save_quantized": "conversion",
 }

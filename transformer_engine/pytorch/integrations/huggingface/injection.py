@@ -83,7 +83,7 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
 class InjectedForward:
     """A layer's forward with torch's attention replaced; an object, so that copies of the layer call their own."""
 
-    def __init__(self, forward: Any, replacement: Replacement) -> None:
+    def __init__(self, forward: Any, replacement: sdpa.Function) -> None:
         self.forward, self.replacement = forward, replacement
 
     @property

@@ -1,0 +1,332 @@
+"""te.convert(model, recipe=.., sample=..): modules of torch.nn in any model use this engine where that is faster."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ....common.checks import described
+from ....common.numbers import to_bool
+from ....common.recipe import Recipe
+from ...quantization.support import check_block
+from .attention import (
+    EngineAttention,
+    convert_attention,
+    has_engine_attention,
+    restore_attention,
+    unsupported_module,
+)
+from .eligibility import Eligibility, Filter, candidates, check_filter, check_recipe, matches
+from .layers import CONVERTED, Converter, restore_module
+from .sample import Sample, SampleCall, SampleCalls, in_shards, record, run, tensors_of, unchanged_state
+from .table import ConversionTable, LayerChoice
+from .timing import Comparison, compare, time_functions
+
+M = TypeVar("M", bound=nn.Module)
+
+# A converted module is used if it takes at most this part of the original's time; smaller differences are noise.
+MARGIN = 0.98
+_TABLE = "_te_conversion"
+
+
+def convert(
+    model: M, recipe: Recipe | None = None, *, sample: Sample | None = None, include: Filter = None,
+    exclude: Filter = None, convert_outputs: bool = False, compiled: bool | None = None, timed: bool | None = None,
+    verbose: bool = True,
+) -> M:  # fmt: skip
+    """Let the `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and attention of a model compute with this engine, in place.
+
+    Modules, parameters, hooks and state-dict keys remain the same objects, so optimizers, checkpoints, FSDP2, adapters
+    and `torch.compile` work as before. `restore` undoes the conversion; `conversion_table` returns the choices.
+
+    With a sample on a GPU, each distinct layer is timed forward and backward at the sample's shapes, and the original
+    is kept where the engine is not faster. Then the whole model is timed, and restored if it became slower. Without a
+    sample, and on a CPU, nothing is timed: every supported linear layer and norm is converted, and attention is not.
+
+    Args:
+        model: Any module, compiled or not, sharded by `fully_shard` or not.
+        recipe: Recipe of the linear layers, without history. None: high precision, or the caller's `te.autocast`.
+        sample: A tensor, a tuple of arguments, a dict of keyword arguments, or a function `sample(model)`, for example
+            one that returns the loss. It runs once, and is timed with `timed`.
+        include: Names of the modules to convert: a pattern ("layers.*.mlp.*"), several, or a function
+            `include(name, module)`. None: all.
+        exclude: Names of modules to leave, likewise.
+        convert_outputs: Also convert linear layers that compute an output of the model, or logits of a cross entropy.
+        compiled: The model runs under `torch.compile`, which fuses norms with their neighbors: norms are not converted.
+            None: whether the model, or one of its modules, was compiled already. Only then is the whole model timed
+            compiled.
+        timed: Time the layers and the model; None: on a GPU, with a sample.
+        verbose: Print the table.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The recipe has a history, the model is converted already, or `timed` has no sample.
+        RuntimeError: The machine does not support the recipe.
+    """
+    _check_arguments(model, recipe, include, exclude)
+    timed = _times(model, sample, timed)
+    convert_outputs = to_bool("convert_outputs", convert_outputs)
+    compiled = any(map(_is_compiled, model.modules())) if compiled is None else to_bool("compiled", compiled)
+    eligibility = Eligibility(model, recipe, include, exclude)
+    modules = dict(candidates(model))
+    reasons = {name: eligibility.unsupported_reason(name, module) for name, module in modules.items()}
+    recorded = None if sample is None else record(model, sample, modules)
+    chooser = _Chooser(Converter(recipe), recorded, timed, convert_outputs, compiled)
+    rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
+    rows += chooser.attention(model, include, exclude)
+    before = _model_ms(model, sample) if timed else None
+    named = dict(model.named_modules())
+    for row in rows:
+        if row.choice != "torch":
+            _convert(named[row.name], row, chooser.converter)
+    table = ConversionTable(rows, _rule(timed, sample is not None))
+    if before is not None and any(row.choice != "torch" for row in rows):
+        _keep_if_faster(model, table, before, _model_ms(model, sample))
+    model.__dict__[_TABLE] = table
+    if verbose:
+        print(table)
+    return model
+
+
+def restore(model: M) -> M:
+    """Undo `convert`: modules have their classes and attributes from before, and compute the same bits.
+
+    Args:
+        model: A converted model. Parameters keep their present values.
+
+    Raises:
+        ValueError: The model is not converted, or `fully_shard` wrapped a converted module.
+    """
+    if _TABLE not in vars(model):
+        raise ValueError(f"{type(model).__name__} is not converted; there is nothing to restore")
+    for name, module in model.named_modules():
+        if isinstance(module, CONVERTED) and type(module) not in CONVERTED:
+            raise ValueError(f"{name} is {type(module).__name__}; restore the model before it is sharded")
+    _restore(model)
+    del model.__dict__[_TABLE]
+    return model
+
+
+def conversion_table(model: nn.Module) -> ConversionTable:
+    """Return the choices of `convert` for each module of a converted model.
+
+    Args:
+        model: A model that `convert` converted.
+
+    Raises:
+        ValueError: The model is not converted.
+    """
+    if _TABLE not in vars(model):
+        raise ValueError(f"{type(model).__name__} is not converted; call convert(model) first")
+    return vars(model)[_TABLE]
+
+
+def _restore(model: nn.Module) -> None:
+    for module in model.modules():
+        if has_engine_attention(module):
+            restore_attention(module)
+        if type(module) in CONVERTED:
+            restore_module(module)
+
+
+def _check_arguments(model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={described(model)} is not a torch.nn.Module")
+    if _TABLE in vars(model):
+        raise ValueError(f"{type(model).__name__} is converted already; call restore(model) first")
+    check_block(True, recipe)
+    check_recipe(recipe)
+    check_filter("include", include)
+    check_filter("exclude", exclude)
+
+
+def _times(model: nn.Module, sample: Any, timed: bool | None) -> bool:
+    """Whether layers are timed."""
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    if timed is None:
+        return on_gpu and sample is not None
+    if to_bool("timed", timed) and sample is None:
+        raise ValueError("timed=True has no sample, whose shapes are timed; give sample=batch")
+    return bool(timed)
+
+
+def _rule(timed: bool, sampled: bool) -> str:
+    if timed:
+        return f"timed forward and backward; converted where the time is at most {MARGIN} of the original's"
+    shapes = "the sample" if sampled else "all inputs"
+    return (
+        f"not timed: linear layers and norms whose format supports {shapes} were converted; time them on a GPU, where "
+        "formats are not emulated"
+    )
+
+
+def _convert(module: nn.Module, row: LayerChoice, converter: Converter) -> None:
+    if row.module == _ATTENTION:
+        convert_attention(module, converter.recipe)
+    else:
+        converter.convert(module)
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+class _Chooser:
+    """Choices of one conversion.
+
+    Args:
+        converter: Converter of the layers.
+        recorded: Calls of the sample; None without a sample.
+        timed: Compare times.
+        convert_outputs: Convert the model's output layers too.
+        compiled: The model will be compiled.
+    """
+
+    def __init__(
+        self, converter: Converter, recorded: SampleCalls | None, timed: bool, convert_outputs: bool, compiled: bool
+    ) -> None:  # fmt: skip
+        self.converter, self.recorded, self.timed = converter, recorded, timed
+        self.convert_outputs, self.compiled = convert_outputs, compiled
+        recipe = converter.recipe
+        self.converted_name = "te" if recipe is None else type(recipe).__name__
+        self._compared: dict[tuple[Any, ...], Comparison] = {}
+
+    def choice(self, name: str, module: nn.Module, reason: str | None) -> LayerChoice:
+        """Choice for a linear layer or a norm."""
+        calls = None if self.recorded is None else self.recorded.calls.get(name)
+        described_as = _description(module)
+        linear = isinstance(module, nn.Linear)
+        if reason is None:
+            reason = self._sample_reason(name, linear, calls)
+        if reason is not None:
+            return LayerChoice(name, described_as, "torch", reason)
+        choice = self.converted_name if linear else "te"
+        if not self.timed or calls is None:
+            return LayerChoice(name, described_as, choice, "supported")
+        key = described_as, *_tensor_facts(module), frozenset(calls.items())
+        if key not in self._compared:
+            self._compared[key] = compare(module, self.converter, calls)
+        return _timed_choice(name, described_as, choice, self._compared[key])
+
+    def _sample_reason(self, name: str, linear: bool, calls: Counter[SampleCall] | None) -> str | None:
+        """Reason from the sample, or from the way in which the model will run."""
+        if not linear and self.compiled:
+            return "torch.compile fuses norms with their neighbors"
+        if self.recorded is None:
+            return None
+        if calls is None:
+            return "not called by the sample"
+        if linear and name in self.recorded.outputs and not self.convert_outputs:
+            return "computes an output of the model; convert_outputs=True converts it"
+        return None
+
+    def attention(self, model: nn.Module, include: Filter, exclude: Filter) -> list[LayerChoice]:
+        """Choices for the modules whose forward pass calls scaled_dot_product_attention itself."""
+        if self.recorded is None:
+            return []
+        named = dict(model.named_modules())
+        rows = []
+        for name, calls in self.recorded.attention.items():
+            module = named[name]
+            selected = (include is None or matches(include, name, module)) and not matches(
+                exclude, name, module
+            )
+            reason = None if selected else "not selected"
+            reason = reason or self.recorded.attention_reasons.get(name) or unsupported_module(module)
+            if reason is None and not self.timed:
+                reason = "replaced only where it was timed"
+            if reason is not None:
+                rows.append(LayerChoice(name, _ATTENTION, "torch", reason))
+                continue
+            key = _ATTENTION, frozenset(calls.items())
+            if key not in self._compared:
+                self._compared[key] = _compare_attention(calls)
+            rows.append(_timed_choice(name, _ATTENTION, "te", self._compared[key]))
+        return rows
+
+
+def _compare_attention(calls: Counter[SampleCall]) -> Comparison:
+    """Time torch's attention and the engine's for the most frequent call."""
+    ((call, _),) = calls.most_common(1)
+    grouped = call.shapes[0][1] != call.shapes[1][1]
+    engine = EngineAttention(nn.Module(), None)
+
+    options = {"is_causal": call.causal, "enable_gqa": grouped}
+    functions = [functools.partial(attend, **options) for attend in (F.scaled_dot_product_attention, engine)]
+    return Comparison(*time_functions(functions, call))
+
+
+def _timed_choice(name: str, module: str, converted: str, compared: Comparison) -> LayerChoice:
+    ratio = compared.converted.ms / compared.original.ms
+    choice = converted if ratio <= MARGIN else "torch"
+    return LayerChoice(name, module, choice, f"{ratio:.2f} of the time", compared)
+
+
+def _description(module: Any) -> str:
+    """Class and sizes of a module."""
+    if isinstance(module, nn.Linear):
+        return f"Linear {module.in_features} -> {module.out_features}"
+    shape = ", ".join(str(size) for size in module.normalized_shape)
+    return f"{type(module).__name__} {shape}"
+
+
+def _tensor_facts(module: Any) -> tuple[Any, ...]:
+    weight, bias = module.weight, getattr(module, "bias", None)
+    return weight.dtype, weight.device, bias is None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module is the result of `torch.compile`, or was compiled in place."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _model_ms(model: nn.Module, sample: Any) -> float | None:
+    """Median milliseconds of the sample, forward and backward; None for a model in shards."""
+    if in_shards(model):
+        return None
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def step() -> None:
+        outputs = run(model, sample)
+        roots = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+        if roots and wanted:
+            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+
+    times = []
+    with unchanged_state(model), torch.enable_grad():
+        for _ in range(8):
+            _synchronize()
+            begin = time.perf_counter()
+            step()
+            _synchronize()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return sorted(times[3:])[2]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _keep_if_faster(model: nn.Module, table: ConversionTable, before: float, after: float | None) -> None:
+    """Add the comparison of the whole model to the table, and restore a model that became slower."""
+    assert after is not None
+    table.summary += f"\nwhole model: {before:.3g} ms, converted {after:.3g} ms"
+    if after > before:
+        _restore(model)
+        reason = "the whole model was slower converted"
+        table.rows = [
+            row
+            if row.choice == "torch"
+            else LayerChoice(**{**vars(row), "choice": "torch", "reason": reason})
+            for row in table
+        ]
+        table.summary += f": {reason}, and was restored"

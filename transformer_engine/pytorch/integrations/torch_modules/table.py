@@ -1,0 +1,72 @@
+"""The table of a conversion: one choice per module, with times, memory and the reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...inspect.observation_report import aligned
+from .timing import Comparison
+
+COLUMNS = ("layer", "module", "choice", "ms", "converted ms", "MiB", "converted MiB", "reason")
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """Choice for one module.
+
+    Attributes:
+        name: Name of the module in the model.
+        module: Class and sizes.
+        choice: "torch" for the original, "te" for the engine's layer in high precision or under the caller's
+            autocast, otherwise the name of the recipe.
+        reason: Reason for the choice.
+        costs: Costs of the original and the converted module in the sample; None: not timed.
+    """
+
+    name: str
+    module: str
+    choice: str
+    reason: str
+    costs: Comparison | None = None
+
+    def cells(self, name: str) -> tuple[str, ...]:
+        """Cells of a table row, in the order of COLUMNS."""
+        sides = (None, None) if self.costs is None else self.costs
+        times = [_number(None if side is None else side.ms) for side in sides]
+        held = [None if side is None else side.held for side in sides]
+        mebibytes = [_number(None if count is None else count / 2**20) for count in held]
+        return (name or "(model)", self.module, self.choice, *times, *mebibytes, self.reason)
+
+
+@dataclass
+class ConversionTable:
+    """The choices of a conversion, printed with equal rows of repeated layers as one.
+
+    Attributes:
+        rows: One row per module.
+        summary: How choices were made, and the result of the comparison of the whole model.
+    """
+
+    rows: list[LayerChoice] = field(default_factory=list)
+    summary: str = ""
+
+    def __iter__(self) -> Iterator[LayerChoice]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, ...], Counter[str]] = {}
+        for row in self.rows:
+            pattern = re.sub(r"\b\d+\b", "*", row.name)
+            groups.setdefault(row.cells(pattern), Counter())[row.name] += 1
+        rows = []
+        for cells, names in groups.items():
+            name = next(iter(names)) or "(model)"
+            rows.append((name if len(names) == 1 else f"{cells[0]} ({len(names)})", *cells[1:]))
+        return "\n".join([*aligned([COLUMNS, *rows]), self.summary])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

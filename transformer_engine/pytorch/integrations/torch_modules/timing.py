@@ -1,0 +1,140 @@
+"""Times of a module and of its conversion, forward and backward, at the shapes of the sample."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Converter
+from .sample import SampleCall
+
+# Least time per measurement of several steps, and the number of measurements of each side, in turns.
+_SECONDS, _ROUNDS = 0.01, 5
+# Calls of other shapes beyond the most frequent ones are not timed.
+_SHAPES = 3
+_WARM_STEPS = 3  # the engine generates and compiles in the first two
+
+
+class Cost(NamedTuple):
+    """Cost of the calls of a module: milliseconds, and bytes held between forward and backward pass.
+
+    Attributes:
+        ms: Forward and backward passes.
+        held: Bytes of the input, the output and the saved tensors; None if the device does not count them.
+    """
+
+    ms: float
+    held: int | None
+
+
+class Comparison(NamedTuple):
+    """Cost of a module before and after its conversion."""
+
+    original: Cost
+    converted: Cost
+
+
+def compare(module: nn.Module, converter: Converter, calls: Counter[SampleCall]) -> Comparison:
+    """Time copies of a module with random parameters and inputs.
+
+    Args:
+        module: The module, not converted.
+        converter: Converter of the copy.
+        calls: Its calls in the sample. The three most frequent kinds are timed, each as often as it occurs.
+    """
+    copies = _copy(module), _copy(module)
+    converter.convert(copies[1])
+    totals: list[list[Any]] = [[0.0, 0], [0.0, 0]]
+    for call, count in calls.most_common(_SHAPES):
+        for copy in copies:
+            copy.requires_grad_(call.trains)
+        for total, side in zip(totals, time_functions(copies, call), strict=True):
+            total[0] += count * side.ms
+            total[1] = None if side.held is None else total[1] + count * side.held
+    return Comparison(Cost(*totals[0]), Cost(*totals[1]))
+
+
+def _copy(module: Any) -> nn.Module:
+    """A module of the same class, sizes, dtype and device, with its own parameters."""
+    parameter = next(module.parameters())
+    options = {"device": parameter.device, "dtype": parameter.dtype}
+    if isinstance(module, nn.Linear):
+        return nn.Linear(module.in_features, module.out_features, module.bias is not None, **options)
+    return type(module)(module.normalized_shape, eps=module.eps, **options)
+
+
+def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall) -> list[Cost]:
+    """Time functions of random tensors with the facts of a call, in turns.
+
+    Args:
+        functions: Functions or modules.
+        call: Shapes, dtype, device and gradients of the tensors.
+    """
+    place = call.device
+    inputs = [
+        torch.randn(shape, dtype=call.dtype, device=place, requires_grad=call.needs_grad)
+        for shape in call.shapes
+    ]
+    steps = [_step(function, inputs) for function in functions]
+    for step in steps:
+        for _ in range(_WARM_STEPS):
+            step()
+    single = min(_elapsed(step, 1, place) for step in steps)
+    repeats = max(1, min(100, int(_SECONDS / max(single, 1e-6))))
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(_ROUNDS):
+        for step, measured in zip(steps, times, strict=True):
+            measured.append(_elapsed(step, repeats, place) / repeats)
+    return [
+        Cost(1e3 * statistics.median(measured), _held(function, inputs))
+        for measured, function in zip(times, functions, strict=True)
+    ]
+
+
+def _step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
+    """Function that runs the forward pass, and the backward pass if anything requires a gradient."""
+    parameters: list[Tensor] = [*function.parameters()] if isinstance(function, nn.Module) else []
+    wanted = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
+
+    def step() -> Any:
+        output = function(*inputs)
+        if not output.requires_grad:
+            return output
+        return torch.autograd.grad(output, wanted, torch.ones_like(output))
+
+    return step
+
+
+def _elapsed(step: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Seconds of some steps, including the host's time."""
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _held(function: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:
+    """Bytes of the inputs, the output and saved tensors that exist after a forward pass; None on a CPU."""
+    device = inputs[0].device
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    copies = [tensor.clone() for tensor in inputs]
+    output = function(*copies)
+    del copies
+    held = torch.cuda.memory_allocated(device) - before
+    del output
+    return held
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
