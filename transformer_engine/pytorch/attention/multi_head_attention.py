@@ -384,13 +384,8 @@ class MultiheadAttention(CheckedLoading):
             whole = None
             if mixed.requires_grad and torch.is_grad_enabled():
                 whole = Projection(mixed, heads.interleaved)
-            views = parts_of(
-                mixed if whole is None else mixed.detach(),
-                heads.queries,
-                heads.groups,
-                heads.size,
-                heads.interleaved,
-            )
+            x = mixed if whole is None else mixed.detach()
+            views = parts_of(x, heads.queries, heads.groups, heads.size, heads.interleaved)
             return *views, norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)

@@ -1,17 +1,27 @@
-"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g for consecutive groups of rows g, differentiable, in one node.
+"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for consecutive groups of rows g, differentiable in one node.
 
-Groups are the experts of a mixture: x [M, K] contains the M_g tokens of each expert g one after another, and each
-expert has a weight. The three products of `linear.py` become three products per group:
+**Groups.** In a mixture of experts, each group is an expert. x [M, K] contains the M_g tokens of each expert, one
+expert after another, and each expert has a weight w_g and a bias b_g. The numbers of rows M_g change from call to
+call; their sum is M. A group without rows has an empty y_g and dx_g, and a dw_g of zeros.
+
+**Products.** The three products of a linear layer are computed for each group:
 
 | product of each group | contracts | reads |
 | --- | --- | --- |
-| y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] | K | x_g by rows, w_g by rows |
-| dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K] | N | dy_g by rows, w_g by columns |
-| dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K] | M_g | dy_g by columns, x_g by columns |
+| y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] | K | row-wise x_g, row-wise w_g |
+| dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K] | N | row-wise dy_g, column-wise w_g |
+| dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K] | M_g | column-wise dy_g, column-wise x_g |
 
-The passes are those of `linear.py` without communication, on the operations of `grouped_products.py`: one launch for
-all groups, or a loop over them. Each group has its own quantizers, so that a group's codes are those of a separate
-`Linear`. A group without rows has an empty y_g and dx_g, and a dw_g of zeros.
+`linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers: the codes
+of a group are those that a separate `Linear` computes. The passes below are those of `linear.py`, without
+communication.
+
+**Launches.** Each step of a pass is a function of `grouped_products.py`. It computes all groups in one launch, or in a
+loop over the groups, as `grouped_request.py` chooses. In one launch, an operand is one object for all groups; in a
+loop, it is a list with one operand per group. The functions below do not depend on this choice.
+
+**Parameters.** The weights are a list of n tensors [N, K], or one stack [n, N, K]; the biases a list of tensors [N],
+or one stack [n, N]. Gradients have the form of their parameters.
 """
 
 from __future__ import annotations
@@ -52,53 +62,78 @@ def grouped_linear_forward(
     """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] of each group g.
 
     Args:
-        tensors: x [M, K]; the weights and the biases, each a list of one per group or one stack; None without biases.
-        call: Settings.
-        saves: A backward pass follows.
+        tensors: x [M, K]; the weights and the biases, each a list or one stack; None without biases.
+        call: Settings and numbers of rows of this call.
+        saves: Whether a backward pass follows.
         leading: Not used: x is a matrix.
-        compute_y: Compute y. Recomputation needs the other results only.
+        compute_y: Compute y. Recomputation needs the saved operands only.
 
     Returns:
-        [y [M, N] or None]; and the saved values: x for dw_g, and the weights for dx.
+        [y [M, N] or None] and [operand of x that dw reads, operand of the weights that dx reads], each None if its
+        gradient is not needed.
     """
     x, weights, biases = tensors
-    layer = call.spec.layer
-    # x_g [M_g, K] by rows for y_g, and by columns [K, M_g] for dw_g: one kernel reads x once for both. Unquantized
-    # values serve both directions. Where the values are saved, the backward pass makes the columns.
-    columns = layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
-    x_rows, x_columns = (x, x) if layer.plain else cast_groups(x, call, "input", True, columns)
-    saved_input = x_rows if layer.backward == DEQUANTIZED else x_columns
-    if layer.keep_input or layer.backward == HIGH_PRECISION:
-        saved_input = dequantized_groups(x, call) if saves and layer.needs_grad_weight else None
-    elif saves and layer.backward == DEQUANTIZED and not layer.plain and layer.needs_grad_weight:
-        saved_input = trained_groups(x_rows, call)
-    del x_columns
-    # w_g [N, K] by rows for y_g, and by columns [K, N] for dx_g.
-    if layer.plain:
-        w_rows = w_columns = converted_weights(weights, call)
-    else:
-        columns = layer.needs_grad_input and layer.backward == QUANTIZED
-        w_rows, w_columns = cast_groups(weights, call, "weight", True, columns)
-    saved_weight = w_rows if layer.backward == DEQUANTIZED else w_columns
-    del w_columns
+    x_rows, saved_input = _quantize_input(x, call, saves)
+    w_rows, saved_weight = _quantize_weights(weights, call, saves)
     y = None
     if compute_y:
-        # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both by rows; the rows of all groups form y [M, N].
+        # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both row-wise; the rows of all groups form y [M, N].
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
             y = inspected_groups(y, call, "output")
-    del x_rows
-    if layer.backward == HIGH_PRECISION and saves and layer.needs_grad_input:
-        saved_weight = converted_weights(w_rows if layer.plain else weights, call)
-    saved = [
-        saved_input if layer.needs_grad_weight else None,
-        saved_weight if layer.needs_grad_input else None,
-    ]
-    if saves and offloading.synchronizer is not None:
-        if saved[0] is not x:
-            mark_ready(saved[0])
-        keep_weight(saved[1])
-    return [y], saved
+    return [y], [saved_input, saved_weight]
+
+
+def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any]:
+    """Quantize x_g [M_g, K] of each group: row-wise for y_g, column-wise for dw_g.
+
+    Returns:
+        (operand of y; operand saved for dw, or None). One kernel reads x once for both directions. Unquantized values
+        serve both without a copy.
+    """
+    layer = call.spec.layer
+    saves_values = layer.keep_input or layer.backward == HIGH_PRECISION
+    rows: Any
+    columns: Any
+    if layer.plain:
+        rows = columns = x
+    else:
+        quantizes_columns = layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
+        rows, columns = cast_groups(x, call, "input", rowwise=True, columnwise=quantizes_columns)
+    if not (saves and layer.needs_grad_weight):
+        return rows, None
+    saved = columns
+    if saves_values:
+        saved = dequantized_groups(x, call)
+    elif layer.backward == DEQUANTIZED and not layer.plain:
+        saved = trained_groups(rows, call)
+    if offloading.synchronizer is not None and saved is not x:
+        mark_ready(saved)  # an offloading context may begin to copy it to the host
+    return rows, saved
+
+
+def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any, Any]:
+    """Quantize w_g [N, K] of each group: row-wise for y_g, column-wise for dx_g.
+
+    Returns:
+        (operand of y; operand saved for dx, or None).
+    """
+    layer = call.spec.layer
+    if layer.plain:
+        rows = columns = converted_weights(weights, call)
+    else:
+        quantizes_columns = layer.needs_grad_input and layer.backward == QUANTIZED
+        rows, columns = cast_groups(weights, call, "weight", rowwise=True, columnwise=quantizes_columns)
+    if not (saves and layer.needs_grad_input):
+        return rows, None
+    saved = columns
+    if layer.backward == DEQUANTIZED:
+        saved = rows
+    elif layer.backward == HIGH_PRECISION and not layer.plain:
+        saved = converted_weights(weights, call)
+    if offloading.synchronizer is not None:
+        keep_weight(saved)  # an offloading context leaves weights on the device
+    return rows, saved
 
 
 def grouped_linear_backward(
@@ -107,29 +142,31 @@ def grouped_linear_backward(
     """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] of each group g.
 
     Args:
-        operands: dy [M, N], and the two saved values of x and the weights. The list is emptied.
-        call: Settings.
-        dtypes: Dtypes of the gradients of a weight and a bias.
+        operands: dy [M, N], and the saved operands of x and the weights. The list is emptied, so that each buffer is
+            freed after its last reader.
+        call: Settings and numbers of rows of the forward pass.
+        dtypes: ((dtype of a weight's gradient, dtype of a bias's gradient),).
         leading: Not used: x is a matrix.
 
     Returns:
-        [dx [M, K], gradients of the weights, gradients of the biases].
+        [dx [M, K], gradients of the weights, gradients of the biases]; None for a gradient that is not needed.
     """
     dy, x, w = operands
     operands.clear()
     layer = call.spec.layer
-    (weight_dtype, bias_dtype), *_ = dtypes
-    # Unquantized matrices are read without conversion by rows, and as their transpose by columns.
-    unquantized = layer.plain or layer.backward != QUANTIZED
+    weight_dtype, bias_dtype = dtypes[0]
     if type(dy) is not Tensor or not dy.is_contiguous():
         dy = dense_values(dy)
     # db_g [N] = sum of dy_g [M_g, N] over M_g.
     db = bias_gradients(dy, call, bias_dtype) if layer.needs_grad_bias else None
-    # dy_g [M_g, N] by rows for dx_g, and by columns [N, M_g] for dw_g.
+    # Unquantized matrices are both operands: read as they are, or as their transpose.
+    unquantized = layer.plain or layer.backward != QUANTIZED
     rows = columns = dy
     if not unquantized and (layer.needs_grad_input or layer.needs_grad_weight):
-        needs = layer.needs_grad_input, layer.needs_grad_weight
-        rows, columns = cast_groups(dy, call, "grad_output", *needs)
+        # dy_g [M_g, N] row-wise for dx_g, and column-wise [N, M_g] for dw_g.
+        rows, columns = cast_groups(
+            dy, call, "grad_output", rowwise=layer.needs_grad_input, columnwise=layer.needs_grad_weight
+        )
     del dy
     dx = None
     if layer.needs_grad_input:
@@ -137,24 +174,33 @@ def grouped_linear_backward(
             wait_for_saved(w)
         if layer.backward == DEQUANTIZED and not layer.plain:
             w = dequantized_groups(w, call)
-        # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g by rows, w_g by columns.
+        # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g row-wise, w_g column-wise.
         dx = product_of_groups(rows, w, call, "grad_input", transposed=unquantized)
         if "grad_input" in call.spec.inspected:
             dx = inspected_groups(dx, call, "grad_input")
     del rows, w
     dw = None
     if layer.needs_grad_weight:
-        if offloading.used:
-            wait_for_saved(x)
-        saved_unquantized = layer.plain or layer.keep_input or layer.backward == HIGH_PRECISION
-        if layer.backward != QUANTIZED and not saved_unquantized:
-            x = dequantized_groups(x, call)
-        elif layer.backward == QUANTIZED and layer.keep_input and not layer.plain:
-            x = cast_groups(x, call, "input", False, True)[1]
-        # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both by columns. It is returned, accumulated into main_grad, or
+        if offloading.used or layer.keep_input or layer.backward != QUANTIZED:
+            x = _column_operand(x, call)
+        # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both column-wise. It is returned, accumulated into main_grad, or
         # delayed.
-        dw = weight_gradients(columns, x, call, weight_dtype, (unquantized, unquantized))
+        dw = weight_gradients(columns, x, call, weight_dtype, transposed=unquantized)
     return [dx, dw, db]
+
+
+def _column_operand(x: Any, call: GroupedCall) -> Any:
+    """Return the operand that dw_g reads: the saved codes, saved values quantized now, or values of saved codes."""
+    layer = call.spec.layer
+    if offloading.used:
+        wait_for_saved(x)
+    if layer.plain:
+        return x
+    if layer.backward == QUANTIZED and layer.keep_input:
+        return cast_groups(x, call, "input", rowwise=False, columnwise=True)[1]
+    if layer.backward == DEQUANTIZED and not layer.keep_input:
+        return dequantized_groups(x, call)
+    return x
 
 
 FUNCTIONS = LayerFunctions("GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1)
@@ -163,31 +209,37 @@ FUNCTIONS = LayerFunctions("GroupedLinear", grouped_linear_forward, grouped_line
 def grouped_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, call: GroupedCall
 ) -> Tensor:
-    """Compute y [sum M_g, N] of x [sum M_g, K], differentiable in x, every weight and every bias.
+    """Compute y [M, N] of x [M, K], differentiable in x, every weight and every bias.
 
     Args:
         x: The rows of all groups.
-        weights: Weight [N, K] of each group, or one stack [n, N, K].
-        biases: Bias [N] of each group, or one stack [n, N]; None to add none.
-        call: The settings.
+        weights: Weight [N, K] of each group, or one stack [n, N, K] as the only element.
+        biases: Bias [N] of each group, or one stack [n, N] as the only element; None to add none.
+        call: Settings and numbers of rows of this call.
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
+    return run_without_saving(FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+
+
+def _tensors(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, call: GroupedCall
+) -> tuple[Any, Any, Any]:
+    """Return x, the weights and the biases as `grouped_linear_forward` takes them: each a list or one stack."""
     spec = call.spec
     bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
-    tensors = (x, weights[0] if spec.stacked_weight else list(weights), bias)
-    return run_without_saving(FUNCTIONS, call, tensors)[0]  # pyright: ignore[reportArgumentType]
+    return x, weights[0] if spec.stacked_weight else list(weights), bias
 
 
 class _GroupedLinear(Function):
+    """Node of autograd's graph, which takes each parameter as an argument of its own."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
         dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
-        spec = call.spec
-        bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
-        tensors = (x, weights[0] if spec.stacked_weight else list(weights), bias)
+        tensors = _tensors(x, weights, biases, call)
         return record(FUNCTIONS, ctx, call, tensors, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
@@ -195,13 +247,13 @@ class _GroupedLinear(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: GroupedCall = ctx.spec
         buffer = call.buffers.grad_input
-        if buffer is not None:
+        if buffer is not None:  # the caller's buffer for dx, which may share memory with dy
             grad_output = readable(grad_output, buffer)
         grad_input, *parameter_gradients = run_backward(FUNCTIONS, ctx, (grad_output,))
         grads: list[Tensor | None] = []
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
             if isinstance(gradient, list):
                 grads += gradient
-            else:
+            else:  # the gradient of a stack, or None for all parameters
                 grads += (gradient,) if count == 1 else (None,) * count
-        return grad_input, None, None, *grads
+        return grad_input, None, None, *grads  # no gradients of call and count

@@ -51,9 +51,33 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
         call: Settings.
         tensor: "input", "grad_output" or "weight".
         rowwise, columnwise: The directions.
+
+    Returns:
+        (row-wise operand, column-wise operand); None for a direction that was not requested.
     """
-    if call.layout is not None:
-        return _cast_together(x, call, call.layout, tensor, rowwise, columnwise)
+    layout = call.layout
+    if layout is None:
+        return _cast_each_group(x, call, tensor, rowwise, columnwise)
+    quantizer: Any = getattr(call.spec.quantizers, tensor)
+    if tensor == "weight":
+        codes, scale, codes_t, scale_t, amax, amax_t = call.cached or quantizer.matrices(
+            Matrices.of(members_of(x)), rowwise, columnwise
+        )
+        return (
+            GroupedMatrices(None, False, codes, scale, quantizer.format, amax) if rowwise else None,
+            GroupedMatrices(None, False, codes_t, scale_t, quantizer.format, amax_t) if columnwise else None,
+        )
+    codes, scale, codes_t, scale_t, amax, amax_t = quantizer.rows(x.contiguous(), layout, rowwise, columnwise)
+    return (
+        GroupedRows(codes, scale, quantizer.format, amax) if rowwise else None,
+        GroupedColumns(codes_t, scale_t, quantizer.format.columnwise, amax_t) if columnwise else None,
+    )
+
+
+def _cast_each_group(
+    x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwise: bool
+) -> tuple[Any, Any]:
+    """`cast_groups` in a loop: each direction is a list of one operand per group."""
     if tensor == "weight":
         members = zip(members_of(x), call.groups, strict=True)
         pairs = [weight_operands(weight, group, columnwise) for weight, group in members]
@@ -71,26 +95,6 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
     return (
         [pair[0] for pair in pairs] if rowwise else None,
         [pair[1] for pair in pairs] if columnwise else None,
-    )
-
-
-def _cast_together(
-    x: Any, call: GroupedCall, layout: Groups, tensor: str, rowwise: bool, columnwise: bool
-) -> tuple[Any, Any]:
-    """`cast_groups` in one launch."""
-    quantizer: Any = getattr(call.spec.quantizers, tensor)
-    if tensor == "weight":
-        codes, scale, codes_t, scale_t, amax, amax_t = call.cached or quantizer.matrices(
-            Matrices.of(members_of(x)), rowwise, columnwise
-        )
-        return (
-            GroupedMatrices(None, False, codes, scale, quantizer.format, amax) if rowwise else None,
-            GroupedMatrices(None, False, codes_t, scale_t, quantizer.format, amax_t) if columnwise else None,
-        )
-    codes, scale, codes_t, scale_t, amax, amax_t = quantizer.rows(x.contiguous(), layout, rowwise, columnwise)
-    return (
-        GroupedRows(codes, scale, quantizer.format, amax) if rowwise else None,
-        GroupedColumns(codes_t, scale_t, quantizer.format.columnwise, amax_t) if columnwise else None,
     )
 
 
@@ -166,16 +170,14 @@ def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
     return call.joined(parts)
 
 
-def weight_gradients(
-    dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype, transposed: tuple[bool, bool] = (False, False)
-) -> Any:
+def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype, transposed: bool = False) -> Any:
     """Compute dw_g [N, K] = dy_g.T @ x_g of each group g: a list, or the gradient of the stack.
 
     Args:
         dy, x: Operands of the columns of all groups.
         call: Settings.
         dtype: Dtype of the gradients.
-        transposed: Which of dy and x is values, which are read as their transposes.
+        transposed: dy and x are values, which are read as their transposes.
     """
     if call.layout is not None:
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
@@ -190,8 +192,8 @@ def weight_gradients(
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
         if group.needs_grad_weight:
-            left = operand_of(Matrix(left) if transposed[0] else left)
-            right = operand_of(Matrix(right) if transposed[1] else right)
+            left = operand_of(Matrix(left) if transposed else left)
+            right = operand_of(Matrix(right) if transposed else right)
             destination = group.weight_gradient
             if destination.overwrite and destination.fused and torch.compiler.is_compiling():
                 main_grad = main_grad_of(destination.parameter)

@@ -1,7 +1,7 @@
 """y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in FP8 or in another format of the quantizers.
 
-**Products.** Training a linear layer takes three matrix products, one in the forward and two in the backward pass. M is
-the number of rows of x, the product of its leading dimensions. dy, dx, dw and db are the gradients of the loss with
+**Products.** Training a linear layer takes three matrix products, one in the forward and two in the backward pass. M
+is the number of rows of x, the product of its leading dimensions. dy, dx, dw and db are the gradients of the loss with
 respect to y, x, weight and bias. Each product contracts the last axis of both of its operands:
 
 | product | contracts | reads |
@@ -19,25 +19,31 @@ rounded, so that they use this range. Current scaling derives the multiplier fro
     codes = round_to_fp8(x * multiplier)
     scale = 1 / multiplier
 
-Delayed scaling takes amax from earlier calls. Formats such as MXFP8 have a scale per block of 16 to 128 elements. A
-product multiplies codes, accumulates in float32, and applies both scales:
+Delayed scaling takes amax from earlier calls. Formats such as MXFP8 have a scale per block of 16 to 128 elements. By
+default x and weight are E4M3, and dy, whose values vary more, is E5M2. A product multiplies codes, which GPUs do twice
+as fast as with bfloat16 values, accumulates in float32, and applies both scales:
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
-**Directions.** This works if a scale covers the whole contracted axis, or a block of it. x, weight and dy are each read
-by two products, which contract different axes. Each is therefore quantized in two directions: row-wise, [M, K] with
-scales along K, and column-wise, the transposed matrix [K, M] with scales along M. One kernel computes both. An
+Results and parameters stay in high precision, `spec.dtype` and the dtype of the parameter.
+
+**Directions.** This works if a scale covers the whole contracted axis, or a block of it. x, weight and dy are each
+read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise, [M, K]
+with scales along K, and column-wise, the transposed matrix [K, M] with scales along M. One kernel computes both. An
 `Operand` is the codes and scales of one direction. An unquantized matrix serves both directions without a copy; a
 `Matrix` is one that a product reads transposed.
 
-**Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise ones, which the backward
-pass reads. FP8 codes take half the memory of bfloat16 values.
+**Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise ones, which the
+backward pass reads. FP8 codes take half the memory of bfloat16 values. `LinearSpec` has three exceptions: with
+`keep_input` the layer saves the values of x, and the backward pass quantizes them again; if `backward` is
+HIGH_PRECISION, the backward products multiply saved values; if it is DEQUANTIZED, they multiply the values of the
+forward pass's codes.
 
 The functions of this file are complete for one device. Other steps of a layer have their own files:
 `linear_results.py` for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py`
-for x and dy whose rows are sharded over ranks; `linear_operands.py` for the quantizers. A `LinearSpec` contains the
-settings of a call. On a GPU, `fast/compiled.py` runs the functions once on symbols of tensors, then repeats the
-kernels that they launch.
+for x and dy whose rows are sharded over ranks, which are `Pending` until they have arrived; `linear_operands.py` for
+the quantizers; `layer.py` for saving between the passes. On a GPU, `fast/compiled.py` runs the functions once on
+symbols of tensors, then repeats the kernels that they launch.
 """
 
 from __future__ import annotations
@@ -160,7 +166,7 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     if not saves_codes:
         saved = saved_values(x, x_rows, spec)
     if offloading.synchronizer is not None:
-        mark_ready(saved)  # a copy to the host may begin
+        mark_ready(saved)  # an offloading context may begin to copy it to the host
     return x_rows, saved
 
 
@@ -177,7 +183,7 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     if spec.backward != QUANTIZED:
         saved = w_rows if spec.backward == DEQUANTIZED else Matrix(converted(weight, spec.dtype))
     if offloading.synchronizer is not None:
-        keep_weight(saved)  # weights stay on the device
+        keep_weight(saved)  # an offloading context leaves weights on the device
     return w_rows, saved
 
 
@@ -209,6 +215,7 @@ def linear_backward(
     operands.clear()
     if spec.communicates and gathers_saved_input(spec):
         x = begin_gather_saved(x, spec)  # rows of x are in transit while dx is computed
+    # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
     (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec, bias_dtype)
     del dy
     dx: Any = None
@@ -217,8 +224,8 @@ def linear_backward(
             weight[0] = readable_weight(weight[0], spec)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
-        special = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if special or len(weight) > 1:
+        more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
+        if more_follows or len(weight) > 1:
             dx, dy_rows = begin_input_gradient(dy_rows, weight, epilogue, spec, leading)
         else:
             dx = multiply(operand_of(dy_rows), operand_of(weight.pop()), epilogue)
@@ -264,6 +271,9 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
+
+
+# Both passes as `layer.py` calls them: with lists of tensors, saved values and gradients.
 
 
 def _forward(

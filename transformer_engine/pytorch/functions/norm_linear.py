@@ -1,7 +1,24 @@
-"""LayerNormLinear: y = norm(x) @ weight.T + bias.
+"""LayerNormLinear: y = norm(x) @ weight.T + bias, a norm and a linear layer in one node of autograd's graph.
 
-The linear product is that of `linear.py`. The kernel of the norm can quantize its result (`FUSED_CAST`). `fusions.py`
-decides this when a spec is built; the functions here read the decision from the spec.
+**Norm.** A norm scales each row of x [M, K] by its statistics, then each column by gamma [K]:
+
+| norm | h [M, K] | rstdev [M], of each row |
+| --- | --- | --- |
+| LayerNorm | (x - mean) * rstdev * gamma + beta | 1 / sqrt(mean((x - mean)^2) + eps) |
+| RMSNorm | x * rstdev * gamma | 1 / sqrt(mean(x^2) + eps) |
+
+The statistics are float32 and are saved for the backward pass. A norm with `zero_centered` gamma multiplies by 1 +
+gamma.
+
+**Product.** The linear layer multiplies h instead of x. Its passes are those of `linear.py`, which explains
+quantization and the terms row-wise, column-wise and `Operands`.
+
+**Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the kernel of the norm writes these
+codes and no h in high precision, which saves a write and a read of M * K values. In the mode SEPARATE the norm writes
+h, and the linear layer quantizes it. `fusions.py` chooses the mode once per kind of call: a caller that also receives
+h, for example, requires SEPARATE.
+
+**Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 """
 
 from __future__ import annotations
@@ -27,13 +44,13 @@ from .saving import backward_of, wait_for_saved
 
 @dataclass(frozen=True)
 class NormLinearSpec(LayerSpec):
-    """A norm and a linear layer.
+    """Settings of one kind of call of a norm and a linear layer.
 
     Attributes:
-        norm: The norm.
-        linear: The linear layer.
-        returns_norm_output: The caller also gets norm(x).
-        norm_mode: How norm(x) is quantized: FUSED_CAST by the norm's kernel, SEPARATE by the linear layer.
+        norm: Kind and constants of the norm, which also computes it.
+        linear: Settings of the linear layer.
+        returns_norm_output: The layer also returns h = norm(x).
+        norm_mode: FUSED_CAST or SEPARATE: which kernel quantizes h.
     """
 
     norm: Norm
@@ -42,7 +59,7 @@ class NormLinearSpec(LayerSpec):
     norm_mode: str = SEPARATE
 
     def with_fusion_modes(self) -> NormLinearSpec:
-        """Return the spec with the mode that the table of `fusions` chooses."""
+        """Return the spec with the mode that the table in `fusions.py` chooses."""
         return replace(self, norm_mode=fusions.choose_norm_mode(self.linear, self.returns_norm_output))
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
@@ -58,15 +75,23 @@ def norm_forward(
 ) -> tuple[Any, NormStatistics]:
     """Compute h [M, K] = normalize(x [M, K]) * gamma [K] + beta [K].
 
+    Args:
+        x: Tensor [.., K], possibly quantized.
+        gamma: Scale of each column.
+        beta: Offset of each column; None for an RMSNorm.
+        norm: Kind and constants of the norm.
+        linear: Linear layer that reads h, whose quantizer the kernel applies in the mode FUSED_CAST.
+        mode: FUSED_CAST or SEPARATE.
+
     Returns:
-        (h, or its quantized `Operands` if mode is FUSED_CAST; mean and rstdev of each row).
+        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev of each row).
     """
-    # h = (x - mean) * rstdev * gamma + beta; mean and rstdev [M] of each row. An RMSNorm has neither mean nor beta.
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
         return norm.forward(x, gamma, beta)
-    cast = input_cast(linear)  # row-wise codes for y and column-wise codes for dw
-    assert cast is not None
+    # The cast describes row-wise codes, which y reads, and column-wise codes, which dw reads.
+    cast = input_cast(linear)
+    assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
     codes, statistics = norm.forward(x, gamma, beta, cast)
     return linear.input.adopt(codes, x.dtype), statistics
 
@@ -76,19 +101,24 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx [M, K], dgamma [K] and dbeta [K] from dh [M, K].
 
+    With n = (x - mean) * rstdev, the normalized rows, and g = dh * gamma, a LayerNorm has the gradients
+
+        dx = rstdev * (g - mean(g) - n * mean(g * n)), means over each row
+        dgamma = sum(dh * n), dbeta = sum(dh), sums over the M rows
+
+    An RMSNorm has neither mean nor beta: n = x * rstdev and dx = rstdev * (g - n * mean(g * n)).
+
     Args:
         dh: Gradient of h from the linear layer.
-        grad_norm_output: Gradient of the returned norm(x), or None.
-        saved: x, gamma, mean and rstdev.
-        norm: The norm.
+        grad_norm_output: Gradient of h from the caller that received it, or None.
+        saved: x [.., K], gamma [K], mean [M] (None for an RMSNorm) and rstdev [M].
+        norm: Kind and constants of the norm.
     """
     x, gamma, mean, rstdev = saved
     if offloading.used:
         wait_for_saved(x, gamma, mean, rstdev)
     if grad_norm_output is not None:
         dh = dh + grad_norm_output.reshape(dh.shape)
-    # n [M, K] = (x - mean) * rstdev and g [M, K] = dh * gamma; means of each row, without mean(g) in an RMSNorm:
-    # dx = rstdev * (g - mean(g) - n * mean(g * n)), dgamma [K] = sum of rows of dh * n, dbeta [K] = sum of rows of dh.
     return norm.backward(dh, as_matrix(dense_values(x)), NormStatistics(mean, rstdev), gamma)
 
 
@@ -100,14 +130,15 @@ def norm_linear_forward(
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
         spec: Norm, linear layer and fusion mode of this kind of call.
-        saves: Required by `LayerFunctions`; ignored, since the saved values are returned in either case.
+        saves: Whether a backward pass follows. Not used: the second list costs nothing.
         leading: Shape of x without K.
 
     Returns:
-        [y, norm(x) or None] and [x, gamma, mean, rstdev, operand of norm(x), operand of the weight]. The backward pass
-        reads the second list in this order.
+        [y, h or None] and the saved values [x, gamma, mean, rstdev, operand of h, operand of the weight], which
+        `norm_linear_backward` reads in this order.
     """
     x, gamma, beta, weight, bias = tensors
+    # h [M, K] = norm(x [M, K])
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
     y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear, leading)
@@ -118,23 +149,25 @@ def norm_linear_forward(
 def norm_linear_backward(
     operands: list[Any], spec: NormLinearSpec, dtypes: Dtypes, leading: tuple[int, ...]
 ) -> list[Any]:
-    """Compute the gradients of the tensors of `norm_linear_forward`.
+    """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
-        operands: dy [.., N], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
+        operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is emptied, so that
+            each buffer is freed after its last reader.
         spec: Norm, linear layer and fusion mode of this kind of call.
-        dtypes: Dtypes of the gradients of weight and bias.
-        leading: Shape of x without K.
+        dtypes: ((dtype of dw, dtype of db),).
+        leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """
-    grad_norm_output, *saved_by_norm = operands[1:6]
-    linear_operands = [operands[0], *operands[6:]]
+    dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()
-    # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K]
+    linear_operands, saved_by_norm = [dy, h, weight], (x, gamma, mean, rstdev)
+    del dy, h, weight
+    # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
     dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0])
-    norm_gradients = (
-        [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
-    )
-    return [*norm_gradients, dw, db]
+    if dh is None:  # neither x nor the norm's parameters need a gradient
+        return [None, None, None, dw, db]
+    # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
+    return [*norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm), dw, db]
 
 
 NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
@@ -143,7 +176,7 @@ NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear
 def norm_linear(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute (y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
+    """Compute (y [.., N], h = norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
         y, norm_output, *_ = run_without_saving(NORM_LINEAR, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
@@ -152,6 +185,8 @@ def norm_linear(
 
 
 class _NormLinear(Function):
+    """Node of autograd's graph: `record` runs the forward function and saves, `run_backward` the backward function."""
+
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
@@ -162,5 +197,6 @@ class _NormLinear(Function):
     @staticmethod
     @backward_of("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, *rest = run_backward(NORM_LINEAR, ctx, (grad_output, grad_norm_output))
-        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, *rest, None
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR, ctx, (grad_output, grad_norm_output))
+        # beta is None in an RMSNorm; the spec has no gradient.
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

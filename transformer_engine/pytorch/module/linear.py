@@ -1,4 +1,14 @@
-"""Linear: y = x @ weight.T + bias under any recipe, alone or as one shard of a tensor-parallel layer."""
+"""Linear: y = x @ weight.T + bias under any recipe, alone or as one shard of a tensor-parallel layer.
+
+The file contains the module: its arguments, parameters and settings. `functions/linear.py` contains the computation. A
+call of the module has three steps:
+
+1. `Linear.forward` reads the parameters and converts the switches of the call.
+2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads. It
+   depends on the layer's configuration, the recipe of `autocast` and the metadata of the tensors, together a `Call`.
+   Specs are cached by their call; `build` computes the spec of a new call.
+3. `linear` (`functions/linear.py`) computes y, as a node of autograd's graph.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +49,27 @@ from .specs import (
     with_compiled_passes,
 )
 
-# Beside the layer, names of the original that other libraries import from here.
+# Beside the layer, names of the original that other libraries import or monkey-patch here.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 
 
 def build(call: Call) -> LinearSpec:
-    """Settings of a kind of call."""
+    """Compute the settings of all calls that equal `call`.
+
+    Args:
+        call: Configuration and recipe of the layer, switches of the call, and metadata of its tensors: `weight` and
+            `bias` below are `Facts`, such as shape and dtype, and no tensors.
+
+    Raises:
+        TypeError: The dtype of the input is unsupported.
+        ValueError: The tensors do not fit the layer or each other.
+    """
     config: LinearConfig = call.config
     weight, bias = call.parameters
     assert weight is not None
     in_features = weight.shape[1]  # of a shard, if the parameters are DTensors
     check_call(call, in_features)
     parallel = config.parallel()
-    shard = rows_of_shard(call, parallel)
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
@@ -59,8 +77,17 @@ def build(call: Call) -> LinearSpec:
         call.records and weight.requires_grad,
         call.records and adds_bias and bias is not None and bias.requires_grad,
     )
-    update = scale_update(call, any(needs))
-    spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
+    spec = product_spec(
+        call,
+        number=0,  # the layer has one product
+        quantizers=quantizers,
+        parallel=parallel,
+        needs=needs,
+        update=scale_update(call, any(needs)),
+        weight=weight,
+        results=call.options[1:],  # fp8_output and fp8_grad
+        shard=rows_of_shard(call, parallel),
+    )
     return with_compiled_passes(call, FUNCTIONS, spec)
 
 
@@ -154,8 +181,8 @@ class Linear(ProductsModule):
             save_original_input=save_original_input,
             get_rng_state_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name,
-            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
-            _tensors=("weight", "bias"),
+            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),  # switches of `forward`
+            _tensors=("weight", "bias"),  # tensors that `forward` reads beside the input
         )
         self.ub_name = ub_name
         if tp_group is not None:
@@ -198,6 +225,7 @@ class Linear(ProductsModule):
             fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
         if export_mode.onnx:
             return self.onnx_forward(inp, fp8_output, fp8_grad)
+        # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
@@ -236,11 +264,12 @@ class Linear(ProductsModule):
         config, is_first_microbatch = self._config, options[0]
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
-        if is_first_microbatch is not None:
+        if is_first_microbatch is not None:  # the weight is quantized once for all microbatches of a step
             self.begin_microbatch(is_first_microbatch)
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
+        # A row-parallel layer sums y over the ranks and adds the bias once, after the sum.
         in_product = bias is not None and not (config.return_bias or config.adds_bias_late)
         y = product(inp, weight, bias if in_product else None, spec)
         if config.return_bias:
@@ -248,6 +277,7 @@ class Linear(ProductsModule):
         return y if in_product or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        """Return the columns of the weight, of a shard if the parameters are DTensors."""
         return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]
 
     def onnx_forward(
@@ -271,10 +301,11 @@ class Linear(ProductsModule):
 
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """Call `linear` through the names of this file, which may be replaced."""
+    """Compute `linear` unquantized, by the names of this file that a program has replaced; see `by_name.py`."""
     check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
 
 
+# Names of this file that programs monkey-patch. `_replaced.names` contains those with another value than these.
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})
