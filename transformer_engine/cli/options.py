@@ -29,14 +29,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated options and reports an error in one line."""
 
     def __init__(self, prog: str, description: str, **settings: Any):
-        super().__init__(
-            prog=prog,
-            description=description,
-            allow_abbrev=False,
-            usage=USAGE,
-            formatter_class=TypedHelp,
-            **settings,
-        )
+        shared: dict[str, Any] = {"allow_abbrev": False, "usage": USAGE, "formatter_class": TypedHelp}
+        super().__init__(prog=prog, description=description, **shared, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and the command that prints the help, and exit with code 2."""

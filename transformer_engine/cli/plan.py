@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from ..common.planning import FORMATS, GPUS, MODELS, TrainingPlan, search
 from ..common.planning import plan as predicted
 from ..common.planning.hardware import GIB, gpu_named, links_of
 from ..common.planning.layer import Scheme
+from ..common.planning.training import Recompute
 from .failure import reporting
 from .options import add_flag, at_least
 
@@ -41,33 +43,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="custom",
         help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes (default: custom)",
     )
-    parser.add_argument(
-        "--gpu", default="h100", metavar="|".join(GPUS), help="GPU of every device (default: h100)"
-    )
-    parser.add_argument(
-        "--recipe",
-        default="bf16",
-        metavar="|".join(FORMATS),
-        help="recipe of the matrix products; none is bf16 (default: bf16)",
-    )
+    _add_named(parser, "--gpu", GPUS, "GPU of every device", "h100")
+    _add_named(parser, "--recipe", FORMATS, "recipe of the matrix products; none is bf16", "bf16")
     parser.add_argument("--seq", type=int, default=8192, help="tokens per sequence (default: 8192)")
     parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch")
     parser.add_argument("--global-batch", type=int, help="sequences per step, over all devices")
-    parser.add_argument(
+    _add_named(
+        parser,
         "--recompute",
-        metavar="none|full",
-        help="full: repeat the forward pass of each layer in the backward pass (default: none)",
+        get_args(Recompute),
+        "full: repeat the forward pass of each layer in the backward pass (default: none)",
     )
-    parser.add_argument(
-        "--attention",
-        default="cudnn",
-        metavar="cudnn|flash4",
-        help="backend of attention (default: cudnn)",
-    )
+    _add_named(parser, "--attention", ("cudnn", "flash4"), "backend of attention", "cudnn")
     add_flag(parser, "--graphs", "CUDA graphs: the host never delays the GPU")
     add_flag(parser, "--json", "print the figures as JSON for programs")
     _add_mesh(parser.add_argument_group("mesh"))
     _add_sizes(parser.add_argument_group("sizes of the model (default: as --model has them)"))
+
+
+def _add_named(
+    parser: argparse._ActionsContainer,
+    option: str,
+    names: Iterable[str],
+    text: str,
+    default: str | None = None,
+) -> None:
+    """Add an option for one of `names`; the planner rejects other values with its own message."""
+    text = text if default is None else f"{text} (default: {default})"
+    parser.add_argument(option, default=default, metavar="|".join(names), help=text)
 
 
 def _add_mesh(group: argparse._ArgumentGroup) -> None:
@@ -80,12 +83,7 @@ def _add_mesh(group: argparse._ArgumentGroup) -> None:
         ("--ep", "ranks that shard experts; divides dp * fsdp * cp"),
     ):
         group.add_argument(option, type=int, help=text)
-    group.add_argument(
-        "--scheme",
-        default="p2p",
-        metavar="|".join(get_args(Scheme)),
-        help="exchange of keys and values (default: p2p)",
-    )
+    _add_named(group, "--scheme", get_args(Scheme), "exchange of keys and values", "p2p")
     group.add_argument(
         "--devices-per-host", type=int, default=8, help="GPUs per host, connected by NVLink (default: 8)"
     )

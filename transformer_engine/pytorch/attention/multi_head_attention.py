@@ -176,13 +176,9 @@ class MultiheadAttention(CheckedLoading):
         hand_down_settings(self, tp_size)
 
     def _create_projections(
-        self,
-        hidden: int,
-        pieces: dict[str, int],
-        columns: dict[str, Any],
-        norm: dict[str, Any],
+        self, hidden: int, pieces: dict[str, int], columns: dict[str, Any], norm: dict[str, Any],
         name: str | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create the children that compute q, k and v, under their names in checkpoints."""
         self.layernorm_qkv = self.qkv = self.layernorm_query = self.query_layer = self.key_value = None
         of_input = pieces if self.attention_type == "self" else {"query": pieces["query"]}
