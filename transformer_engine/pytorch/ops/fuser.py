@@ -36,6 +36,7 @@ from .chain_run import ChainRun, Fused, FusedChain
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
+from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
 from .prepared_chain import Fusions, PreparedChain, prepare_chain
 from .user_results import apply_fusions
@@ -58,6 +59,7 @@ class OperationFuser:
 
     Args:
         ops: The operations in order; fused operations represent their basic operations.
+        channels: Names of the channels that connect the operations with others (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
@@ -72,10 +74,11 @@ class OperationFuser:
     backward_fusion_functions: list[Fusion] = []
     forward_backward_fusion_functions: list[Fusion] = []
 
-    def __init__(self, ops: Sequence[FusibleOperation]) -> None:
+    def __init__(self, ops: Sequence[FusibleOperation], channels: frozenset[str] = NO_CHANNELS) -> None:
         self._basic_ops: list[BasicOperation] = [basic for op in ops for basic in op.basic_operations()]
         self._num_basic_ops = len(self._basic_ops)
-        self._links = Links(self._basic_ops)
+        self.channels = channels
+        self._links = Links(self._basic_ops, channels)
         self.num_extra_inputs: int = len(self._links.public_inputs)
         for op in self._basic_ops:
             # An assignment would count as a change of the operation (`_revision`).

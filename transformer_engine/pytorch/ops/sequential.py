@@ -13,10 +13,8 @@ from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from .bare_calls import are_bare, unfused_reason
 from .fuser import OperationFuser
-from .links import extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
-
-_TAKES_EXTRA_INPUTS = (OperationFuser, BasicOperation)
+from .parts import NO_CHANNELS, Part, call_parts, connecting_channels
 
 
 class Sequential(CheckedLoading):
@@ -32,8 +30,8 @@ class Sequential(CheckedLoading):
         super().__init__()
         # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        # (modules, modules that fuse) for which _module_groups was computed.
-        self._grouped: tuple[list[Any], list[Any]] = [], []
+        # The modules and those that fuse, for which the parts were computed; and the parts.
+        self._divided: tuple[list[Any], list[Any], list[Part]] = [], [], []
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -117,7 +115,7 @@ class Sequential(CheckedLoading):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state without the groups of modules, which a copy recreates."""
-        return {**self.__dict__, "_module_groups": None, "_grouped": ([], [])}
+        return {**self.__dict__, "_module_groups": None, "_divided": ([], [], [])}
 
     def forward(
         self,
@@ -139,42 +137,15 @@ class Sequential(CheckedLoading):
             ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
                 operation of this container.
         """
-        groups = self._groups()
-        if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
-            return groups[0](input, *extra_inputs)
-        options = self._kwargs_by_operation(op_kwargs)
-        num_extra_inputs = sum(
-            [group.num_extra_inputs for group in groups if isinstance(group, _TAKES_EXTRA_INPUTS)]
-        )
-        if len(extra_inputs) != num_extra_inputs:
-            operations: list[BasicOperation] = []
-            for group in groups:
-                if isinstance(group, _TAKES_EXTRA_INPUTS):
-                    operations += group._basic_ops if isinstance(group, OperationFuser) else [group]
-            raise extra_inputs_error(len(extra_inputs), operations)
-        x: Any = input
-        outputs: list[Tensor] = []
-        offset = 0
-        for group in groups:
-            if not isinstance(group, _TAKES_EXTRA_INPUTS):
-                x = group(x)
-                continue
-            group_inputs = extra_inputs[offset : offset + group.num_extra_inputs]
-            offset += group.num_extra_inputs
-            if isinstance(group, OperationFuser):
-                kwargs = [options.get(id(op), {}) for op in group._basic_ops] if options else None
-                x = group(x, *group_inputs, basic_op_kwargs=kwargs)
-            else:
-                x = group(x, *group_inputs, **options.get(id(group), {}))
-            if isinstance(x, tuple):
-                x, *extra = x
-                outputs += extra
-        return (x, *outputs) if outputs else x
+        parts = self._parts()
+        if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
+            return parts[0].module(input, *extra_inputs)
+        return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
 
-    def _groups(self) -> list[OperationFuser | torch.nn.Module]:
-        """Split the modules into fused chains and single modules; cached until the modules or their hooks change.
+    def _parts(self) -> list[Part]:
+        """Divide the modules into fused chains and single modules; cached until the modules or their hooks change.
 
-        Operations with hooks or with another `forward` are single modules, because fusion would skip both.
+        An operation with hooks or with another `forward` is a part of its own, because fusion would skip both.
         """
         modules = [module for module in self._modules.values() if module is not None]
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
@@ -182,21 +153,29 @@ class Sequential(CheckedLoading):
         fused = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
         if is_explaining():
             self._note_unfused()
-        if self._module_groups is not None and (modules, fused) == self._grouped:
-            return self._module_groups
-        groups: list[OperationFuser | torch.nn.Module] = []
-        chain: list[FusibleOperation] = []
-        for module in [*modules, None]:  # None ends the last chain
-            if module in fused:
-                chain.append(module)  # pyright: ignore[reportArgumentType]
+        if self._module_groups is not None and (modules, fused) == self._divided[:2]:
+            return self._divided[2]
+        runs: list[list[Any]] = []  # of fused operations, or one other module each
+        for module in modules:
+            if runs and module in fused and runs[-1][-1] in fused:
+                runs[-1].append(module)
+            else:
+                runs.append([module])
+        members = [
+            [basic for op in run if isinstance(op, FusibleOperation) for basic in op.basic_operations()]
+            for run in runs
+        ]
+        parts: list[Part] = []
+        for run, basic_ops, channels in zip(runs, members, connecting_channels(members), strict=True):
+            if run[0] not in fused:
+                parts.append(Part(run[0], basic_ops, channels))
                 continue
-            if chain:
-                groups.append(OperationFuser(chain))
-                chain = []
-            if module is not None:
-                groups.append(module)
-        self._module_groups, self._grouped = groups, (modules, fused)
-        return groups
+            for operation in run:
+                operation.connect(NO_CHANNELS)
+            parts.append(Part(OperationFuser(run, channels), basic_ops, channels))
+        self._module_groups = [part.module for part in parts]
+        self._divided = modules, fused, parts
+        return parts
 
     def _note_unfused(self) -> None:
         """Report to `te.explain` why operations do not fuse."""
