@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-
-if TYPE_CHECKING:
-    from .operation import BasicOperation
+from .channels import Channels
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
@@ -38,7 +36,7 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {with_article(type(value))}; give a torch.Tensor")
 
 
-def extra_inputs_error(given: int, ops: Sequence[BasicOperation]) -> ValueError:
+def extra_inputs_error(given: int, ops: Sequence[Channels]) -> ValueError:
     """Error of a call whose number of extra inputs does not fit, with the operations that read extra inputs."""
     readers: list[str] = []
     for place, op in enumerate(ops):
@@ -75,7 +73,7 @@ class Links:
         has_channels: An extra input reads a channel, or an extra output is not returned to the caller.
     """
 
-    def __init__(self, ops: Sequence[BasicOperation], outside: frozenset[str] = frozenset()) -> None:
+    def __init__(self, ops: Sequence[Channels], outside: frozenset[str] = frozenset()) -> None:
         self._ops = ops
         self.public_inputs: list[Slot] = []
         self.public_outputs: list[Slot] = []

@@ -24,7 +24,7 @@ from ..tensor.quantizer import Quantizer
 from .bare_calls import are_bare
 from .channels import Channels
 from .lent_parameters import LentParameters
-from .parts import NO_CHANNELS, Part, call_parts, connecting_channels
+from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
 
 _revisions = itertools.count(1)
@@ -158,7 +158,9 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
             )
         if self.is_fused_op and not are_bare(members):
             channels = connecting_channels([[member] for member in members], self._channels)
-            parts = [Part(member, [member], names) for member, names in zip(members, channels, strict=True)]
+            parts = [
+                ChainPart(member, [member], names) for member, names in zip(members, channels, strict=True)
+            ]
             return call_parts(parts, input, extra_inputs, {}, self._channels)
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members or fuser.channels != self._channels:
@@ -244,15 +246,6 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
     def distributed_weight_unsupported_reason(self) -> str | None:
         """Return why no parameter may be a `DistributedWeight`, with what to use; None if it may be."""
         return "use te.ops.BasicLinear, te.ops.GroupedLinear, or a layer such as te.Linear"
-
-    def accept_extra_input(self, index: int, value: Any) -> Any:
-        """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.
-
-        Args:
-            index: Index of the extra input.
-            value: The caller's value; without an override it is returned unchanged.
-        """
-        return value
 
     def extra_repr(self) -> str:
         return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])

@@ -8,20 +8,42 @@ output and enters another one as an extra input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .links import Links, Slot, extra_inputs_error
-
-if TYPE_CHECKING:
-    from .operation import BasicOperation
+from .channels import Channels
+from .links import Links, extra_inputs_error
 
 NO_CHANNELS: frozenset[str] = frozenset()
 
 
-class Part:
+class ExtraInput(NamedTuple):
+    """An extra input of a part.
+
+    Attributes:
+        channel: Name of its channel; None for an input from the caller.
+        is_written: The part adds into the tensor.
+    """
+
+    channel: str | None
+    is_written: bool
+
+
+class ExtraOutput(NamedTuple):
+    """An extra output of a part.
+
+    Attributes:
+        channel: Name of its channel; None without one.
+        to_caller: The caller receives the tensor.
+    """
+
+    channel: str | None
+    to_caller: bool
+
+
+class ChainPart:
     """A part of a container.
 
     Args:
@@ -30,45 +52,42 @@ class Part:
         channels: Names of the channels that connect the part with other parts.
     """
 
-    def __init__(self, module: Any, basic_ops: Sequence[BasicOperation], channels: frozenset[str]) -> None:
+    def __init__(self, module: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
         self.module, self.basic_ops, self.channels = module, basic_ops, channels
         self.is_fused_chain = not isinstance(module, torch.nn.Module)
         links = Links(basic_ops, channels)
-        # By extra input: the name of its channel, None for an input from the caller; and whether the part adds into it.
-        self.inputs = [
-            (self._of(slot)._extra_input_channels[slot.index], getattr(self._of(slot), "_in_place", False))
-            for slot in links.public_inputs
-        ]
-        # By extra output: the name of its channel, and whether the caller receives it.
-        self.outputs = [
-            (
-                self._of(slot)._extra_output_channels[slot.index],
-                self._of(slot)._extra_output_to_caller[slot.index],
+        self.inputs: list[ExtraInput] = []
+        for slot in links.public_inputs:
+            op = basic_ops[slot.op]
+            self.inputs.append(
+                ExtraInput(op._extra_input_channels[slot.index], getattr(op, "_in_place", False))
             )
-            for slot in links.public_outputs
-        ]
+        self.outputs: list[ExtraOutput] = []
+        for slot in links.public_outputs:
+            op = basic_ops[slot.op]
+            self.outputs.append(
+                ExtraOutput(op._extra_output_channels[slot.index], op._extra_output_to_caller[slot.index])
+            )
 
-    def _of(self, slot: Slot) -> BasicOperation:
-        return self.basic_ops[slot.op]
-
-    def call(self, x: Any, extra_inputs: Sequence[Tensor], kwargs: list[dict[str, Any]]) -> Any:
+    def call(self, x: Any, extra_inputs: Sequence[Tensor], op_kwargs: list[dict[str, Any]]) -> Any:
         """Call the module.
 
         Args:
             x: The main input.
             extra_inputs: The extra inputs of the part.
-            kwargs: Keyword arguments of each basic operation.
+            op_kwargs: Keyword arguments of each basic operation.
         """
         if not self.basic_ops:
             return self.module(x)
         if self.is_fused_chain:
-            return self.module(x, *extra_inputs, basic_op_kwargs=kwargs if any(kwargs) else None)
+            return self.module(x, *extra_inputs, basic_op_kwargs=op_kwargs if any(op_kwargs) else None)
         self.module.connect(self.channels)
-        return self.module(x, *extra_inputs, **(kwargs[0] if len(kwargs) == 1 else {}))
+        own_kwargs = op_kwargs[0] if len(op_kwargs) == 1 else {}  # a fused operation takes none
+        return self.module(x, *extra_inputs, **own_kwargs)
 
 
 def connecting_channels(
-    parts: Sequence[Sequence[BasicOperation]], outside: frozenset[str] = NO_CHANNELS
+    parts: Sequence[Sequence[Channels]], outside: frozenset[str] = NO_CHANNELS
 ) -> list[frozenset[str]]:
     """Return by part the names of the channels that connect it with others.
 
@@ -90,7 +109,7 @@ def connecting_channels(
 
 
 def call_parts(
-    parts: Sequence[Part],
+    parts: Sequence[ChainPart],
     input: Tensor,
     extra_inputs: Sequence[Tensor],
     op_kwargs: Mapping[int, dict[str, Any]],
@@ -103,7 +122,8 @@ def call_parts(
         input: The main input of the first part.
         extra_inputs: Extra inputs from the caller, in order.
         op_kwargs: {id(basic operation): keyword arguments}.
-        outside: Names of the channels that connect the parts with other operations, for which the caller stands.
+        outside: Names of the channels that connect the parts with other operations. The caller gives what the parts
+            read from them, and receives what the parts write to them.
 
     Returns:
         The output, or a tuple of the output and the extra outputs.
@@ -111,29 +131,30 @@ def call_parts(
     Raises:
         ValueError: The number of extra inputs does not fit.
     """
-    from_caller = [name for part in parts for name, _ in part.inputs if name is None or name in outside]
-    if len(extra_inputs) != len(from_caller):
+    expected = [read for part in parts for read in part.inputs if read.channel in (None, *outside)]
+    if len(extra_inputs) != len(expected):
         raise extra_inputs_error(len(extra_inputs), [op for part in parts for op in part.basic_ops])
     x: Any = input
-    given = iter(extra_inputs)
-    channels: dict[str, Tensor] = {}
+    remaining_inputs = iter(extra_inputs)
+    tensors_of_channels: dict[str | None, Tensor] = {}
     outputs: list[Tensor] = []
     for part in parts:
         part_inputs: list[Tensor] = []
-        for name, in_place in part.inputs:
-            if name is None or name not in channels:
-                part_inputs.append(next(given))
-            else:
-                # Other parts may have saved the tensor for their backward passes.
-                part_inputs.append(channels[name].clone() if in_place else channels[name])
+        for read in part.inputs:
+            if read.channel not in tensors_of_channels:
+                part_inputs.append(next(remaining_inputs))
+                continue
+            tensor = tensors_of_channels[read.channel]
+            # Other parts may have saved the tensor for their backward passes.
+            part_inputs.append(tensor.clone() if read.is_written else tensor)
         result = part.call(x, part_inputs, [op_kwargs.get(id(op), {}) for op in part.basic_ops])
         if not part.outputs:
             x = result
             continue
         x, *part_outputs = result
-        for (name, to_caller), output in zip(part.outputs, part_outputs, strict=True):
-            if name in part.channels:
-                channels[name] = output
-            if to_caller or name in outside:
-                outputs.append(output)
+        for made, tensor in zip(part.outputs, part_outputs, strict=True):
+            if made.channel is not None:
+                tensors_of_channels[made.channel] = tensor
+            if made.to_caller or made.channel in outside:
+                outputs.append(tensor)
     return (x, *outputs) if outputs else x
