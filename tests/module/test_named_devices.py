@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.integrations.megatron import PagedContext
+from transformer_engine.pytorch.runtime import device
 from transformer_engine.pytorch.runtime.device import canonical_device
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
 
@@ -120,3 +122,20 @@ def test_a_device_without_an_installation_is_named(make, name):
             ValueError, match=f"device='{name}': this installation of torch has no such device"
         ):
             make(32, 32, device=name)
+
+
+def test_a_compiler_needs_not_trace_the_query_of_the_number_of_devices(monkeypatch):
+    """It cannot trace torch's query on a machine with CUDA devices; here a file access stands for it."""
+    device._device_count.cache_clear()
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(os.listdir(os.sep)))
+
+    def allocated(x: torch.Tensor) -> torch.Tensor:
+        canonical_device(torch.device("cuda", 0))
+        return x + 1
+
+    try:
+        y = torch.compile(allocated, fullgraph=True, backend="eager")(torch.ones(2))
+    finally:
+        device._device_count.cache_clear()
+    assert torch.equal(y, torch.full((2,), 2.0))

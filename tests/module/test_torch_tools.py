@@ -453,6 +453,7 @@ def own_checkpoint(name: str) -> None:
 
 
 def compiled_in_place(name: str) -> None:
+    torch._dynamo.reset()  # all operations share `forward`, of which torch compiles 8 kinds of modules at most
     module, graphs = make(name), CompileCounterWithBackend("aot_eager")
     module.compile(backend=graphs)
     assert_all_equal(step(name, module), step(name, make(name)))
@@ -460,6 +461,7 @@ def compiled_in_place(name: str) -> None:
 
 
 def compiled(name: str) -> None:
+    torch._dynamo.reset()
     module = make(name)
     run = torch.compile(_Called(name, module), backend="aot_eager")
     assert_all_equal(step(name, module, run), step(name, make(name)))

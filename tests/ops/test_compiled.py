@@ -70,6 +70,28 @@ def test_a_compiled_activation_saves_the_codes_of_eager_mode():
     assert 0 < relative_error(seen[3], exact.grad) <= 2**-4  # the rounding of the saved input
 
 
+@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+def test_a_compiled_backward_pass_has_the_bits_of_a_contiguous_gradient(layout):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    norms = ops.Sequential(ops.RMSNorm(32, **PLACE), ops.RMSNorm(32, **PLACE), ops.L2Normalization())
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(32, 32, generator=generator).to(PLACE["device"]) for _ in range(2))
+    dy = dy.t() if layout == "transposed" else dy[:1].expand(32, 32)
+    gradients: list[list[torch.Tensor]] = []
+    compiled = torch.compile(norms, fullgraph=True, backend="aot_eager")
+    for run, grad in ((compiled, dy), (norms, dy.contiguous()), (norms, dy)):
+        norms.zero_grad()
+        leaf = x.clone().requires_grad_()
+        run(leaf).backward(grad)
+        assert leaf.grad is not None
+        gradients.append([leaf.grad, *[p.grad.clone() for p in norms.parameters()]])  # pyright: ignore
+    traced, contiguous, strided = gradients
+    for ours, theirs, other in zip(traced, contiguous, strided, strict=True):
+        assert torch.equal(ours, theirs)
+        assert relative_error(ours, other) <= 1e-6
+
+
 def experts() -> ops.Sequential:
     """Permuted tokens, GroupedLinear, scaled SwiGLU, GroupedLinear; some parameters are frozen."""
     torch.manual_seed(0)

@@ -419,6 +419,13 @@ def test_sequential_is_a_list():
     del chain[1]
     joined = ops.Sequential(a) + [b]  # noqa: RUF005  # the operator is tested
     assert list(joined) == [a, b] and len(chain) == 3
+    assert isinstance(chain, torch.nn.Sequential) and type(chain * 2) is type(2 * chain) is ops.Sequential
+    assert list(joined * 2) == [a, b, a, b] and list(joined) == [a, b]
+    x = torch.randn(2, 4, device=BF16["device"])
+    assert torch.equal((joined * 2)(x), 4 * x)
+    for count, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="factor="):
+            joined * count
     with pytest.raises(IndexError):
         chain[7]
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):

@@ -117,3 +117,102 @@ def test_a_linear_operation_whose_bias_is_removed_computes_the_product(warm: boo
             "basic_ops.0._extra_state",
             "basic_ops.1._extra_state",
         ]
+
+
+def hook_of(index: int) -> Callable[[ops.Sequential], Any]:
+    return lambda chain: chain[index].register_forward_hook(lambda *_: None)
+
+
+DIVIDED: dict[str, Callable[[ops.Sequential], Any]] = {
+    **{f"hook of {index}": hook_of(index) for index in range(6)},
+    "hook of a part": lambda chain: chain[3].basic_ops[1].register_forward_hook(lambda *_: None),
+    "backward hook": lambda chain: chain[2].register_full_backward_hook(lambda *_: None),
+    "three hooks": lambda chain: [hook_of(index)(chain) for index in (1, 3, 5)],
+    "another module": lambda chain: chain.insert(3, torch.nn.Identity()),
+}
+
+
+def residuals(output_in_place: bool, add_in_place: bool) -> ops.Sequential:
+    """Two readers of a hidden channel, and an extra input and an extra output of the caller."""
+    torch.manual_seed(0)
+    return ops.Sequential(
+        ops.Bias(16, **PLACE),
+        ops.MakeExtraOutput(in_place=output_in_place).set_extra_output_channel(
+            0, "r", output_to_caller=False
+        ),
+        ops.RMSNorm(16, **PLACE),
+        ops.Linear(16, 16, **PLACE),
+        ops.AddExtraInput(in_place=add_in_place).set_extra_input_channel(0, "r"),
+        ops.GELU(),
+        ops.MakeExtraOutput(),
+        ops.AddExtraInput().set_extra_input_channel(0, "r"),
+        ops.AddExtraInput(),
+    )
+
+
+def gradients(chain: ops.Sequential) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(1)
+    x, other, dy, dy_extra = torch.randn(4, 8, 16, generator=generator)
+    leaves = [x.clone().requires_grad_(), other.clone().requires_grad_()]
+    kept = dy.clone(), dy_extra.clone()
+    y, extra = chain(leaves[0], leaves[1] * 1)
+    torch.autograd.backward([y, extra], [dy, dy_extra])
+    assert torch.equal(leaves[0].detach(), x) and torch.equal(dy, kept[0]) and torch.equal(dy_extra, kept[1])
+    return [
+        y.detach(),
+        extra.detach(),
+        *[leaf.grad for leaf in leaves],
+        *[p.grad for p in chain.parameters()],
+    ]
+
+
+@pytest.mark.parametrize("in_place", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("how", DIVIDED)
+def test_channels_connect_operations_that_are_called_as_modules(how: str, in_place: tuple[bool, bool]):
+    expected = gradients(residuals(False, False))
+    chain = residuals(*in_place)
+    DIVIDED[how](chain)
+    for _ in range(2):
+        chain.zero_grad()
+        for ours, theirs in zip(gradients(chain), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert len(chain._module_groups or ()) > 1
+
+
+def test_channels_connect_all_operations_while_hooks_are_registered_for_all_modules():
+    chain, expected = residuals(False, False), gradients(residuals(False, False))
+    handle = every_module.register_module_forward_hook(lambda *_: None)
+    try:
+        found = gradients(chain)
+    finally:
+        handle.remove()
+    chain.zero_grad()
+    for results in (found, gradients(chain)):
+        for ours, theirs in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    hidden = chain[1]
+    assert isinstance(
+        hidden(torch.randn(2, 16)), torch.Tensor
+    )  # the operation alone returns no hidden output
+
+
+def test_a_fused_operation_with_a_hook_reads_its_extra_inputs():
+    made = [ops.BasicLinear(16, 16, **PLACE), ops.Bias(16, **PLACE), ops.AddExtraInput(in_place=True)]
+    chain = ops.Sequential(ops.ReLU(), ops.ForwardLinearBiasAdd(linear=made[0], bias=made[1], add=made[2]))
+    x, other = torch.randn(2, 8, 16)
+    expected = chain(x, other.clone())
+    for module in (chain[1], made[1]):
+        handle = module.register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(chain(x, other.clone()), expected)
+        with pytest.raises(
+            ValueError, match=r"extra inputs: 0 given, 1 read by AddExtraInput \(operation 3\)"
+        ):
+            chain(x)
+        handle.remove()
+
+
+def test_a_channel_without_a_producer_names_the_channel_in_a_divided_chain():
+    chain = ops.Sequential(ops.GELU(), ops.AddExtraInput().set_extra_input_channel(0, "r"))
+    chain[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="channel 'r' has no producer"):
+        chain(torch.randn(2, 16))

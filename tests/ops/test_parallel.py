@@ -103,13 +103,6 @@ def collectives(device: torch.device):
         y.backward(torch.ones_like(y) * (rank + 1))
         assert torch.equal(x.detach(), before)
         results[kind.__name__] = (y.detach(), x.grad)
-        leaf = torch.randn(4, 6, 2, device=device, requires_grad=True)
-        strided = torch.randn(6, 4, 2, device=device).transpose(0, 1)
-        y = kind()(strided)
-        assert torch.equal(y, kind()(strided.contiguous()))
-        assert y.shape[1:] == (6, 2)
-        kind()(leaf).sum().backward()
-        assert leaf.grad.shape == leaf.shape
     # Ranks may differ in their strides, and an extra output keeps the partial sum.
     x = torch.arange(6.0, device=device).view(2, 3)
     x = x if rank else x.t().contiguous().t()
@@ -123,6 +116,62 @@ def collectives(device: torch.device):
         ops.BasicLinear(8, 9, tensor_parallel_mode="column")
     assert ops.Linear(8, 8, tensor_parallel_mode="row", device=device).basic_ops[1].local_size == 8
     return results
+
+
+# Tensors of a shape in other layouts. The values are integers, whose sums are exact.
+LAYOUTS = {
+    "contiguous": lambda shape: _integers(shape),
+    "expanded": lambda shape: _integers(()).expand(shape),
+    "rows expanded": lambda shape: _integers((1, *shape[1:])).expand(shape),
+    "transposed": lambda shape: _integers((shape[1], shape[0], *shape[2:])).transpose(0, 1),
+    "every second column": lambda shape: _integers((*shape[:-1], 2 * shape[-1]))[..., ::2],
+    "column-major": lambda shape: _integers((shape[-1], *shape[:-1])).movedim(0, -1),
+}
+
+
+def _integers(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randint(-8, 8, shape).float()
+
+
+def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all ranks."""
+    parts = [torch.empty(tensor.shape) for _ in range(SIZE)]
+    dist.all_gather(parts, tensor.contiguous())
+    return parts
+
+
+def _own_chunk(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.chunk(SIZE)[dist.get_rank()]
+
+
+# {operation: (factor of the rows, output and gradient of the input from the tensors of all ranks)}
+COLLECTIVES = {
+    "AllGather": (2.0, torch.cat, lambda dys: _own_chunk(sum(dys))),
+    "AllReduce": (1.0, sum, lambda dys: dys[dist.get_rank()]),
+    "ReduceScatter": (0.5, lambda xs: _own_chunk(sum(xs)), torch.cat),
+}
+
+
+def collectives_of_layouts(device: torch.device):
+    """Compare collectives of tensors in every layout with their definitions."""
+    torch.manual_seed(dist.get_rank())
+    for name, (factor, output, gradient) in COLLECTIVES.items():
+        for shape in ((4, 6, 2), (4, 2), (4, 3, 2, 2)):
+            for of_input in LAYOUTS.values():
+                for of_gradient in LAYOUTS.values():
+                    x = of_input(shape)
+                    leaf = x.detach().requires_grad_()
+                    op = getattr(ops, name)()
+                    y = (ops.Sequential(ops.Identity(), op) if of_gradient is of_input else op)(leaf)
+                    assert torch.equal(y, output(_gathered(x)))
+                    dy = of_gradient((int(shape[0] * factor), *shape[1:]))
+                    y.backward(dy)
+                    assert leaf.grad is not None and torch.equal(leaf.grad, gradient(_gathered(dy)))
+    return True
+
+
+def test_collectives_of_strided_and_expanded_tensors(tmp_path):
+    assert all(run_on_ranks(collectives_of_layouts, SIZE, tmp_path))
 
 
 def test_collectives(tmp_path):

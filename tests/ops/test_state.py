@@ -230,3 +230,52 @@ def test_memory_plans_and_explanations_cover_operations(emulated):
     assert te.memory_plan(chain, Float8CurrentScaling(), 128, inputs=(given(),)).peak > 0
     with te.autocast(recipe=Float8CurrentScaling()):
         assert "gemm" in str(te.explain(chain, x))
+
+
+WITH_QUANTIZED_WEIGHTS = {
+    "BasicLinear": lambda: ops.BasicLinear(32, 32, device="cpu"),
+    "Linear": lambda: ops.Linear(32, 32, device="cpu").basic_ops[0],
+    "GroupedLinear": lambda: ops.GroupedLinear(2, 32, 32, device="cpu"),
+}
+
+
+def _call(op: Any, recipe: Any) -> None:
+    splits = [torch.tensor([16, 16])] if isinstance(op, ops.GroupedLinear) else []
+    with te.autocast(recipe=recipe):
+        op(torch.randn(32, 32), *splits)
+
+
+@pytest.mark.parametrize("name", WITH_QUANTIZED_WEIGHTS)
+@pytest.mark.parametrize("change", ["call", "reset_recipe_state", "set_extra_state"])
+def test_a_quantized_weight_follows_the_state_of_a_new_recipe(name, change, emulated):
+    """Updates of a weight read the scale of the operation's current state, and record their maximum in it."""
+    with te.quantized_model_init(recipe=DelayedScaling()):
+        op = WITH_QUANTIZED_WEIGHTS[name]()
+    _call(op, DelayedScaling())
+    (before,) = op.delayed_states("forward")
+    recipe = DelayedScaling(margin=1, amax_history_len=3)
+    if change == "reset_recipe_state":
+        op.reset_recipe_state(recipe=recipe)
+    elif change == "set_extra_state":
+        other = WITH_QUANTIZED_WEIGHTS[name]()
+        _call(other, recipe)
+        op.set_extra_state(other.get_extra_state())
+    if change != "reset_recipe_state":
+        _call(op, recipe)
+    (state,) = op.delayed_states("forward")
+    assert state is not before and state.amax_history.shape[0] == 3
+    weights = [tensor for tensor in op.own_tensors() if isinstance(tensor, QuantizedTensor)]
+    assert len(weights) == (2 if name == "GroupedLinear" else 1)
+    for group, weight in enumerate(weights):
+        place = 2 * group + 1
+        state.scale[place] = 2.0 ** (group + 3)
+        state.amax_history.zero_()
+        with torch.no_grad():
+            weight.copy_(torch.full((32, 32), group + 1.25))
+        assert weight._scale_inv.item() == 2.0 ** -(group + 3)
+        assert weight._data.view(torch.float8_e4m3fn).float().unique().item() == 2.0 ** (group + 3) * (
+            group + 1.25
+        )
+        assert state.amax_history[0].tolist() == [
+            group + 1.25 if i == place else 0.0 for i in range(len(state.scale))
+        ]

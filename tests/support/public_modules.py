@@ -141,7 +141,7 @@ MODULES: dict[str, Construct] = {
         name: partial(getattr(te, name), 1, HIDDEN)
         for name in ("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention")
     },
-    "Fp8Padding": lambda: te.Fp8Padding(2, 16),
+    "Fp8Padding": lambda: te.Fp8Padding(2, ROWS),  # pads both groups of ROWS / 2
     "Fp8Unpadding": lambda: te.Fp8Unpadding(2, 16),
     **{f"ops.{name}": getattr(ops, name) for name in _DEFAULTS},
     "ops.Linear": lambda: ops.Linear(HIDDEN, FFN, **CPU),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.nn.modules import module as every_module
 
 _HOOKS = {
@@ -63,21 +62,3 @@ def unfused_reason(operation: Any) -> str | None:
         if type(part).forward is not type(part)._own_forward:
             return f"the class of {'the operation' if part is operation else name} overrides forward"
     return "hooks are registered for all modules"
-
-
-def call_one_by_one(operations: Sequence[Any], input: Tensor, extra_inputs: tuple[Tensor, ...]) -> Any:
-    """Call basic operations as modules, in order.
-
-    Returns:
-        The output, or a tuple of the output and the extra outputs.
-    """
-    x: Any = input
-    outputs: list[Tensor] = []
-    at = 0
-    for operation in operations:
-        x = operation(x, *extra_inputs[at : at + operation.num_extra_inputs])
-        at += operation.num_extra_inputs
-        if isinstance(x, tuple):
-            x, *extra = x
-            outputs += extra
-    return (x, *outputs) if outputs else x

@@ -62,6 +62,15 @@ class Channels:
         self._extra_output_to_caller[index] = output_to_caller
         return self
 
+    def accept_extra_input(self, index: int, value: Any) -> Any:
+        """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.
+
+        Args:
+            index: Index of the extra input.
+            value: The caller's value; without an override it is returned unchanged.
+        """
+        return value
+
     def _check_channel(self, kind: str, index: int, count: int, name: Any) -> None:
         if self._captured_by_fuser:
             raise RuntimeError(

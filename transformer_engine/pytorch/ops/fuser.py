@@ -1,15 +1,18 @@
 """OperationFuser: runs a chain of operations as one autograd function.
 
-Two mechanisms fuse operations:
+A chain consists of consecutive operations of a `Sequential`, or of one operation that is called by itself. A call runs
+the chain in one of two ways:
 
-- **Kernels.** Neighboring operations of this package run as one forward and one backward pass, in which a kernel may
-  compute several operations or quantize its result for the next one (`chain.py`, `passes/patterns.py`). A chain of such
-  operations alone is prepared once per kind of call (`prepared_chain.py`). Every other chain runs in segments: passes,
-  and between them the operations of users by their own methods (`chain_run.py`).
-- **Registered fusion functions** replace operations by `FusedOperation`s; the result is `_forward_ops` and
-  `_backward_ops`. A `FusedOperation` of this package (`fused/operations.py`) is a description that clients inspect. It
-  does not change what is computed: `prepare_chain` and `chain_run.py` run the passes of its basic operations. Only a
-  `FusedOperation` of a user runs by its own methods.
+- **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
+  result for the next one (`chain.py`, `passes/patterns.py`). The first call of a kind prepares the passes, and later
+  calls with the same key reuse them (`prepared_chain.py`, `call_key.py`). Every operation must be one of this package.
+- **In segments**: runs of this package's operations as passes, and the operations of users between them by their own
+  methods (`chain_run.py`). Channels, keyword arguments of operations, recomputation under delayed scaling and
+  `torch.compile` also need segments.
+
+Registered fusion functions replace operations by `FusedOperation`s; clients read the results in `_forward_ops` and
+`_backward_ops`. A `FusedOperation` of this package (`fused/operations.py`) only describes what kernels compute
+together. A `FusedOperation` of a user runs by its own methods.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.recipe import DelayedScaling, Recipe, revision_of
 from ..distributed.recompute import state_without_gradients
@@ -29,13 +31,13 @@ from ..functions.scale_update import in_backward_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
-from ..runtime.device import autocast_dtype
 from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
-from .chain import fusion_enabled
+from .call_key import CallKeys
 from .chain_run import ChainRun, Fused, FusedChain
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
+from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
 from .prepared_chain import Fusions, PreparedChain, prepare_chain
 from .user_results import apply_fusions
@@ -58,6 +60,7 @@ class OperationFuser:
 
     Args:
         ops: The operations in order; fused operations represent their basic operations.
+        channels: Names of the channels that connect the operations with others (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
@@ -72,28 +75,28 @@ class OperationFuser:
     backward_fusion_functions: list[Fusion] = []
     forward_backward_fusion_functions: list[Fusion] = []
 
-    def __init__(self, ops: Sequence[FusibleOperation]) -> None:
+    def __init__(self, ops: Sequence[FusibleOperation], channels: frozenset[str] = NO_CHANNELS) -> None:
         self._basic_ops: list[BasicOperation] = [basic for op in ops for basic in op.basic_operations()]
         self._num_basic_ops = len(self._basic_ops)
-        self._links = Links(self._basic_ops)
+        self.channels = channels
+        self._links = Links(self._basic_ops, channels)
         self.num_extra_inputs: int = len(self._links.public_inputs)
         for op in self._basic_ops:
             # An assignment would count as a change of the operation (`_revision`).
             object.__setattr__(op, "_captured_by_fuser", True)
-        self._ops = list(ops)
+        # Operations whose `pre_first_fuser_forward` has not run yet.
+        self._uninitialized: Sequence[FusibleOperation] = list(ops)
+        # Results of the fusion functions, and what they depend on; None before the first call.
         self._forward_ops: Fused = []
         self._backward_ops: Fused = []
         self.first_op_requiring_backward = 0
         self.recipe_type: type[Recipe] | None = None
         self._fused_for: Any = None
-        self._is_first_forward = True
-        # Whether the chain may be prepared: every operation has passes, and the caller handles all extra tensors.
+        # Prepared chains by key; None for calls that need segments. Valid for these registered fusion functions.
         self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
-        self._overrides_call_facts = [
-            type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops
-        ]
+        self._keys = CallKeys(self._basic_ops)
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._copy_registrations()
         self._applied_recipe = NOT_APPLIED
@@ -141,34 +144,56 @@ class OperationFuser:
             # Compute each parametrized tensor once per call, so that the passes and autograd see the same object.
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise extra_inputs_error(len(extra_inputs), self._basic_ops)
-        if type(input) is not Tensor:
-            check_tensor("the main input", input)
+        self._check_inputs(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:
             extra_inputs = self._links.accepted(input, extra_inputs)
+        for op in self._uninitialized:
+            op.pre_first_fuser_forward()
+        self._uninitialized = ()
+        if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
+            chain, inputs = self._prepared_chain(input, extra_inputs)
+            if chain is not None:
+                self._set_inspected_attributes(chain)
+                for check in chain.checks:
+                    check()
+                return chain(inputs)
+        return self._run_segments(input, extra_inputs, basic_op_kwargs)
+
+    def _check_inputs(
+        self, x: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]] | None
+    ) -> None:
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise extra_inputs_error(len(extra_inputs), self._basic_ops)
+        if type(x) is not Tensor:
+            check_tensor("the main input", x)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
                 "one dict for each"
             )
-        if self._is_first_forward:
-            for op in self._ops:
-                op.pre_first_fuser_forward()
-            self._ops, self._is_first_forward = self._basic_ops, False
-        if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            thread = eager_thread_state()
-            self._use_recipe(thread.state)
-            is_recomputation = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
-            if undisturbed() and not is_recomputation:
-                chain, inputs = self._find_prepared(thread.state, input, extra_inputs)
-                if chain is not None:
-                    if chain.fusions.key is not self._fused_for:
-                        self._set_inspected_attributes(chain)
-                    for check in chain.checks:
-                        check()
-                    return chain(inputs)
-        return self._run_segments(input, extra_inputs, basic_op_kwargs)
+
+    def _prepared_chain(
+        self, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> tuple[PreparedChain | None, list[Any]]:
+        """Return the prepared chain of this kind of call and its inputs; no chain if the call needs segments."""
+        thread = eager_thread_state()
+        self._use_recipe(thread.state)
+        recomputes = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
+        if recomputes or not undisturbed():
+            return None, []
+        registered = (
+            self.forward_backward_fusion_functions,
+            self.forward_fusion_functions,
+            self.backward_fusion_functions,
+        )
+        if registered != self._registered:
+            self._prepared.clear()
+            self._registered = self._copy_registrations()
+        key, inputs = self._keys.key_and_inputs(thread.state, x, extra_inputs)
+        chain = self._prepared.get(key)
+        if chain is None and key not in self._prepared:
+            chain = self._prepare(key, thread.state, x, extra_inputs)
+        return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
         """Make the operations use the recipe of an autocast state, if they do not use it already.
@@ -193,30 +218,10 @@ class OperationFuser:
             pools=delayed_scaling.registry.pools,
         )
 
-    def _find_prepared(
-        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[PreparedChain | None, list[Any]]:
-        """Return the prepared chain of this kind of call, built in its first call, and the chain's inputs.
-
-        The chain is None if a user's fused operation must run by its own methods. The prepared chains are cleared if
-        the registered fusion functions have changed.
-        """
-        registered = (
-            self.forward_backward_fusion_functions,
-            self.forward_fusion_functions,
-            self.backward_fusion_functions,
-        )
-        if registered != self._registered:
-            self._prepared.clear()
-            self._registered = self._copy_registrations()
-        key, inputs = self._key_and_inputs(state, x, extra_inputs)
-        chain = self._prepared.get(key)
-        if chain is None and key not in self._prepared:
-            chain = self._prepare(key, state, x, extra_inputs)
-        return chain, inputs
-
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
         """Set the attributes that clients inspect after a call to those of a prepared chain."""
+        if chain.fusions.key is self._fused_for:
+            return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
         self.recipe_type, self._fused_for = chain.fusions.recipe_type, chain.fusions.key
         self.first_op_requiring_backward = chain.first
@@ -251,44 +256,6 @@ class OperationFuser:
             check_transforms(FusedChain.OPERATION, x, flat, extra_inputs)
             results = call.forward(x, extra_inputs)[0]
         return results if len(results) > 1 else results[0]
-
-    def _key_and_inputs(
-        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> tuple[tuple[Any, ...], list[Any]]:
-        """Return the key of a prepared chain, and the chain's inputs: x, parameters and extra inputs by operation.
-
-        The key contains everything that the chain depends on. `_revision` of an operation changes with every attribute
-        write and with the recipe. Key and inputs are collected in one walk, because it runs in every warm call.
-        """
-        device = x.device
-        key: list[Any] = [
-            torch.is_grad_enabled(),
-            autocast_dtype(device.type),
-            env.generation(),
-            state.enabled,
-            fusion_enabled(),
-            (type(x), x.shape, x.dtype, device, x.requires_grad),
-        ]
-        inputs: list[Any] = [x]
-        offset = 0
-        basic_ops: list[Any] = self._basic_ops  # each has passes
-        for op, has_facts in zip(basic_ops, self._overrides_call_facts, strict=True):
-            key += (op._revision, op.training)
-            for tensor in [getattr(op, name) for name in op.parameter_names]:
-                if tensor is None:
-                    key.append(None)
-                    continue
-                inputs.append(tensor)
-                key.append((type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
-            extra: tuple[Tensor, ...] = ()
-            if op.num_extra_inputs:
-                extra = extra_inputs[offset : offset + op.num_extra_inputs]
-                offset += op.num_extra_inputs
-                inputs += extra
-                key += [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in extra]
-            if has_facts:
-                key.append(op.call_facts(extra))
-        return tuple(key), inputs
 
     def _prepare(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]

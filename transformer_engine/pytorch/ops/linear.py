@@ -1,4 +1,13 @@
-"""Linear: `BasicLinear`, `Bias` and, if row-parallel, a reduction, as one operation."""
+"""Linear: a matrix product, a bias and the communication of a sharded layer, as one fused operation.
+
+| tensor_parallel_mode | operations |
+| --- | --- |
+| None, "column" | `BasicLinear`, `Bias` |
+| "row" | `BasicLinear`, `Bias`, `AllReduce`; with sequence parallelism `ReduceScatter` in place of `AllReduce` |
+
+`Linear` owns the parameters of these operations, so that torch's tools find `weight` and `bias` as in torch.nn.Linear.
+State dicts have the original's keys, which are those of the operations; keys of torch.nn.Linear load too.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +22,17 @@ from .basic.basic_linear import tensor_parallel_boundary
 from .operation import BasicOperation
 from .pass_operation import PassFusedOperation
 
-# Keys of the parameters in state dicts.
-_KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
+# {name of a parameter: its key in state dicts}
+_SAVED_KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
 
 
 class Linear(PassFusedOperation):
     """y = x @ weight.T + bias over the last dimension of x.
 
-    A state dict holds "basic_ops.0.weight" and "basic_ops.1.bias". In a row-parallel layer each rank has a bias
-    [out_features] and adds it before the reduction, so y contains the sum of the biases of all ranks.
+    State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too.
+
+    In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so y contains the sum
+    of the biases of all ranks.
 
     Args:
         in_features: Last dimension of the input, over all ranks.
@@ -61,43 +72,42 @@ class Linear(PassFusedOperation):
             in_features,
             out_features,
         )
-        # A row-parallel product computes a partial sum, which a separate operation reduces.
-        row = boundary.mode == "row"
+        has_bias = to_bool("bias", bias)
+        is_row_parallel = boundary.mode == "row"
+        # BasicLinear would reduce the sums of a row-parallel layer itself, before the bias is added. It is constructed
+        # as a layer of this rank's input features alone, and a separate operation behind the bias reduces.
         linear = BasicLinear(
-            in_features // boundary.size if row else in_features,
+            in_features // boundary.size if is_row_parallel else in_features,
             out_features,
             device=device,
             dtype=dtype,
-            tensor_parallel_mode=None if row else tensor_parallel_mode,
+            tensor_parallel_mode=None if is_row_parallel else tensor_parallel_mode,
             tensor_parallel_group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
             rng_state_tracker_function=rng_state_tracker_function,
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
         ops: list[BasicOperation] = [linear]
-        has_bias = to_bool("bias", bias)
         if has_bias:
-            # Each rank of a row-parallel layer adds its own bias [out_features] before the reduction. `Bias` divides
-            # its size by the number of ranks, hence the factor.
+            # Bias divides its size by the number of ranks, but each rank of a row-parallel layer has a whole bias.
             bias_op = Bias(
-                out_features * (boundary.size if row else 1),
+                out_features * (boundary.size if is_row_parallel else 1),
                 device=device,
                 dtype=linear.weight.dtype,
                 tensor_parallel=boundary.mode is not None,
                 tensor_parallel_group=tensor_parallel_group,
             )
             ops.append(bias_op)
-        if row:
+        if is_row_parallel:
             reduction = ReduceScatter if boundary.sequence else AllReduce
             ops.append(reduction(boundary.group))
         super().__init__(ops)
         self._sizes = in_features, out_features  # one attribute, because pickled modules have it
-        # Linear owns the parameters, so that their names and parametrizations are those of torch.nn.Linear.
+        self._has_bias = has_bias
         for op in ops:
-            op.lend_parameters(self)
+            op.lend_parameters(self)  # from here on `self.weight` and `self.bias` are the parameters
         if not has_bias:
             self.register_parameter("bias", None)
-        self._has_bias = has_bias
 
     @property
     def in_features(self) -> int:
@@ -110,6 +120,7 @@ class Linear(PassFusedOperation):
         return self._sizes[1]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a layer without a bias accepts none later, because it has no operation that adds it."""
         if name == "bias" and not self.__dict__.get("_has_bias", True):
             if value is None:
                 return
@@ -119,7 +130,7 @@ class Linear(PassFusedOperation):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the parameters under the names of the basic operations, as the original does."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, key in _KEYS.items():
+        for name, key in _SAVED_KEYS.items():
             if prefix + name in destination:
                 destination[prefix + key] = destination.pop(prefix + name)
 
@@ -138,7 +149,7 @@ class Linear(PassFusedOperation):
         Raises:
             RuntimeError: The state dict has both names of a parameter.
         """
-        for name, key in _KEYS.items():
+        for name, key in _SAVED_KEYS.items():
             if prefix + key not in state_dict:
                 continue
             if prefix + name in state_dict:
@@ -150,7 +161,8 @@ class Linear(PassFusedOperation):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        saved_keys = {prefix + name: prefix + key for name, key in _KEYS.items()}
+        # Report missing parameters under the keys that `state_dict` returns.
+        saved_keys = {prefix + name: prefix + key for name, key in _SAVED_KEYS.items()}
         missing_keys[:] = [saved_keys.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:

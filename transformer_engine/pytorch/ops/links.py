@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-from .operation import BasicOperation
+from .channels import Channels
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
@@ -36,7 +36,7 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {with_article(type(value))}; give a torch.Tensor")
 
 
-def extra_inputs_error(given: int, ops: Sequence[BasicOperation]) -> ValueError:
+def extra_inputs_error(given: int, ops: Sequence[Channels]) -> ValueError:
     """Error of a call whose number of extra inputs does not fit, with the operations that read extra inputs."""
     readers: list[str] = []
     for place, op in enumerate(ops):
@@ -60,6 +60,8 @@ class Links:
 
     Args:
         ops: The basic operations in order.
+        outside: Names of channels that connect the operations with other chains: the caller gives what the operations
+            read from them, and receives what the operations write to them.
 
     Raises:
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
@@ -71,7 +73,7 @@ class Links:
         has_channels: An extra input reads a channel, or an extra output is not returned to the caller.
     """
 
-    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+    def __init__(self, ops: Sequence[Channels], outside: frozenset[str] = frozenset()) -> None:
         self._ops = ops
         self.public_inputs: list[Slot] = []
         self.public_outputs: list[Slot] = []
@@ -80,7 +82,7 @@ class Links:
         for op, operation in enumerate(ops):
             for index in range(operation.num_extra_outputs):
                 name = operation._extra_output_channels[index]
-                if operation._extra_output_to_caller[index]:
+                if operation._extra_output_to_caller[index] or name in outside:
                     self.public_outputs.append(Slot(op, index))
                 if name is None:
                     continue
@@ -93,7 +95,7 @@ class Links:
         for op, operation in enumerate(ops):
             for index in range(operation.num_extra_inputs):
                 name = operation._extra_input_channels[index]
-                if name is None:
+                if name is None or (name in outside and name not in producers):
                     self.public_inputs.append(Slot(op, index))
                     continue
                 source = producers.get(name)
@@ -183,8 +185,7 @@ class Links:
                 f"num_extra_outputs={operation.num_extra_outputs}; return one tensor for each"
             )
         for index, tensor in enumerate(outputs):
-            hidden = operation._extra_output_channels[index] and not operation._extra_output_to_caller[index]
-            if tensor is None and not hidden:
+            if tensor is None and Slot(op, index) in self.public_outputs:
                 raise RuntimeError(
                     f"{type(operation).__name__} returned None for extra output {index}, which the caller or a later "
                     "operation reads; return a tensor"

@@ -21,9 +21,10 @@ from torch import Tensor
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
-from .bare_calls import are_bare, call_one_by_one
+from .bare_calls import are_bare
 from .channels import Channels
 from .lent_parameters import LentParameters
+from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
 
 _revisions = itertools.count(1)
@@ -62,7 +63,9 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     """
 
     # Makes the `OperationFuser` of a chain; set by `fuser.py`, which is built of operations.
-    _fuser: ClassVar[Callable[[list[Any]], Callable[..., Any]]]
+    _fuser: ClassVar[Callable[[list[Any], frozenset[str]], Callable[..., Any]]]
+    # Names of the channels that connect the operation with others of its container, where it is called by itself.
+    _channels: frozenset[str] = NO_CHANNELS
 
     @property
     @abstractmethod
@@ -154,12 +157,27 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
         if self.is_fused_op and not are_bare(members):
-            return call_one_by_one(members, input, extra_inputs)
+            channels = connecting_channels([[member] for member in members], self._channels)
+            parts = [
+                ChainPart(member, [member], names) for member, names in zip(members, channels, strict=True)
+            ]
+            return call_parts(parts, input, extra_inputs, {}, self._channels)
         fuser: Any = self.__dict__.get("_own_fuser")
-        if fuser is None or fuser._basic_ops != members:
-            fuser = type(self)._fuser([self])
+        if fuser is None or fuser._basic_ops != members or fuser.channels != self._channels:
+            fuser = type(self)._fuser([self], self._channels)
             object.__setattr__(self, "_own_fuser", fuser)
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+    def connect(self, channels: frozenset[str]) -> None:
+        """Make calls of the operation by itself read and return the tensors of channels.
+
+        Args:
+            channels: Names of the channels that connect the operation with others of its container.
+        """
+        if channels != self._channels:
+            object.__setattr__(
+                self, "_channels", channels
+            )  # no change of the operation's settings (`_revision`)
 
     # The `forward` of this class that computes the same as a fused chain; a user's class may have another one.
     _own_forward: ClassVar[Callable[..., Any]] = forward
@@ -228,15 +246,6 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
     def distributed_weight_unsupported_reason(self) -> str | None:
         """Return why no parameter may be a `DistributedWeight`, with what to use; None if it may be."""
         return "use te.ops.BasicLinear, te.ops.GroupedLinear, or a layer such as te.Linear"
-
-    def accept_extra_input(self, index: int, value: Any) -> Any:
-        """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.
-
-        Args:
-            index: Index of the extra input.
-            value: The caller's value; without an override it is returned unchanged.
-        """
-        return value
 
     def extra_repr(self) -> str:
         return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])

@@ -1,39 +1,51 @@
-"""Sequential: a container that runs consecutive fusible operations as fused chains."""
+"""Sequential: a container that runs its modules one after another, and fuses consecutive operations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...common.explanation import is_explaining, note
-from ...common.numbers import with_article
+from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
 from .bare_calls import are_bare, unfused_reason
 from .fuser import OperationFuser
-from .links import extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
+from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
-_TAKES_EXTRA_INPUTS = (OperationFuser, BasicOperation)
+
+class _Division(NamedTuple):
+    """The modules of a Sequential, divided into parts.
+
+    Attributes:
+        modules: The modules.
+        fusible: Those that are operations and may fuse.
+        parts: Fused chains and single modules, in order.
+    """
+
+    modules: list[torch.nn.Module]
+    fusible: list[FusibleOperation]
+    parts: list[ChainPart]
 
 
-class Sequential(CheckedLoading):
+class Sequential(CheckedLoading, torch.nn.Sequential):
     """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
 
-    Other modules may stand between operations; they separate fused chains.
+    Other modules may stand between operations; they separate fused chains. The extra inputs of all operations are
+    arguments of the container, and their extra outputs are returned after the output.
 
     Args:
         *args: Modules in order, or one dict of names and modules.
     """
 
+    # The division in the last forward pass; computed again after a change of the modules or their hooks.
+    _division: _Division | None = None
+
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
-        # Fused chains and other modules in order, which clients read; None before a forward pass and after a change.
-        self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        # (modules, modules that fuse) for which _module_groups was computed.
-        self._grouped: tuple[list[Any], list[Any]] = [], []
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -41,85 +53,7 @@ class Sequential(CheckedLoading):
             for module in args:
                 self.append(module)  # pyright: ignore[reportArgumentType]
 
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        self._module_groups = None
-        super().add_module(name, module)
-
-    def _name_at(self, index: int) -> str:
-        keys = list(self._modules)
-        if not -len(keys) <= index < len(keys):
-            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
-        return keys[index]
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
-        return self._modules[self._name_at(index)]
-
-    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
-        self._module_groups = None
-        self._modules[self._name_at(index)] = self._checked_module(module)
-
-    def __delitem__(self, index: int | slice) -> None:
-        self._module_groups = None
-        keys = list(self._modules)[index] if isinstance(index, slice) else [self._name_at(index)]
-        for key in keys:
-            del self._modules[key]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[torch.nn.Module]:
-        return iter([module for module in self._modules.values() if module is not None])  # pyright: ignore[reportArgumentType]
-
-    def append(self, module: torch.nn.Module) -> Sequential:
-        """Append a module and return the container."""
-        numbers = [int(key) for key in self._modules if key.isdigit()]
-        key = str(max(numbers, default=-1) + 1)
-        self.add_module(key, self._checked_module(module))
-        return self
-
-    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        """Append modules and return the container."""
-        for module in modules:
-            self.append(module)
-        return self
-
-    def insert(self, idx: int, module: torch.nn.Module) -> Sequential:
-        """Insert a module before an index, renumber the modules, and return the container."""
-        modules = list(self)
-        modules.insert(idx, self._checked_module(module))
-        self._module_groups = None
-        self._modules = {str(i): child for i, child in enumerate(modules)}
-        return self
-
-    def pop(self, idx: int | slice) -> Any:
-        """Remove modules and return them."""
-        removed = self[idx]
-        del self[idx]
-        return removed
-
-    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return self.extend(modules)
-
-    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return type(self)(
-            {key: module for key, module in self._modules.items() if module is not None}
-        ).extend(modules)
-
-    def _checked_module(self, module: Any) -> torch.nn.Module:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"{module!r} is {with_article(type(module))}; a Sequential holds torch.nn.Module objects, "
-                "such as te.ops.Linear(..) and te.ops.ReLU()"
-            )
-        return module
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy the state without the groups of modules, which a copy recreates."""
-        return {**self.__dict__, "_module_groups": None, "_grouped": ([], [])}
-
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input: Tensor,
         *extra_inputs: Tensor,
@@ -139,64 +73,61 @@ class Sequential(CheckedLoading):
             ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
                 operation of this container.
         """
-        groups = self._groups()
-        if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
-            return groups[0](input, *extra_inputs)
-        options = self._kwargs_by_operation(op_kwargs)
-        num_extra_inputs = sum(
-            [group.num_extra_inputs for group in groups if isinstance(group, _TAKES_EXTRA_INPUTS)]
-        )
-        if len(extra_inputs) != num_extra_inputs:
-            operations: list[BasicOperation] = []
-            for group in groups:
-                if isinstance(group, _TAKES_EXTRA_INPUTS):
-                    operations += group._basic_ops if isinstance(group, OperationFuser) else [group]
-            raise extra_inputs_error(len(extra_inputs), operations)
-        x: Any = input
-        outputs: list[Tensor] = []
-        offset = 0
-        for group in groups:
-            if not isinstance(group, _TAKES_EXTRA_INPUTS):
-                x = group(x)
-                continue
-            group_inputs = extra_inputs[offset : offset + group.num_extra_inputs]
-            offset += group.num_extra_inputs
-            if isinstance(group, OperationFuser):
-                kwargs = [options.get(id(op), {}) for op in group._basic_ops] if options else None
-                x = group(x, *group_inputs, basic_op_kwargs=kwargs)
-            else:
-                x = group(x, *group_inputs, **options.get(id(group), {}))
-            if isinstance(x, tuple):
-                x, *extra = x
-                outputs += extra
-        return (x, *outputs) if outputs else x
+        parts = self._divide()
+        if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
+            return parts[0].module(input, *extra_inputs)
+        return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
 
-    def _groups(self) -> list[OperationFuser | torch.nn.Module]:
-        """Split the modules into fused chains and single modules; cached until the modules or their hooks change.
+    def _divide(self) -> list[ChainPart]:
+        """Divide the modules into fused chains and single modules.
 
-        Operations with hooks or with another `forward` are single modules, because fusion would skip both.
+        An operation with hooks or with another `forward` is a single module, because fusion would skip both.
         """
-        modules = [module for module in self._modules.values() if module is not None]
+        modules = list(self)
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        # Usually all operations are bare, and one call finds that out.
-        fused = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
+        # Usually all operations may fuse, and one call finds that out.
+        fusible = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
         if is_explaining():
             self._note_unfused()
-        if self._module_groups is not None and (modules, fused) == self._grouped:
-            return self._module_groups
-        groups: list[OperationFuser | torch.nn.Module] = []
-        chain: list[FusibleOperation] = []
-        for module in [*modules, None]:  # None ends the last chain
-            if module in fused:
-                chain.append(module)  # pyright: ignore[reportArgumentType]
-                continue
-            if chain:
-                groups.append(OperationFuser(chain))
-                chain = []
-            if module is not None:
-                groups.append(module)
-        self._module_groups, self._grouped = groups, (modules, fused)
-        return groups
+        before = self._division
+        if before is not None and before.modules == modules and before.fusible == fusible:
+            return before.parts
+        runs: list[list[torch.nn.Module]] = []  # consecutive operations that fuse, or a single module
+        for module in modules:
+            if runs and module in fusible and runs[-1][-1] in fusible:
+                runs[-1].append(module)
+            else:
+                runs.append([module])
+        basic_ops = [
+            [
+                basic
+                for module in run
+                if isinstance(module, FusibleOperation)
+                for basic in module.basic_operations()
+            ]
+            for run in runs
+        ]
+        parts: list[ChainPart] = []
+        for run, run_ops, channels in zip(runs, basic_ops, connecting_channels(basic_ops), strict=True):
+            module: Any = run[0]
+            if module in fusible:
+                chain = [op for op in run if isinstance(op, FusibleOperation)]
+                for op in chain:
+                    op.connect(NO_CHANNELS)
+                module = OperationFuser(chain, channels)
+            parts.append(ChainPart(module, run_ops, channels))
+        self._division = _Division(modules, fusible, parts)
+        return parts
+
+    @property
+    def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
+        """Fused chains and other modules in order, for inspection.
+
+        None before a forward pass and after a change of the modules.
+        """
+        if self._division is None or self._division.modules != list(self):
+            return None
+        return [part.module for part in self._division.parts]
 
     def _note_unfused(self) -> None:
         """Report to `te.explain` why operations do not fuse."""
@@ -215,7 +146,7 @@ class Sequential(CheckedLoading):
         """
         result: dict[int, dict[str, Any]] = {}
         members = {id(module) for module in self}
-        for target, options in (op_kwargs or {}).items():
+        for target, kwargs in (op_kwargs or {}).items():
             if isinstance(target, int) and not -len(self) <= target < len(self):
                 raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
             op = self[target] if isinstance(target, int) else target
@@ -225,5 +156,82 @@ class Sequential(CheckedLoading):
                 )
             if id(op) not in members:
                 raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
-            result[id(op)] = dict(options)
+            result[id(op)] = dict(kwargs)
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy the state without the division, which a copy computes again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_division"}
+
+    # The methods of a list. Unlike those of torch.nn.Sequential they accept any iterable, keep the names of other
+    # modules after a removal, and append under the name that follows the highest number.
+
+    def _name_at(self, index: int) -> str:
+        keys = list(self._modules)
+        if not -len(keys) <= index < len(keys):
+            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
+        return keys[index]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
+        return self._modules[self._name_at(index)]
+
+    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
+        self._modules[self._name_at(index)] = _checked_module(module)
+
+    def __delitem__(self, index: int | slice) -> None:
+        keys = list(self._modules)[index] if isinstance(index, slice) else [self._name_at(index)]
+        for key in keys:
+            del self._modules[key]
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter([module for module in self._modules.values() if module is not None])
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        """Append a module and return the container."""
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        self.add_module(str(max(numbers, default=-1) + 1), _checked_module(module))
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Append modules and return the container."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, idx: int, module: torch.nn.Module) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Insert a module before an index, renumber the modules, and return the container."""
+        modules = list(self)
+        modules.insert(idx, _checked_module(module))
+        self._modules = {str(i): child for i, child in enumerate(modules)}
+        return self
+
+    def pop(self, idx: int | slice) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Remove modules and return them."""
+        removed = self[idx]
+        del self[idx]
+        return removed
+
+    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self[:].extend(modules)
+
+    def __imul__(self, count: int) -> Sequential:
+        return self.extend(list(self) * (to_int("factor", count, 1) - 1))
+
+    def __mul__(self, count: int) -> Sequential:
+        product = self[:]
+        product *= count
+        return product
+
+
+def _checked_module(module: Any) -> torch.nn.Module:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"{module!r} is {with_article(type(module))}; a Sequential holds torch.nn.Module objects, such as "
+            "te.ops.Linear(..) and te.ops.ReLU()"
+        )
+    return module

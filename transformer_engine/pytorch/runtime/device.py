@@ -84,6 +84,7 @@ def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 @functools.cache
+@constant_while_tracing  # compilers cannot trace the query of the number of devices
 def _device_count() -> int:
     return torch.cuda.device_count() if has_cuda() else 0
 

@@ -1,0 +1,160 @@
+"""Parts of a container that are called one after another, and the extra tensors that pass between them.
+
+A container is one part if all of its modules fuse. A hook on an operation, or a module that is no operation, divides it
+into several. Each part is a differentiable function of its own: a tensor of a channel leaves one part as an extra
+output and enters another one as an extra input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .channels import Channels
+from .links import Links, extra_inputs_error
+
+NO_CHANNELS: frozenset[str] = frozenset()
+
+
+class ExtraInput(NamedTuple):
+    """An extra input of a part.
+
+    Attributes:
+        channel: Name of its channel; None for an input from the caller.
+        is_written: The part adds into the tensor.
+    """
+
+    channel: str | None
+    is_written: bool
+
+
+class ExtraOutput(NamedTuple):
+    """An extra output of a part.
+
+    Attributes:
+        channel: Name of its channel; None without one.
+        to_caller: The caller receives the tensor.
+    """
+
+    channel: str | None
+    to_caller: bool
+
+
+class ChainPart:
+    """A part of a container.
+
+    Args:
+        module: A fused chain (`OperationFuser`), an operation that is called by itself, or another module.
+        basic_ops: Its basic operations; empty for another module.
+        channels: Names of the channels that connect the part with other parts.
+    """
+
+    def __init__(self, module: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
+        self.module, self.basic_ops, self.channels = module, basic_ops, channels
+        self.is_fused_chain = not isinstance(module, torch.nn.Module)
+        links = Links(basic_ops, channels)
+        self.inputs: list[ExtraInput] = []
+        for slot in links.public_inputs:
+            op = basic_ops[slot.op]
+            self.inputs.append(
+                ExtraInput(op._extra_input_channels[slot.index], getattr(op, "_in_place", False))
+            )
+        self.outputs: list[ExtraOutput] = []
+        for slot in links.public_outputs:
+            op = basic_ops[slot.op]
+            self.outputs.append(
+                ExtraOutput(op._extra_output_channels[slot.index], op._extra_output_to_caller[slot.index])
+            )
+
+    def call(self, x: Any, extra_inputs: Sequence[Tensor], op_kwargs: list[dict[str, Any]]) -> Any:
+        """Call the module.
+
+        Args:
+            x: The main input.
+            extra_inputs: The extra inputs of the part.
+            op_kwargs: Keyword arguments of each basic operation.
+        """
+        if not self.basic_ops:
+            return self.module(x)
+        if self.is_fused_chain:
+            return self.module(x, *extra_inputs, basic_op_kwargs=op_kwargs if any(op_kwargs) else None)
+        self.module.connect(self.channels)
+        own_kwargs = op_kwargs[0] if len(op_kwargs) == 1 else {}  # a fused operation takes none
+        return self.module(x, *extra_inputs, **own_kwargs)
+
+
+def connecting_channels(
+    parts: Sequence[Sequence[Channels]], outside: frozenset[str] = NO_CHANNELS
+) -> list[frozenset[str]]:
+    """Return by part the names of the channels that connect it with others.
+
+    Args:
+        parts: The basic operations of each part.
+        outside: Names of the channels that connect all of these parts with other operations.
+
+    Raises:
+        ValueError: A channel has no producer, several, or one that is not earlier than its reader.
+    """
+    Links([op for part in parts for op in part], outside)  # raises the errors
+    written = [{name for op in part for name in op._extra_output_channels if name} for part in parts]
+    read = [{name for op in part for name in op._extra_input_channels if name} for part in parts]
+    found: list[frozenset[str]] = []
+    for i in range(len(parts)):
+        read_elsewhere = outside.union(*read[:i], *read[i + 1 :])
+        found.append(frozenset((written[i] & read_elsewhere) | (read[i] - written[i])))
+    return found
+
+
+def call_parts(
+    parts: Sequence[ChainPart],
+    input: Tensor,
+    extra_inputs: Sequence[Tensor],
+    op_kwargs: Mapping[int, dict[str, Any]],
+    outside: frozenset[str] = NO_CHANNELS,
+) -> Any:
+    """Call parts one after another.
+
+    Args:
+        parts: The parts.
+        input: The main input of the first part.
+        extra_inputs: Extra inputs from the caller, in order.
+        op_kwargs: {id(basic operation): keyword arguments}.
+        outside: Names of the channels that connect the parts with other operations. The caller gives what the parts
+            read from them, and receives what the parts write to them.
+
+    Returns:
+        The output, or a tuple of the output and the extra outputs.
+
+    Raises:
+        ValueError: The number of extra inputs does not fit.
+    """
+    expected = [read for part in parts for read in part.inputs if read.channel in (None, *outside)]
+    if len(extra_inputs) != len(expected):
+        raise extra_inputs_error(len(extra_inputs), [op for part in parts for op in part.basic_ops])
+    x: Any = input
+    remaining_inputs = iter(extra_inputs)
+    tensors_of_channels: dict[str | None, Tensor] = {}
+    outputs: list[Tensor] = []
+    for part in parts:
+        part_inputs: list[Tensor] = []
+        for read in part.inputs:
+            if read.channel not in tensors_of_channels:
+                part_inputs.append(next(remaining_inputs))
+                continue
+            tensor = tensors_of_channels[read.channel]
+            # Other parts may have saved the tensor for their backward passes.
+            part_inputs.append(tensor.clone() if read.is_written else tensor)
+        result = part.call(x, part_inputs, [op_kwargs.get(id(op), {}) for op in part.basic_ops])
+        if not part.outputs:
+            x = result
+            continue
+        x, *part_outputs = result
+        for made, tensor in zip(part.outputs, part_outputs, strict=True):
+            if made.channel is not None:
+                tensors_of_channels[made.channel] = tensor
+            if made.to_caller or made.channel in outside:
+                outputs.append(tensor)
+    return (x, *outputs) if outputs else x
