@@ -108,8 +108,8 @@ def number_while_tracing(text: str) -> float:
 def specialized(value: Any) -> Any:
     """Return the number of a symbol, for which the compiler then specializes the graph; other values unchanged.
 
-    For settings that decide how a graph is built, such as a softcap or the fields of a recipe. In eager mode every value
-    is returned unchanged.
+    For settings that decide how a graph is built, such as a softcap or the fields of a recipe. Eager mode returns every
+    value unchanged.
 
     Raises:
         TypeError: The value is a tensor, whose number is unknown while a compiler traces.
