@@ -23,10 +23,6 @@ from transformer_engine.pytorch.tensor.grouped_rows import (
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, StackQuantizer, stack_quantizer
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
-from transformer_engine.pytorch.tensor.storage.grouped_layout import (
-    GroupLayout,
-    extents_of,
-)
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
 from .cast import torch_dtype
@@ -102,8 +98,8 @@ def group_quantize(
         return stack.wrap(stack.encode(stacked, quantizer.rowwise_usage, quantizer.columnwise_usage))
     stack = stack_quantizer(quantizer, shapes, stacked=False)
     group = stack.encode(flat, quantizer.rowwise_usage, quantizer.columnwise_usage)
-    layout = GroupLayout.of(group._members, (firsts is not None, lasts is not None))
-    vars(group).update(extents_of(layout, x.device), _layout=layout, first_dims=firsts, last_dims=lasts)
+    group.count_as_varying((firsts is not None, lasts is not None))
+    group.first_dims, group.last_dims = firsts, lasts
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
     return GroupedTensor.from_storage(group)

@@ -69,7 +69,7 @@ def splits_to_offsets_multi(
         strides[i].
 
     Raises:
-        ValueError: The lists differ in length, or the splits are not a vector of integers.
+        ValueError: The lists differ in length, the splits are no vector of integers, or a dtype is not int32 or int64.
     """
     place = canonical_device(device)
     sizes = split_sizes
@@ -84,6 +84,8 @@ def splits_to_offsets_multi(
             f"{len(strides)} strides, {len(include_leading_zero)} include_leading_zero and {len(dtypes)} dtypes; give "
             "one of each per table"
         )
+    if not set(dtypes) <= {torch.int32, torch.int64}:
+        raise ValueError(f"dtypes={list(dtypes)}; give torch.int32 or torch.int64 for each table of offsets")
     sizes = sizes.to(device=place, dtype=torch.int64)
     tables = []
     for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True):

@@ -129,6 +129,14 @@ def test_gradients_on_hopper_need_a_triton_that_computes_them(machine):
     assert fla.unsupported_reason(BASE) is None
 
 
+def test_gradients_of_linear_gates_are_left_to_the_chunks(machine):
+    machine("9.0")
+    spec = DeltaSpec(Rule.GDP, "0x1p-3", (Option.LINEAR_GATE,))
+    call = BASE._replace(spec=spec)
+    assert "linear gate near 0" in str(fla.unsupported_reason(call)) and TABLE.chosen(call) == "chunked"
+    assert fla.unsupported_reason(call._replace(needs_gradient=False)) is None
+
+
 # Parameters of the functions of nvidia-cudnn-frontend 1.32 that this package passes, in order.
 _SHARED = "cu_seqlens scale initial_state output_final_state use_qk_l2norm_in_kernel"
 _CUDNN = {

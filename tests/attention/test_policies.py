@@ -209,6 +209,23 @@ def test_layers_pass_policies_to_their_self_attention(kind, hook, device):
         layer(x, thd_attention_policies=given, **{name: "padding"}, **bounds)
 
 
+@pytest.mark.parametrize("with_policies", [True, False])
+def test_an_unknown_dispatch_raises_with_and_without_policies(with_policies, device):
+    layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
+    q, k = torch.zeros(4, HEADS, SIZE, device=device), torch.zeros(4, GROUPS, SIZE, device=device)
+    policies = [policy(device, (0,), "padding")] if with_policies else None
+    bounds = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="thd_attention_policy_dispatch='group' does not exist"):
+        layer(
+            q,
+            k,
+            k,
+            cu_seqlens_q=bounds,
+            thd_attention_policies=policies,
+            thd_attention_policy_dispatch="group",
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

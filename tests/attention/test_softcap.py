@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 
 import pytest
@@ -171,6 +174,26 @@ def test_a_negative_or_infinite_softcap_raises(softcap, device):
     ):
         with pytest.raises(ValueError, match=words):
             make()
+
+
+def test_a_softcap_of_another_type_needs_no_compiler():
+    """In a process that has not imported torch's compiler, as every eager program."""
+    program = """
+        import torch, transformer_engine.pytorch as te
+        q = torch.randn(4, 1, 2, 16)
+        attention = te.DotProductAttention(2, 16)
+        wanted = attention(q, q, q, softcap=2.0)
+        for softcap in (2, torch.tensor(2.0), torch.tensor(2)):
+            assert torch.equal(attention(q, q, q, softcap=softcap), wanted)
+        for softcap in (-1.0, float("nan"), -1, True, "2"):
+            try:
+                attention(q, q, q, softcap=softcap)
+            except (TypeError, ValueError) as error:
+                assert "softcap" in str(error), error
+            else:
+                raise AssertionError(softcap)
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True)
 
 
 def test_layers_pass_it_to_their_attentions(device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -484,3 +486,25 @@ def test_a_bootstrap_holds_later_calls_to_its_sizes():
     np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
     short = ep.ep_dispatch(cfg, picked, x, weights, 5)
     assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # dropped rows are counted
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("wi", (4, 16, 23), (4, 16, 24)),
+        ("wi", (3, 16, 24), (4, 16, 24)),
+        ("wo", (4, 12, 15), (4, 12, 16)),
+        ("wo", (4, 11, 16), (4, 11, 16)),
+        ("wi_bias", (2, 24), (4, 24)),
+        ("wi_bias", (4, 23), (4, 24)),
+        ("wo_bias", (4, 17), (4, 16)),
+    ],
+)
+def test_kernels_and_biases_that_do_not_fit_the_experts_are_rejected(name, shape, wanted):
+    shapes = {"wi": (4, 16, 24), "wo": (4, 12, 16), "wi_bias": (4, 24), "wo_bias": (4, 16)} | {name: shape}
+    arrays = {name: ones(shape) for name, shape in shapes.items()}
+    wrong, wanted = ("wi", (4, 16, 22)) if shape == wanted else (name, wanted)
+    with pytest.raises(
+        ValueError, match=re.escape(f"{wrong} has shape {shapes[wrong]}; it must be {wanted}")
+    ):
+        moe(ones((2, 8, 16)), ones((16, 4)), **arrays, num_experts=4, num_experts_per_tok=2)

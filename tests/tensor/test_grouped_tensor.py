@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, same_payload, values
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
 
@@ -84,6 +85,38 @@ def test_extents_may_be_device_tensors(device):
     grouped = GroupedTensor.make_grouped_tensor(3, firsts, None, 64, 32, device=device)
     assert grouped.tensor_shapes == [(16, 32), (0, 32), (48, 32)] and grouped.shape == (64, 32)
     assert GroupedTensor.make_grouped_tensor(4, None, None, 64, 32).shape == (4, 16, 32)
+
+
+def test_given_extents_count_as_varying_if_they_are_equal(device):
+    equal, other = torch.tensor([32, 32], device=device), torch.tensor([16, 48], device=device)
+    rows = GroupedTensor.make_grouped_tensor(2, equal, None, 64, 16, device=device)
+    assert rows.shape == rows.logical_shape == (64, 16) and rows.first_dims.tolist() == [32, 32]
+    assert rows.tensor_offsets.tolist() == [0, 512, 1024] and rows.last_dims is None
+    both = GroupedTensor.make_grouped_tensor(2, equal, other, 1, 2048, device=device)
+    assert both.shape == (1, 2048) and both.varying_both_dims()
+    assert both.tensor_shapes == [(32, 16), (32, 48)]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_copies_and_new_directions_keep_extents_and_maxima(name, device):
+    x, first_dims = values(device, 256, 128), torch.tensor([128, 128], device=device)
+    cast = quantizer_of(name, device)
+    group = tex.group_quantize(x, cast, 2, first_dims)
+    attributes = ("first_dims", "tensor_offsets", "amax", "columnwise_amax", "scale")
+    transposed = tex.group_quantize(
+        x, quantizer_of(name, device, rowwise=True, columnwise=False), 2, first_dims
+    )
+    groups = [(group, pickle.loads(pickle.dumps(group))), (group, copy.copy(group))]
+    if transposed.transposable:
+        before = transposed.copy()
+        transposed.update_usage(rowwise_usage=True, columnwise_usage=True)
+        groups.append((before, transposed))
+    for original, copied in groups:
+        assert copied.shape == copied.logical_shape == (256, 128) and not copied.all_same_first_dim()
+        assert torch.equal(copied.dequantize(), original.dequantize())
+        for attribute in attributes:
+            wanted = getattr(original, attribute)
+            assert wanted is None or torch.equal(getattr(copied, attribute), wanted), attribute
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])

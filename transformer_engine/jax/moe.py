@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from ..common.checks import described, number, switch, text_or_none, whole
 from ..common.formats import ceil_div, round_up
 from .activation import check_activation
-from .checks import check_axis_names, check_floating, check_instance, check_values
+from .checks import check_axis_names, check_floating, check_instance, check_shaped, check_values
 from .ep import bootstrapped_capacity, check_sizes_of_bootstrap
 from .ep_exchange import EpConfig, dispatched, returned
 from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
@@ -162,6 +162,7 @@ def moe(
         biases = (*wi_bias, wo_bias)
     params = dict(zip(names, kernels, strict=True))
     params |= {f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)}
+    _check_kernels(params, num_experts, x.shape[-1])
     kernel_axes = {name: wo_kernel_axes if name == "wo" else wi_kernel_axes for name in names}
 
     def mixture(x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any) -> Any:
@@ -243,6 +244,22 @@ def _check_tokens(x: Array, gate_kernel: Array, num_experts: int, num_experts_pe
         raise ValueError(
             f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
         )
+
+
+def _check_kernels(params: dict[str, Any], experts: int, hidden: int) -> None:
+    """Raise an error unless kernels wi [E, h, 2 f] or wi_0, wi_1 [E, h, f], wo [E, f, h] and biases fit together."""
+    check_values("wo", params["wo"])
+    inner = params["wo"].shape[1] if params["wo"].ndim == 3 else 0
+    shapes = {
+        "wi": (hidden, 2 * inner),
+        "wi_0": (hidden, inner),
+        "wi_1": (hidden, inner),
+        "wo": (inner, hidden),
+    }
+    for name in shapes.keys() & params.keys():
+        check_shaped(name, params[name], (experts, *shapes[name]))
+        if params[f"{name}_bias"] is not None:
+            check_shaped(f"{name}_bias", params[f"{name}_bias"], (experts, shapes[name][1]))
 
 
 def _check_capacity(recv_capacity_per_rank: int | None) -> None:

@@ -108,15 +108,18 @@ def number_while_tracing(text: str) -> float:
 def specialized(value: Any) -> Any:
     """Return the number of a symbol, for which the compiler then specializes the graph; other values unchanged.
 
-    For fields of recipes that are constructed or assigned in a compiled function, which decide how a graph is built.
+    For settings that decide how a graph is built, such as a softcap or the fields of a recipe. Eager mode returns every
+    value unchanged.
 
     Raises:
         TypeError: The value is a tensor, whose number is unknown while a compiler traces.
     """
+    if not torch.compiler.is_compiling():
+        return value
     if isinstance(value, Tensor):
         raise TypeError(
-            "a field of a recipe is a tensor in a compiled function, where its value is unknown; construct the recipe "
-            "outside of the compiled function"
+            "a setting (a field of a recipe, softcap) is a tensor in a compiled function, where its value is unknown; "
+            "give a number, or construct the recipe outside of the compiled function"
         )
     if isinstance(value, (bool, int, float)):
         return torch.fx.experimental.symbolic_shapes.guard_scalar(value)  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,7 +6,7 @@ The buffer holds plain values, or codes of one format. Each matrix then has its 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -63,15 +63,22 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         return cls.from_storage(storage, requires_grad=requires_grad, stride=stride)
 
     @classmethod
-    def of_members(cls, members: Sequence[Tensor]) -> GroupedTensor:
-        """Return a group with copies of these matrices, all plain or all of one format; codes are copied unchanged."""
+    def of_members(
+        cls, members: Sequence[Tensor], group_extents: Mapping[str, Any] | None = None
+    ) -> GroupedTensor:
+        """Return a group with copies of these matrices, all plain or all of one format; codes are copied unchanged.
+
+        Args:
+            members: The matrices.
+            group_extents: `GroupedTensorStorage.extents` of the group; by default they follow from the matrices.
+        """
         shapes = [tuple(member.shape) for member in members]
         quantizers = [m.writer() for m in members if isinstance(m, QuantizedTensor)]
         if not members or len(quantizers) not in (0, len(members)):
             raise ValueError(
                 f"{len(quantizers)} of {len(members)} matrices are quantized; give at least one, and all alike"
             )
-        equal = len(set(shapes)) == 1
+        equal = len(set(shapes)) == 1 and not (group_extents and any(group_extents["varies"]))
         quantizer = StackQuantizer(quantizers or None, None if equal else shapes)  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             storage = GroupedTensorStorage.of(
@@ -79,6 +86,8 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
                 quantizer,
                 members[0].dtype,
             )
+        if group_extents is not None:
+            storage.restore_extents(group_extents)
         return cls.from_storage(storage)
 
     @classmethod
@@ -94,12 +103,27 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         num_tensors = to_int("num_tensors", num_tensors, 1)
         if len(shapes) != num_tensors or not shapes:
             raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor")
-        given = [extents("shapes", shape) for shape in shapes]
+        return cls._uninitialized(
+            [extents("shapes", shape) for shape in shapes], quantizer, device, dtype, None
+        )
+
+    @classmethod
+    def _uninitialized(
+        cls,
+        shapes: Shapes,
+        quantizer: Quantizer | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        varies: tuple[bool, bool] | None,
+    ) -> GroupedTensor:
+        """Allocate matrices; `varies` is as in `GroupLayout.of`."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         values_dtype("dtype", dtype)
-        stack = stack_quantizer(quantizer, given)
-        place = canonical_device(device)
-        return cls.from_storage(stack.empty((num_tensors, *given[0]), dtype, place, False))
+        stack = stack_quantizer(quantizer, shapes, None if varies is None else False)
+        storage = stack.empty((len(shapes), *shapes[0]), dtype, canonical_device(device), False)
+        if varies is not None:
+            storage.count_as_varying(varies)
+        return cls.from_storage(storage)
 
     @classmethod
     def make_grouped_tensor(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,13 +131,13 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> GroupedTensor:  # fmt: skip
-        """Return uninitialized matrices; sizes that differ are read from the device, and None means equal sizes."""
+        """Return uninitialized matrices; sizes are read from the device, and None means equal sizes."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
         lasts = _extents_of("last_dims", last_dims, num_tensors, logical_last_dim, False)
-        return cls.make_grouped_tensor_with_shapes(
-            num_tensors, list(zip(firsts, lasts, strict=True)), quantizer, device, dtype
-        )
+        shapes = list(zip(firsts, lasts, strict=True))
+        varies = (first_dims is not None, last_dims is not None)
+        return cls._uninitialized(shapes, quantizer, device, dtype, varies if any(varies) else None)
 
     @classmethod
     def make_grouped_tensor_from_rowwise_data(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -164,7 +188,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         )
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
+        return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(), self.extents())
 
 
 class _GroupValues(Function):
@@ -310,9 +334,11 @@ def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_su
     return given.tolist()
 
 
-def _make_grouped_tensor_in_reduce_ex(members: Sequence[Tensor]) -> GroupedTensor:
-    """Return a GroupedTensor from its pickle."""
-    return GroupedTensor.of_members(members)
+def _make_grouped_tensor_in_reduce_ex(
+    members: Sequence[Tensor], group_extents: Mapping[str, Any] | None = None
+) -> GroupedTensor:
+    """Return a GroupedTensor from its pickle; pickles of earlier releases have no extents."""
+    return GroupedTensor.of_members(members, group_extents)
 
 
 for _name in ("", "_with_shapes", "_from_rowwise_data"):

@@ -21,6 +21,9 @@ from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .settings import AttentionArguments, AttentionConfig, TensorFacts
 
+# Whether policies of packed sequences mask the whole buffer, if a backend can, or gather their tokens first.
+DISPATCHES = ("auto", "grouped")
+
 # Rules for constructor arguments that only attention layers have.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("attn_input_format", "qkv_format"), checked(partial(one_of, allowed=QKV_FORMATS))),
@@ -103,6 +106,8 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
     """
     if a.core_attention_bias_type != "no_bias":
         one_of("core_attention_bias_type", a.core_attention_bias_type, BIAS_TYPES)
+    if a.thd_attention_policy_dispatch not in DISPATCHES:
+        one_of("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
     if a.bottom_right_diagonal is not None and type(a.bottom_right_diagonal) is not bool:
         a = a._replace(bottom_right_diagonal=to_bool("bottom_right_diagonal", a.bottom_right_diagonal))
     if a.pad_between_seqs is not None and type(a.pad_between_seqs) is not bool:

@@ -25,10 +25,10 @@ from ...quantization.autocast import AutocastState
 from ...runtime.operator_definition import define_operator
 from ...runtime.tracing import in_eager_mode
 from ...runtime.warn_once import warn_once
+from .arguments import DISPATCHES
 from .fp8_recipe import attention_recipe
 from .settings import AttentionArguments, AttentionConfig
 
-DISPATCHES = ("auto", "grouped")
 NO_POLICIES: dict[str, Any] = {"thd_attention_policies": None, "thd_attention_policy_dispatch": "auto"}
 _REQUIRED = ("sequence_ids", "mask_type", "window_size")
 _OPTIONAL = "bottom_right_diagonal"

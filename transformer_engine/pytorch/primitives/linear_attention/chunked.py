@@ -8,6 +8,8 @@ updates r_i = write_i v_i - (the state before token i)^T (erase_i k_i) solve a t
     S <- diag(exp(G_C)) S + sum_j (exp(G_C - G_j) k_j) r_j^T
 
 Yang et al., Gated Delta Networks (2024). All chunks build their systems together; a loop over chunks carries the state.
+Each G_i - G_j is a sum of its own decays, not a difference, so that the gradient of a decay near 0 keeps its digits: a
+linear gate divides that gradient by the decay.
 """
 
 from __future__ import annotations
@@ -24,10 +26,8 @@ from .request import ALL_FEATURES, DeltaRequest, binder
 from .sequences import run_rows
 
 CHUNK = 64
-# With a decay per channel, the differences G_i - G_j [C, C, dk] are stored.
+# With a decay per channel, the sums G_i - G_j [C, C, dk] are stored.
 CHUNK_OF_CHANNELS = 16
-# exp(-60) = 9e-27: smaller decays would only cost digits in the differences of sums.
-_SMALLEST = -60.0
 
 
 def unsupported_reason(request: DeltaRequest) -> str | None:
@@ -42,7 +42,7 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     updates, length = rows.k.shape[2], rows.q.shape[1]
     if length == 0:
         return rows.v.flatten(1, 2), state
-    decay, q = rows.decay.clamp(min=_SMALLEST), rows.q
+    decay, q = rows.decay, rows.q
     if updates > 1:
         # A token decays before its first update and is read after its last one.
         decay = F.pad(decay.unsqueeze(2), (0, 0, 0, 0, 0, updates - 1)).flatten(1, 2)
@@ -50,46 +50,52 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     k, v, erase, write = (x.flatten(1, 2) for x in (rows.k, rows.v, rows.erase, rows.write))
     size = min(CHUNK if decay.shape[-1] == 1 else CHUNK_OF_CHANNELS, length * updates)
     q, k, v, decay, erase, write = (_chunks(x, size) for x in (q, k, v, decay, erase, write))
-    output, state = _over_chunks(Gated(q, k, v, decay.cumsum(-2), erase, write), state)
+    output, state = _over_chunks(Gated(q, k, v, decay, erase, write), state)
     output = output.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : length * updates]
     return output[:, updates - 1 :: updates], state
 
 
 def _over_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute outputs [B, H, N, C, dv] of tensors [B, H, N, C, ..], whose decays are sums within each chunk."""
-    q, k, v, total, erase, write = chunks
-    size = q.shape[-2]
-    lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    """Compute outputs [B, H, N, C, dv] of tensors [B, H, N, C, ..]."""
+    q, k, v, decay, erase, write = chunks
+    from_start = torch.exp(decay.cumsum(-2))
+    between = torch.exp(_sums_between(decay))
     erased = erase * k
-    system = _pairs(erased, k, total, lower.tril(-1))
-    known = torch.cat((write * v, torch.exp(total) * erased), -1)
+    system = _pairs(erased, k, between).tril(-1)
+    known = torch.cat((write * v, from_start * erased), -1)
     # The diagonal of ones is implied.
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
-    last = total[..., -1:, :]
     parts = (
         own,
         from_state,
-        torch.exp(total) * q,
-        _pairs(q, k, total, lower),
-        torch.exp(last - total) * k,
-        torch.exp(last).transpose(-1, -2),
+        from_start * q,
+        _pairs(q, k, between),
+        between[..., -1, :, :] * k,
+        from_start[..., -1:, :].transpose(-1, -2),
     )
     outputs: list[Tensor] = []
-    for first, factor, query, scores, key, decay in zip(*(x.unbind(2) for x in parts), strict=True):
+    for first, factor, query, scores, key, total in zip(*(x.unbind(2) for x in parts), strict=True):
         update = first - factor @ state
         outputs.append(query @ state + scores @ update)
-        state = decay * state + key.transpose(-1, -2) @ update
+        state = total * state + key.transpose(-1, -2) @ update
     return torch.stack(outputs, 2), state
 
 
-def _pairs(left: Tensor, right: Tensor, total: Tensor, mask: Tensor) -> Tensor:
-    """left_i^T (exp(G_i - G_j) right_j) [.., C, C] for the pairs of the mask, otherwise 0."""
-    if total.shape[-1] == 1:
-        between = (total - total.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
-        return (left @ right.transpose(-1, -2)) * torch.exp(between)
-    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~mask.unsqueeze(-1), -torch.inf)
-    return torch.einsum("...id,...jd,...ijd->...ij", left, right, torch.exp(between))
+def _sums_between(decay: Tensor) -> Tensor:
+    """G_i - G_j = sum of decay_t over j < t <= i for tokens i >= j, otherwise -inf: [.., C, C, dk] of [.., C, dk]."""
+    size = decay.shape[-2]
+    lower = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril().unsqueeze(-1)
+    after = lower & ~lower.transpose(0, 1)  # t > j
+    terms = torch.where(after, decay.unsqueeze(-2), 0.0)
+    return terms.cumsum(-3).masked_fill(~lower, -torch.inf)
+
+
+def _pairs(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
+    """left_i^T (between_ij right_j) [.., C, C]."""
+    if between.shape[-1] == 1:
+        return (left @ right.transpose(-1, -2)) * between.squeeze(-1)
+    return torch.einsum("...id,...jd,...ijd->...ij", left, right, between)
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

@@ -34,6 +34,10 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
     size = request.q[-1]
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD:
         return f"heads of queries and keys have size {size}; it takes {_SMALLEST_HEAD} to {_LARGEST_HEAD}"
+    if request.needs_gradient and Option.LINEAR_GATE in request.spec.options:
+        return (
+            "its gradient of a decay is a difference of sums, which loses all digits of a linear gate near 0"
+        )
     if not optional.installed("fla"):
         return f"fla-core is not installed ({optional.install_command('linear-attention')})"
     release = optional.release("fla-core")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from .grouped_layout import GroupLayout, GroupMember, begins_in, ends_of
+from .grouped_layout import GroupLayout, GroupMember, begins_in, ends_of, extents_of
 
 
 class GroupExtents:
@@ -15,6 +17,7 @@ class GroupExtents:
 
     _layout: GroupLayout
     _quantizer: Any
+    device: torch.device
 
     @property
     def _members(self) -> tuple[GroupMember, ...]:
@@ -98,3 +101,23 @@ class GroupExtents:
         """Quantizer of the first matrix; None for plain values."""
         own = self._quantizer
         return None if own is None or own.quantizers is None else own.quantizers[0]
+
+    def count_as_varying(self, varies: tuple[bool, bool]) -> None:
+        """Describe first or last extents as varying, also if they are equal; see `GroupLayout.of`."""
+        self._layout = GroupLayout.of(self._members, varies)
+        vars(self).update(extents_of(self._layout, self.device))
+
+    def extents(self) -> dict[str, Any]:
+        """Shapes, offsets, maxima and multipliers, which the members do not store."""
+        names = ("first_dims", "last_dims", "tensor_offsets", "amax", "columnwise_amax", "scale")
+        extents: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return extents | {"logical": self._layout.logical, "varies": self._layout.varies}
+
+    def restore_extents(self, extents: Mapping[str, Any]) -> None:
+        """Describe the same members by the `extents` of another group, which may count equal shapes as varying."""
+        shapes = {name: extents[name] for name in ("logical", "varies")}
+        self._layout = replace(self._layout, **shapes)
+        names = {"amax": "_amax", "columnwise_amax": "_columnwise_amax"}
+        for name in extents.keys() - shapes.keys():
+            if extents[name] is not None:
+                setattr(self, names.get(name, name), extents[name])

@@ -331,6 +331,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         for member in members:
             member.update_usage(rowwise_usage=True, columnwise_usage=True)
         whole = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
+        whole.restore_extents(self.extents())
         for name in (*self.TENSORS, "_layout"):
             setattr(self, name, getattr(whole, name))
 
