@@ -8,8 +8,8 @@ import pytest
 
 from tests.conversion.tiny_models import write_checkpoint
 from tests.support.command import te as run_te
-from transformer_engine.cli.convert import SERVING_FORMATS
 from transformer_engine.common import optional
+from transformer_engine.common.formats import SERVING_FORMATS
 from transformer_engine.pytorch.conversion.serving_formats import FORMATS
 
 

@@ -11,14 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..common import optional
+from ..common.formats import SERVING_FORMATS
 from .failure import Failure, reporting, writing
 from .options import add_choice
 
 DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 1_000_000_000
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
-# Those of pytorch.conversion, whose import needs torch, that require no sample of tokens.
-SERVING_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4")
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # settings, weights, tokenizers
 
 

@@ -172,6 +172,9 @@ TILED_FORMATS = {
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
 SWIZZLED_NAMES = " or ".join(form.name.upper() for form in TENSOR_FORMATS if form.swizzled)  # in messages
 
+# Quantized checkpoints of `pytorch.conversion` that need no sample of tokens, for commands without torch.
+SERVING_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4")
+
 FLOAT32_MAX = 3.4028234663852886e38
 
 
