@@ -309,7 +309,7 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
     copied = copy.deepcopy(model, replaced)
     for module in copied.modules():
         if isinstance(module, RecipeSlots):
-            module._begin_recipe_slots()
+            module._create_recipe_slots()
         for name, child in module.named_children():
             if isinstance(child, DotProductAttention):
                 setattr(module, name, PlannedAttention(child))

@@ -18,7 +18,7 @@ from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..runtime.tracing import constant_while_tracing
-from .recipe_slots import RecipeSlots, by_key
+from .recipe_slots import RecipeSlots, operations_by_name
 
 
 def apply_recipe(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
@@ -29,9 +29,9 @@ def apply_recipe(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
         if not traced:
             op.apply_recipe(state)
         elif recipe is not None:
-            _apply_recipe_while_tracing(op._replay_key, description_of(recipe), state.group)
-        elif op._served is not None:
-            _apply_recipe_while_tracing(op._replay_key, None, None)
+            _apply_recipe_while_tracing(op._traced_name, description_of(recipe), state.group)
+        elif op._applied is not None:
+            _apply_recipe_while_tracing(op._traced_name, None, None)
 
 
 class AppliedRecipe(NamedTuple):
@@ -39,7 +39,7 @@ class AppliedRecipe(NamedTuple):
 
     Attributes:
         recipe, revision, group: The recipe of the autocast state, its revision, and the group.
-        served: `_served` of each operation.
+        applied: `_applied` of each operation.
         stateful: An operation has scales that change between calls.
         pools: The states that are updated together; another object after any has been registered.
     """
@@ -47,7 +47,7 @@ class AppliedRecipe(NamedTuple):
     recipe: Any
     revision: Any
     group: Any
-    served: list[Any]
+    applied: list[Any]
     stateful: bool
     pools: Any
 
@@ -59,7 +59,7 @@ class AppliedRecipe(NamedTuple):
             return False
         if self.stateful and self.pools is not delayed_scaling.registry.pools:
             return False
-        return [op._served for op in ops] == self.served
+        return [op._applied for op in ops] == self.applied
 
 
 # No recipe has been applied; the recipe of this record is an object that no call has.
@@ -71,11 +71,11 @@ def _apply_recipe_while_tracing(key: str, recipe: str | None, group: Any) -> boo
     state = (
         AutocastState() if recipe is None else AutocastState(True, False, recipe_described_as(recipe), group)
     )
-    by_key[key].apply_recipe(state)
+    operations_by_name[key].apply_recipe(state)
     return True
 
 
-def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
+def scale_update(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
     """Return the scale update after a backward pass of operations under delayed scaling, or None."""
     if not state.enabled:
         return None
@@ -86,7 +86,7 @@ def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate |
         return update_at_end_of_pass()
     states: list[Any] = []
     for op in stateful:
-        if _first_call_while_tracing(op._replay_key):
+        if _first_call_while_tracing(op._traced_name):
             states += op.delayed_states("backward")
     return ScaleUpdate(tuple(states), state.group) if states else None
 
@@ -98,7 +98,7 @@ _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 @constant_while_tracing
 def _first_call_while_tracing(key: str) -> bool:
     """Return whether this is the operation's first call in the graph that is being traced."""
-    op, trace = by_key[key], TracingContext.try_get()
+    op, trace = operations_by_name[key], TracingContext.try_get()
     before = _traced.get(op)
     if trace is None or (before is not None and before() is trace):
         return trace is None

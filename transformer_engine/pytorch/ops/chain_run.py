@@ -15,7 +15,7 @@ from ..quantization.autocast import AutocastState
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from .applied_recipe import update_of
+from .applied_recipe import scale_update
 from .chain import run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
@@ -27,7 +27,7 @@ from .user_results import backward_results, forward_results
 Fused = list[tuple[FusibleOperation, list[int]]]
 
 
-def contexts_of(count: int, first: int, x: Tensor) -> list[OperationContext]:
+def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]:
     """Return contexts of operations, of which the first to be reached by the backward pass is given."""
     return [
         OperationContext(
@@ -60,7 +60,7 @@ class ChainRun:
         self.first, self.parameters, self.options, self.state = first, parameters, options, state
         self.contexts: list[OperationContext] = []
         # {index of an operation: registered fused operation that replaces it in the backward pass}
-        self._opaque_backward = {
+        self._own_backward = {
             i: op
             for op, indices in self.backward_ops
             if op.is_fused_op and not has_backward_pass(op)
@@ -71,9 +71,9 @@ class ChainRun:
     def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
-        self.contexts = contexts_of(count, self.first, x)
+        self.contexts = create_contexts(count, self.first, x)
         records = torch.is_grad_enabled() or self.first < count
-        given = self.links.given(extra_inputs)
+        given = self.links.by_operation(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
         ops_of_passes = _with_basic_operations(self.forward_ops, has_forward_pass)
         with_passes = {i for op, indices in ops_of_passes if has_forward_pass(op) for i in indices}
@@ -83,14 +83,14 @@ class ChainRun:
 
         for segment in _segments(ops_of_passes, joins):
             indices = [i for _, members in segment for i in members]
-            received = self.links.received(given, outputs, indices)
+            received = self.links.with_channels(given, outputs, indices)
             ops = [self.basic_ops[i] for i in indices]
             ctxs, options = [self.contexts[i] for i in indices], [self.options[i] for i in indices]
             if indices[0] in with_passes:
                 x, made = run_forward(ops, ctxs, x, received, options, records)
             else:
                 op, given_x = segment[0][0], x
-                x, made = self._run_opaque(op, indices, x, received, options)
+                x, made = self._run_own_method(op, indices, x, received, options)
                 self._save_missing_state(op, indices, given_x, received, options)
             for i, extra in zip(indices, made, strict=True):
                 outputs[i] = tuple(extra)
@@ -104,7 +104,7 @@ class ChainRun:
         public = [outputs[slot.op][slot.index] for slot in self.links.public_outputs]
         return (*[_returned(value) for value in (x, *public)],), saved
 
-    def _run_opaque(
+    def _run_own_method(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
     ) -> tuple[Any, list[Any]]:
         """Run an operation by its own method, between passes of other operations."""
@@ -148,7 +148,7 @@ class ChainRun:
             drops = member.training and getattr(member, "dropout_probability", 0.0) > 0.0
             if not drops and isinstance(member, PassOperation):
                 continue
-            if self._opaque_backward.keys() >= set(lacking):
+            if self._own_backward.keys() >= set(lacking):
                 return  # the backward pass of a user may read no state
             raise RuntimeError(
                 f"{type(op).__name__} saved no state for the backward pass of "
@@ -175,7 +175,7 @@ class ChainRun:
         ctx = self.contexts[i]
         if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_backward_pass(self.basic_ops[i]):
             return False
-        reader = self._opaque_backward.get(i)
+        reader = self._own_backward.get(i)
         return reader is None or (reader is not op and ctx.to_save is None)
 
     def backward(
@@ -235,7 +235,7 @@ class ChainRun:
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
         own = all(has_backward_pass(self.basic_ops[i]) for i in indices)
-        return own and self._have_states(indices) and not self._opaque_backward.keys() & set(indices)
+        return own and self._have_states(indices) and not self._own_backward.keys() & set(indices)
 
 
 def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
@@ -305,7 +305,7 @@ class FusedChain(Function):
         results, saved = call.forward(x, tensors[count:])
         keep(ctx, saved)
         ctx.call = call
-        ctx.scale_update = update_of(call.basic_ops, call.state)
+        ctx.scale_update = scale_update(call.basic_ops, call.state)
         outputs = distinct(results, (x, *tensors))
         ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
         ctx.set_materialize_grads(torch.compiler.is_compiling())
@@ -324,11 +324,11 @@ class FusedChain(Function):
         update: ScaleUpdate | None = ctx.scale_update
         if update is not None:
             update.run()
-        grad_input, *extra = own_quantized([grad_input, *extra], gradients)
+        grad_input, *extra = clone_shared_quantized([grad_input, *extra], gradients)
         return grad_input, None, *parameters, *extra
 
 
-def own_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """Clone quantized results that are one of the gradients, or occur twice.
 
     Autograd keeps the codes of a leaf's gradient only if nothing else refers to the tensor; otherwise it copies the

@@ -146,7 +146,7 @@ class OperationFuser:
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         self._check_inputs(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:
-            extra_inputs = self._links.accepted(input, extra_inputs)
+            extra_inputs = self._links.checked_inputs(input, extra_inputs)
         for op in self._uninitialized:
             op.pre_first_fuser_forward()
         self._uninitialized = ()
@@ -213,7 +213,7 @@ class OperationFuser:
             recipe=recipe,
             revision=revision_of(recipe),
             group=state.group,
-            served=[op._served for op in self._basic_ops],
+            applied=[op._applied for op in self._basic_ops],
             stateful=any(op.has_scaling_state() for op in self._basic_ops),
             pools=delayed_scaling.registry.pools,
         )
@@ -270,7 +270,7 @@ class OperationFuser:
             Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for),
             first,
             x,
-            self._links.given(extra_inputs),
+            self._links.by_operation(extra_inputs),
             parameters,
             updates_scales=state.enabled and self._applied_recipe.stateful,
         )
@@ -287,7 +287,7 @@ class OperationFuser:
             return self._num_basic_ops
         if x.requires_grad:
             return 0
-        given = self._links.given(extra_inputs)
+        given = self._links.by_operation(extra_inputs)
         for i, own_parameters in enumerate(parameters):
             tensors = [*own_parameters, *[tensor for tensor in given[i] if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):

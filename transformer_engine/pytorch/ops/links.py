@@ -17,7 +17,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (not torch.compiler.is_compiling() and torch._C._is_alias_of(a, b))  # pyright: ignore
 
 
-def summed_values(a: Any, b: Any) -> Tensor:
+def sum_values(a: Any, b: Any) -> Tensor:
     """a + b in a's dtype. A sum with a quantized tensor is computed in float32 and rounded once."""
     if not (isinstance(a, QuantizedTensorStorage) or isinstance(b, QuantizedTensorStorage)):
         return a + b
@@ -122,7 +122,7 @@ class Links:
         """Return whether one of some operations reads a channel of one of others."""
         return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
 
-    def accepted(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def checked_inputs(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Extra inputs of a call as tensors that the operations may write to.
 
         Operations convert values that are not tensors. An extra input that an operation adds into is cloned if another
@@ -152,14 +152,14 @@ class Links:
                 tensors[place] = tensor.clone()
         return tuple(tensors)
 
-    def given(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
+    def by_operation(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """Return the caller's extra inputs by operation; None for those of channels."""
         given: list[list[Tensor | None]] = [[None] * op.num_extra_inputs for op in self._ops]
         for slot, tensor in zip(self.public_inputs, extra_inputs, strict=True):
             given[slot.op][slot.index] = tensor
         return given
 
-    def received(
+    def with_channels(
         self, given: list[list[Tensor | None]], outputs: list[tuple[Any, ...]], indices: Sequence[int]
     ) -> list[tuple[Any, ...]]:
         """Return all extra inputs of some operations, those of channels included."""
@@ -207,6 +207,6 @@ class Links:
             for reader, source in self.sources.items():
                 grad = extra_inputs[reader.op][reader.index] if source == slot else None
                 if grad is not None:
-                    total = grad if total is None else summed_values(total, grad)
+                    total = grad if total is None else sum_values(total, grad)
             sums.append(total)
         return tuple(sums)

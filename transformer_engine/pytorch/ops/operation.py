@@ -214,7 +214,7 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
-        self._begin_recipe_slots()
+        self._create_recipe_slots()
         self._extra_input_channels = [None] * self.num_extra_inputs
         self._extra_output_channels = [None] * self.num_extra_outputs
         self._extra_output_to_caller = [True] * self.num_extra_outputs

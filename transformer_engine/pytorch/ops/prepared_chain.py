@@ -24,7 +24,7 @@ from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
-from .chain_run import Fused, contexts_of, distinct, own_quantized
+from .chain_run import Fused, clone_shared_quantized, create_contexts, distinct
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import has_backward_pass, has_forward_pass
 from .passes.contract import OperationPasses, OpTensors
@@ -177,7 +177,7 @@ def prepare_chain(
         return None
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-    contexts = contexts_of(len(basic_ops), first, x)
+    contexts = create_contexts(len(basic_ops), first, x)
     options: list[dict[str, Any]] = [{} for _ in basic_ops]
     records = torch.is_grad_enabled()
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
@@ -253,7 +253,7 @@ def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[
             *[None] * (count.extra_inputs - len(input_gradients)),
         ]
     if quantized or any(isinstance(result, QuantizedTensorStorage) for result in results):
-        results = own_quantized(results, quantized)
+        results = clone_shared_quantized(results, quantized)
     return tuple(results), None
 
 

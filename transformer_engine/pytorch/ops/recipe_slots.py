@@ -34,7 +34,7 @@ MODES = ("forward", "backward")
 KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _SUFFIX = {"forward": "fwd", "backward": "bwd"}
 _serial = itertools.count()
-by_key: weakref.WeakValueDictionary[str, RecipeSlots] = weakref.WeakValueDictionary()
+operations_by_name: weakref.WeakValueDictionary[str, RecipeSlots] = weakref.WeakValueDictionary()
 
 
 class RecipeSlots:
@@ -47,19 +47,21 @@ class RecipeSlots:
 
     _fp8_metas: dict[str, dict[str, Any] | None]
     _quantizers: dict[str, list[Quantizer]]
-    _served: tuple[Recipe, Any, Any] | None
-    _replay_key: str
+    _applied: tuple[Recipe, Any, Any] | None = (
+        None  # the recipe of the quantizers, its revision, and the group
+    )
+    _traced_name: str
 
-    def _begin_recipe_slots(self) -> None:
+    def _create_recipe_slots(self) -> None:
         self._fp8_metas = dict.fromkeys(MODES)
         self._quantizers = {mode: [] for mode in MODES}
-        self._served = None
-        self._begin_key()
+        self._applied = None
+        self._register_name()
 
-    def _begin_key(self) -> None:
+    def _register_name(self) -> None:
         """Give the operation a name, by which traced functions and repeated calls find it."""
-        self._replay_key = f"operation {next(_serial)}"
-        by_key[self._replay_key] = self
+        self._traced_name = f"operation {next(_serial)}"
+        operations_by_name[self._traced_name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy under a new name."""
@@ -67,12 +69,12 @@ class RecipeSlots:
         memo[id(self)] = copied
         state: dict[str, Any] = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
         copied.__dict__.update(copy.deepcopy(state, memo))
-        copied._begin_key()
+        copied._register_name()
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
-        self._begin_key()
+        self._register_name()
 
     def num_quantizers(self, mode: str) -> int:
         """Return how many tensors the operation quantizes in a mode, "forward" or "backward"."""
@@ -111,11 +113,11 @@ class RecipeSlots:
     def apply_recipe(self, state: AutocastState) -> None:
         """Use the recipe of an autocast state from now on."""
         recipe = state.recipe if state.enabled or state.calibrating else None
-        served = self._served
-        if served is None or recipe is None:
-            if served is not None or recipe is not None:
+        applied = self._applied
+        if applied is None or recipe is None:
+            if applied is not None or recipe is not None:
                 self._set_recipe(recipe, state.group)
-        elif not (is_unchanged(served[0], served[1], recipe) and served[2] is state.group):
+        elif not (is_unchanged(applied[0], applied[1], recipe) and applied[2] is state.group):
             self._set_recipe(recipe, state.group)
         if recipe is not None and family_of(recipe).stateful:
             self.register_for_updates()
@@ -123,13 +125,13 @@ class RecipeSlots:
     def _set_recipe(self, recipe: Recipe | None, group: Any) -> None:
         if recipe is None:
             self._quantizers = {mode: [] for mode in MODES}
-            self._served = None
+            self._applied = None
             return
         for mode in MODES:
-            self._make(mode, recipe, group)
-        self._served = (recipe, revision_of(recipe), group)
+            self._create_quantizers(mode, recipe, group)
+        self._applied = (recipe, revision_of(recipe), group)
 
-    def _make(self, mode: str, recipe: Recipe, group: Any) -> None:
+    def _create_quantizers(self, mode: str, recipe: Recipe, group: Any) -> None:
         count = self.num_quantizers(mode)
         if not count:
             return
@@ -167,12 +169,12 @@ class RecipeSlots:
         quantizers = self._quantizers["forward"]
         if not (is_fp8_activation_recompute_enabled() and self.has_scaling_state()):
             return quantizers
-        (repeated,) = repeated_quantizers(type(self).__name__, self._replay_key, (quantizers,))
+        (repeated,) = repeated_quantizers(type(self).__name__, self._traced_name, (quantizers,))
         return list(repeated)
 
     def has_scaling_state(self) -> bool:
         """Return whether an active quantizer has scales that change between calls."""
-        return self._served is not None and any(self.delayed_states(mode) for mode in MODES)
+        return self._applied is not None and any(self.delayed_states(mode) for mode in MODES)
 
     def delayed_states(self, mode: str) -> tuple[Any, ...]:
         """Return the delayed-scaling states of a mode."""
@@ -232,9 +234,9 @@ class RecipeSlots:
         if saved is None:
             return
         for mode, part in saved.items():
-            self._make(mode, part["recipe"], None)
+            self._create_quantizers(mode, part["recipe"], None)
             meta = self._fp8_metas[mode]
             if meta is not None:
                 load_extra_state(part, meta)
             self._quantizers[mode] = []
-        self._served = None
+        self._applied = None

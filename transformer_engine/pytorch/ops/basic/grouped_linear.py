@@ -196,7 +196,7 @@ class GroupedLinear(PassOperation):
             self.register_parameter(name, parameter)
 
     def _quantized(self, values: Tensor, group: int) -> Tensor:
-        if self._served is None:
+        if self._applied is None:
             self.reset_recipe_state(recipe=self._model_init_recipe)
         quantizer = self.get_quantizer("forward", 2 * group + 1)
         assert quantizer is not None

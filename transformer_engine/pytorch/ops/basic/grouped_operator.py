@@ -34,7 +34,7 @@ from ..passes.contract import (
     Value,
 )
 from ..passes.grouped import GroupedPasses
-from ..recipe_slots import MODES, by_key
+from ..recipe_slots import MODES, operations_by_name
 
 
 class OperatorPasses(OperationPasses):
@@ -91,7 +91,7 @@ def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[Operatio
     active = state.enabled or state.calibrating
     states = [op.delayed_states(mode) if active else () for mode in MODES]
     key = _registered_while_tracing(
-        op._replay_key,
+        op._traced_name,
         description_of(state.recipe) if active else None,
         (state.enabled, state.calibrating, call.saves, call.grad_input),
         state.group,
@@ -124,7 +124,7 @@ def _registered_while_tracing(
         autocast: Dtype of torch.autocast.
         facts: Dtype and device of the input, whether it is a subclass, and the dtypes of the extra inputs.
     """
-    op: Any = by_key[key]
+    op: Any = operations_by_name[key]
     enabled, calibrating, saves, grad_input = flags
     dtype, device, subclass, sizes, *scales = facts
     state = AutocastState(

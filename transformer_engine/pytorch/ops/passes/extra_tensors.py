@@ -11,7 +11,7 @@ from torch import Tensor
 from ...primitives.gemm import as_matrix
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.storage.quantized_tensor_storage import plain_values
-from ..links import summed_values
+from ..links import sum_values
 from .contract import (
     BackwardResult,
     ForwardResult,
@@ -84,7 +84,7 @@ class ExtraOutputPasses(OperationPasses):
         if extra is None:
             return BackwardResult(dy)
         if isinstance(dy.data, QuantizedTensorStorage) or isinstance(extra, QuantizedTensorStorage):
-            return BackwardResult(Value(summed_values(dy.result(), extra)))
+            return BackwardResult(Value(sum_values(dy.result(), extra)))
         dy = dy.matrix()
         if self.in_place:
             return BackwardResult(Value(self.total(extra).add_(dy.data), dy.leading))
