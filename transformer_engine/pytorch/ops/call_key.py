@@ -1,4 +1,4 @@
-"""Keys of calls of a chain: everything apart from tensor values that its passes depend on."""
+"""Call keys: everything that a chain's passes depend on, apart from tensor values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .operation import BasicOperation
 
 
 class CallKeys:
-    """Computes the keys of the calls of one chain.
+    """Computes the key for each call of a chain.
 
     Args:
-        basic_ops: The operations of the chain. Each is a `PassOperation`.
+        basic_ops: The chain's operations. Each is a `PassOperation`.
     """
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
@@ -30,17 +30,17 @@ class CallKeys:
     def key_and_inputs(
         self, state: AutocastState, x: Tensor, extra_inputs: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        """Return the key of a call, and the inputs of the chain.
+        """Return the key of a call, and the chain's inputs.
 
         Both are collected in one loop over the operations, because it runs in every warm call.
 
         Args:
-            state: The autocast state of the call.
+            state: The autocast state.
             x: The main input.
             extra_inputs: The extra inputs.
 
         Returns:
-            The key, and [x, then the parameters and extra inputs of each operation].
+            The key, and a list: x, then for each operation its parameters and extra inputs.
         """
         device = x.device
         key: list[Any] = [

@@ -1,4 +1,9 @@
-"""One call of a chain: its contexts, both passes over the operations, and the autograd function."""
+"""A call that runs a chain in segments: contexts, forward and backward pass, and the autograd function.
+
+A segment is a list of consecutive operations that run as one pass (`chain.py`), or a single operation that a user
+wrote, which runs by its own methods `fuser_forward` and `fuser_backward`. The writer and the reader of a channel belong
+to different segments. Each pass has segments of its own, because a registered fusion may replace one pass alone.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +28,18 @@ from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
 from .shard_places import places_of_shards
 from .user_results import backward_results, forward_results
 
-# Operations in order, each with the indices of its basic operations.
+# Operations in order, each with the indices that its basic operations have in the chain.
 Fused = list[tuple[FusibleOperation, list[int]]]
 
 
 def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]:
-    """Return contexts of operations, of which the first to be reached by the backward pass is given."""
+    """Create the contexts for a call.
+
+    Args:
+        count: Number of operations.
+        first: Index of the first operation that the backward pass reaches.
+        x: The main input.
+    """
     return [
         OperationContext(
             requires_grad=i >= first, input_requires_grad=i > first or (i == first == 0 and x.requires_grad)
@@ -38,7 +49,20 @@ def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]
 
 
 class ChainRun:
-    """One call of a fuser: its contexts, and both passes over the operations."""
+    """A call that runs a chain in segments.
+
+    Args:
+        basic_ops: The chain's operations.
+        links: Their extra inputs and outputs.
+        fused: The operations in the forward and in the backward pass, after the registered fusion functions.
+        first: Index of the first operation that the backward pass reaches.
+        parameters: Number of parameters by operation.
+        options: Keyword arguments by operation.
+        state: The autocast state.
+
+    Raises:
+        NotImplementedError: An operation has a distributed weight.
+    """
 
     def __init__(
         self,
@@ -59,7 +83,7 @@ class ChainRun:
         self.forward_ops, self.backward_ops = fused
         self.first, self.parameters, self.options, self.state = first, parameters, options, state
         self.contexts: list[OperationContext] = []
-        # {index of an operation: registered fused operation that replaces it in the backward pass}
+        # {index of an operation: user's fused operation that replaces it in the backward pass}
         self._own_backward = {
             i: op
             for op, indices in self.backward_ops
@@ -107,7 +131,7 @@ class ChainRun:
     def _run_own_method(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
     ) -> tuple[Any, list[Any]]:
-        """Run an operation by its own method, between passes of other operations."""
+        """Run an operation that a user wrote by its own method."""
         before, behind = indices[0] - 1, indices[-1] + 1
         previous = self.basic_ops[before] if before >= 0 and self.override is None else None
         following_op = self.basic_ops[behind] if behind < len(self.basic_ops) else None
@@ -132,10 +156,10 @@ class ChainRun:
     def _save_missing_state(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
     ) -> None:
-        """Run the basic operations of a user's forward pass whose backward pass lacks their state.
+        """Run this package's forward passes after a user's fused one, to save what the backward passes read.
 
-        A forward pass of a user may save what it likes, and our backward passes read what our forward passes save. The
-        output of this run is discarded.
+        A user's forward pass may save what it likes, but this package's backward passes read what its own forward
+        passes save. The output of this second run is discarded.
 
         Raises:
             RuntimeError: Our passes would not repeat the user's forward pass.
@@ -181,7 +205,7 @@ class ChainRun:
     def backward(
         self, saved: Sequence[Any], grad_output: Any, grad_extra: Sequence[Any]
     ) -> tuple[Any, list[Any], list[Any]]:
-        """Return the gradients of the main input, of all parameters, and of the caller's extra inputs."""
+        """Return the gradients for the main input, for all parameters, and for the caller's extra inputs."""
         count = len(self.basic_ops)
         contexts = _restored(self.contexts, saved)
         del saved  # the contexts own the tensors from here on
@@ -223,7 +247,7 @@ class ChainRun:
         return _returned(dy), flat, of_inputs
 
     def _backward_of_passes(self, op: FusibleOperation) -> bool:
-        """Whether an operation's backward pass is ours, after forward passes that were too."""
+        """Whether an operation's backward pass and the forward passes before it are this package's."""
         members = [
             i for i, basic in enumerate(self.basic_ops) if basic in op.basic_operations() and i >= self.first
         ]
@@ -250,7 +274,7 @@ def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], b
 
 
 def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool]) -> list[Fused]:
-    """Cut a chain into runs of operations: joins(before, behind) is True within a run."""
+    """Cut a chain into segments; joins(before, behind) tells whether two neighbors belong to one segment."""
     segments: list[Fused] = []
     for op, indices in ops:
         before = [i for _, members in segments[-1] for i in members] if segments else []
@@ -262,7 +286,7 @@ def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool])
 
 
 def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> list[OperationContext]:
-    """Return contexts for one backward pass, each with its part of the saved tensors."""
+    """Return contexts for one backward pass, each with the tensors that it saved."""
     restored: list[OperationContext] = []
     for ctx in contexts:
         begin, end = ctx._saved_range or (0, 0)
@@ -277,7 +301,7 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
 
 
 def _returned(value: Any) -> Any:
-    """Return a result of a chain; a graph holds a bare storage, whose values it returns."""
+    """Return a chain's result: in a compiled graph, which cannot return a quantized storage, its values."""
     if torch.compiler.is_compiling() and isinstance(value, QuantizedTensorStorage):
         return value.dequantize()
     return value
@@ -329,7 +353,7 @@ class FusedChain(Function):
 
 
 def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """Clone quantized results that are one of the gradients, or occur twice.
+    """Clone quantized results that occur twice, or that are themselves incoming gradients.
 
     Autograd keeps the codes of a leaf's gradient only if nothing else refers to the tensor; otherwise it copies the
     values, rounded to the dtype of the leaf.

@@ -1,18 +1,18 @@
 """OperationFuser: runs a chain of operations as one autograd function.
 
-A chain consists of consecutive operations of a `Sequential`, or of one operation that is called by itself. A call runs
-the chain in one of two ways:
+A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself. There are
+two ways to run it:
 
 - **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
-  result for the next one (`chain.py`, `passes/patterns.py`). The first call of a kind prepares the passes, and later
-  calls with the same key reuse them (`prepared_chain.py`, `call_key.py`). Every operation must be one of this package.
-- **In segments**: runs of this package's operations as passes, and the operations of users between them by their own
-  methods (`chain_run.py`). Channels, keyword arguments of operations, recomputation under delayed scaling and
-  `torch.compile` also need segments.
+  result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once for each kind of call, and
+  later calls with the same key reuse them (`prepared_chain.py`, `call_key.py`).
+- **In segments**: this package's operations run as passes, and operations that a user wrote run between them by their
+  own methods (`chain_run.py`). Segments are also needed for channels, keyword arguments, recomputation under delayed
+  scaling and `torch.compile`.
 
 Registered fusion functions replace operations by `FusedOperation`s; clients read the results in `_forward_ops` and
-`_backward_ops`. A `FusedOperation` of this package (`fused/operations.py`) only describes what kernels compute
-together. A `FusedOperation` of a user runs by its own methods.
+`_backward_ops`. This package's own ones (`fused/operations.py`) only describe what kernels compute together. A
+`FusedOperation` that a user wrote runs by its own methods.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Fusion = Callable[..., list[FusibleOperation]]
 
 
 class Registrations(NamedTuple):
-    """Registered fusion functions: of both passes, which are applied first, and of one pass."""
+    """Registered fusion functions. Those for both passes are applied before those for one pass."""
 
     both: list[Fusion]
     forward: list[Fusion]
@@ -56,11 +56,11 @@ class Registrations(NamedTuple):
 
 
 class OperationFuser:
-    """Runs a chain of operations as one differentiable function.
+    """Runs consecutive operations as one differentiable function.
 
     Args:
-        ops: The operations in order; fused operations represent their basic operations.
-        channels: Names of the channels that connect the operations with others (see `Links`).
+        ops: The operations in order; a fused operation stands for its basic operations.
+        channels: Names of channels that connect these operations with others outside (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
@@ -82,11 +82,11 @@ class OperationFuser:
         self._links = Links(self._basic_ops, channels)
         self.num_extra_inputs: int = len(self._links.public_inputs)
         for op in self._basic_ops:
-            # An assignment would count as a change of the operation (`_revision`).
+            # Not `op._captured_by_fuser = True`, which would change `_revision` and thereby the key of later calls.
             object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        # Results of the fusion functions, and what they depend on; None before the first call.
+        # Results from the fusion functions, and the key (`_fuse`) that they were computed for.
         self._forward_ops: Fused = []
         self._backward_ops: Fused = []
         self.first_op_requiring_backward = 0
@@ -111,12 +111,12 @@ class OperationFuser:
 
     @property
     def _basic_op_params(self) -> list[list[Any]]:
-        """The parameters of each basic operation."""
+        """Parameters by basic operation."""
         return [op.own_tensors() for op in self._basic_ops]
 
     @property
     def _flat_basic_op_params(self) -> list[Any]:
-        """The parameters of all basic operations."""
+        """All parameters in one list."""
         return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
     def __call__(
@@ -129,16 +129,16 @@ class OperationFuser:
 
         Args:
             input: The main input.
-            *extra_inputs: Extra inputs of the operations that read no channel, in order: tensors, or values that
-                `BasicOperation.accept_extra_input` converts, such as a list of the split sizes of a `GroupedLinear`.
-            basic_op_kwargs: Keyword arguments of each basic operation.
+            *extra_inputs: Extra inputs that no channel provides, in order: tensors, or values that
+                `BasicOperation.accept_extra_input` converts, such as the split sizes for a `GroupedLinear` as a list.
+            basic_op_kwargs: Keyword arguments for each basic operation.
 
         Returns:
-            The main output, or a tuple of the main output and the extra outputs.
+            The main output, or a tuple (main output, *extra outputs).
 
         Raises:
             TypeError: An input is not a tensor.
-            ValueError: The number of extra inputs or of keyword arguments does not fit.
+            ValueError: There are too few or too many extra inputs or keyword arguments.
         """
         if not parametrize._cache_enabled and are_parametrized(self._basic_ops):
             # Compute each parametrized tensor once per call, so that the passes and autograd see the same object.
@@ -175,7 +175,10 @@ class OperationFuser:
     def _prepared_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
-        """Return the prepared chain of this kind of call and its inputs; no chain if the call needs segments."""
+        """Return the prepared chain for this call, and the chain's inputs.
+
+        The chain is None if the call must run in segments. It is prepared here if no earlier call had the same key.
+        """
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
@@ -196,7 +199,7 @@ class OperationFuser:
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
-        """Make the operations use the recipe of an autocast state, if they do not use it already.
+        """Apply the active recipe to the operations, unless it is applied already.
 
         Raises:
             RuntimeError: A reentrant checkpoint of another library runs the chain again under another autocast state:
@@ -219,7 +222,7 @@ class OperationFuser:
         )
 
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
-        """Set the attributes that clients inspect after a call to those of a prepared chain."""
+        """Show clients, which inspect these attributes after a call, what the prepared chain has fused."""
         if chain.fusions.key is self._fused_for:
             return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
@@ -260,7 +263,10 @@ class OperationFuser:
     def _prepare(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
-        """Build and store the prepared chain of `key`; None if a user's fused operation needs its own methods."""
+        """Prepare a chain and store it under a key.
+
+        It is None if a user's fused operation must run by its own methods.
+        """
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
@@ -282,7 +288,10 @@ class OperationFuser:
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Return the index of the first operation with a gradient, or the number of operations."""
+        """Return the index of the first operation that the backward pass must reach.
+
+        It is the number of operations if none needs a gradient.
+        """
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -314,7 +323,7 @@ class OperationFuser:
 
 
 def _with_indices(ops: Sequence[FusibleOperation]) -> Fused:
-    """Pair each operation with the indices of its basic operations."""
+    """Pair each operation with the indices that its basic operations have in the chain."""
     fused: Fused = []
     offset = 0
     for op in ops:
@@ -346,7 +355,9 @@ def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> N
 
 
 def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Register a function that replaces operations by fused ones in both passes, before the functions of one pass.
+    """Register a function that replaces operations by fused ones in both passes.
+
+    It is applied before the functions for one pass.
 
     Args:
         op_fusion_func: See `register_forward_fusion`.

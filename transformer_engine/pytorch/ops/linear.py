@@ -1,12 +1,12 @@
-"""Linear: a matrix product, a bias and the communication of a sharded layer, as one fused operation.
+"""Linear: a matrix product, a bias and tensor-parallel communication as one fused operation.
 
 | tensor_parallel_mode | operations |
 | --- | --- |
 | None, "column" | `BasicLinear`, `Bias` |
 | "row" | `BasicLinear`, `Bias`, `AllReduce`; with sequence parallelism `ReduceScatter` in place of `AllReduce` |
 
-`Linear` owns the parameters of these operations, so that torch's tools find `weight` and `bias` as in torch.nn.Linear.
-State dicts have the original's keys, which are those of the operations; keys of torch.nn.Linear load too.
+`Linear` owns the parameters that these operations read, so that torch's tools find `weight` and `bias` as in
+torch.nn.Linear. State dicts have the original's keys, which name the operations; torch.nn.Linear's keys load too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .basic.basic_linear import tensor_parallel_boundary
 from .operation import BasicOperation
 from .pass_operation import PassFusedOperation
 
-# {name of a parameter: its key in state dicts}
+# {parameter name: key in state dicts}
 _SAVED_KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
 
 
@@ -32,7 +32,7 @@ class Linear(PassFusedOperation):
     State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too.
 
     In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so y contains the sum
-    of the biases of all ranks.
+    of all ranks' biases.
 
     Args:
         in_features: Last dimension of the input, over all ranks.
@@ -74,8 +74,8 @@ class Linear(PassFusedOperation):
         )
         has_bias = to_bool("bias", bias)
         is_row_parallel = boundary.mode == "row"
-        # BasicLinear would reduce the sums of a row-parallel layer itself, before the bias is added. It is constructed
-        # as a layer of this rank's input features alone, and a separate operation behind the bias reduces.
+        # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an unsharded
+        # layer of this rank's input features, and a separate operation reduces after the bias.
         linear = BasicLinear(
             in_features // boundary.size if is_row_parallel else in_features,
             out_features,
@@ -89,7 +89,7 @@ class Linear(PassFusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if has_bias:
-            # Bias divides its size by the number of ranks, but each rank of a row-parallel layer has a whole bias.
+            # Bias divides its size by the number of ranks, but a row-parallel layer has a whole bias on each rank.
             bias_op = Bias(
                 out_features * (boundary.size if is_row_parallel else 1),
                 device=device,
@@ -128,7 +128,7 @@ class Linear(PassFusedOperation):
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save the parameters under the names of the basic operations, as the original does."""
+        """Save the parameters under the original's keys, which name the basic operations."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, key in _SAVED_KEYS.items():
             if prefix + name in destination:
@@ -144,10 +144,10 @@ class Linear(PassFusedOperation):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Accept parameters under the names of the basic operations, or under their own names.
+        """Load parameters under the original's keys or under their own names.
 
         Raises:
-            RuntimeError: The state dict has both names of a parameter.
+            RuntimeError: The state dict has a parameter under both keys.
         """
         for name, key in _SAVED_KEYS.items():
             if prefix + key not in state_dict:

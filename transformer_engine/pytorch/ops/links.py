@@ -1,4 +1,4 @@
-"""Links: which extra inputs of a chain come from the caller, and which from channels of earlier operations."""
+"""Links: where a chain's extra inputs come from, the caller or an earlier operation's channel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def extra_inputs_error(given: int, ops: Sequence[Channels]) -> ValueError:
-    """Error of a call whose number of extra inputs does not fit, with the operations that read extra inputs."""
+    """Return the error for too few or too many extra inputs, which names the operations that read extra inputs."""
     readers: list[str] = []
     for place, op in enumerate(ops):
         readers += [f"{type(op).__name__} (operation {place})"] * op._extra_input_channels.count(None)
@@ -49,18 +49,18 @@ def extra_inputs_error(given: int, ops: Sequence[Channels]) -> ValueError:
 
 
 class Slot(NamedTuple):
-    """An extra input or output: index of its operation, and its index there."""
+    """An extra input or output: the operation's index in the chain, and the tensor's index in the operation."""
 
     op: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Links:
-    """The extra inputs and outputs of a chain.
+    """Connects the extra inputs and outputs of consecutive operations with each other and with the caller.
 
     Args:
         ops: The basic operations in order.
-        outside: Names of channels that connect the operations with other chains: the caller gives what the operations
+        outside: Names of channels that connect the operations with other chains. The caller gives what the operations
             read from them, and receives what the operations write to them.
 
     Raises:
@@ -119,11 +119,11 @@ class Links:
         ]
 
     def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
-        """Return whether one of some operations reads a channel of one of others."""
+        """Return whether an operation in `behind` reads a channel that one in `before` writes."""
         return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
 
     def checked_inputs(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Extra inputs of a call as tensors that the operations may write to.
+        """Check the caller's extra inputs, and return tensors that the operations may write to.
 
         Operations convert values that are not tensors. An extra input that an operation adds into is cloned if another
         input shares its memory, or if it is a leaf that requires a gradient.
@@ -153,7 +153,7 @@ class Links:
         return tuple(tensors)
 
     def by_operation(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
-        """Return the caller's extra inputs by operation; None for those of channels."""
+        """Return the caller's extra inputs by operation; None where a channel provides the input."""
         given: list[list[Tensor | None]] = [[None] * op.num_extra_inputs for op in self._ops]
         for slot, tensor in zip(self.public_inputs, extra_inputs, strict=True):
             given[slot.op][slot.index] = tensor
@@ -162,7 +162,13 @@ class Links:
     def with_channels(
         self, given: list[list[Tensor | None]], outputs: list[tuple[Any, ...]], indices: Sequence[int]
     ) -> list[tuple[Any, ...]]:
-        """Return all extra inputs of some operations, those of channels included."""
+        """Return all extra inputs for some operations, by operation.
+
+        Args:
+            given: The caller's extra inputs (`by_operation`).
+            outputs: Extra outputs by operation, as far as they are computed.
+            indices: The operations.
+        """
         found: list[tuple[Any, ...]] = []
         for op in indices:
             tensors = list(given[op])

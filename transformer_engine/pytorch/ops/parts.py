@@ -1,8 +1,8 @@
-"""Parts of a container that are called one after another, and the extra tensors that pass between them.
+"""The parts of a container, which are called one after another, and the extra tensors that pass between them.
 
 A container is one part if all of its modules fuse. A hook on an operation, or a module that is no operation, divides it
-into several. Each part is a differentiable function of its own: a tensor of a channel leaves one part as an extra
-output and enters another one as an extra input.
+into several. Autograd sees each part as a function. A channel's tensor therefore leaves one part as an extra output and
+enters another one as an extra input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ExtraInput(NamedTuple):
     """An extra input of a part.
 
     Attributes:
-        channel: Name of its channel; None for an input from the caller.
+        channel: Channel that provides it; None for an input from the caller.
         is_written: The part adds into the tensor.
     """
 
@@ -35,7 +35,7 @@ class ExtraOutput(NamedTuple):
     """An extra output of a part.
 
     Attributes:
-        channel: Name of its channel; None without one.
+        channel: Channel that it is written to, or None.
         to_caller: The caller receives the tensor.
     """
 
@@ -44,12 +44,12 @@ class ExtraOutput(NamedTuple):
 
 
 class ChainPart:
-    """A part of a container.
+    """A part of a container: a fused chain or a single module.
 
     Args:
         module: A fused chain (`OperationFuser`), an operation that is called by itself, or another module.
         basic_ops: Its basic operations; empty for another module.
-        channels: Names of the channels that connect the part with other parts.
+        channels: Names of channels that connect it with other parts.
     """
 
     def __init__(self, module: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
@@ -74,8 +74,8 @@ class ChainPart:
 
         Args:
             x: The main input.
-            extra_inputs: The extra inputs of the part.
-            op_kwargs: Keyword arguments of each basic operation.
+            extra_inputs: Its extra inputs.
+            op_kwargs: Keyword arguments for each basic operation.
         """
         if not self.basic_ops:
             return self.module(x)
@@ -89,11 +89,11 @@ class ChainPart:
 def connecting_channels(
     parts: Sequence[Sequence[Channels]], outside: frozenset[str] = NO_CHANNELS
 ) -> list[frozenset[str]]:
-    """Return by part the names of the channels that connect it with others.
+    """Return for each part the names of channels that connect it with others.
 
     Args:
-        parts: The basic operations of each part.
-        outside: Names of the channels that connect all of these parts with other operations.
+        parts: Basic operations by part.
+        outside: Names of channels that connect these parts with further operations.
 
     Raises:
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
@@ -122,14 +122,14 @@ def call_parts(
         input: The main input of the first part.
         extra_inputs: Extra inputs from the caller, in order.
         op_kwargs: {id(basic operation): keyword arguments}.
-        outside: Names of the channels that connect the parts with other operations. The caller gives what the parts
-            read from them, and receives what the parts write to them.
+        outside: Names of channels that connect the parts with further operations. The caller gives what the parts read
+            from them, and receives what the parts write to them.
 
     Returns:
-        The output, or a tuple of the output and the extra outputs.
+        The output, or a tuple (output, *extra outputs).
 
     Raises:
-        ValueError: The number of extra inputs does not fit.
+        ValueError: There are too few or too many extra inputs.
     """
     expected = [read for part in parts for read in part.inputs if read.channel in (None, *outside)]
     if len(extra_inputs) != len(expected):

@@ -34,14 +34,14 @@ class _Division(NamedTuple):
 class Sequential(CheckedLoading, torch.nn.Sequential):
     """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
 
-    Other modules may stand between operations; they separate fused chains. The extra inputs of all operations are
-    arguments of the container, and their extra outputs are returned after the output.
+    Other modules may stand between operations; they separate fused chains. The container takes the extra inputs that
+    its operations read, and returns their extra outputs after the main output.
 
     Args:
-        *args: Modules in order, or one dict of names and modules.
+        *args: Modules in order, or one dict {name: module}.
     """
 
-    # The division in the last forward pass; computed again after a change of the modules or their hooks.
+    # Result of the last `_divide`; computed again when modules or their hooks have changed.
     _division: _Division | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
@@ -63,15 +63,15 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         Args:
             input: The main input.
-            *extra_inputs: Extra inputs of the operations, in order.
-            op_kwargs: Keyword arguments of basic operations, by operation or by index in the container.
+            *extra_inputs: Extra inputs, in the order in which the operations read them.
+            op_kwargs: Keyword arguments for basic operations, by operation or by index in the container.
 
         Returns:
-            The output, or a tuple of the output and the extra outputs of the operations.
+            The output, or a tuple (output, *extra outputs).
 
         Raises:
             ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
-                operation of this container.
+                operation in this container.
         """
         parts = self._divide()
         if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
@@ -123,7 +123,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
         """Fused chains and other modules in order, for inspection.
 
-        None before a forward pass and after a change of the modules.
+        None before the first forward pass, and when modules have changed since the last one.
         """
         if self._division is None or self._division.modules != list(self):
             return None
@@ -142,7 +142,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """Return {id(operation): keyword arguments}.
 
         Raises:
-            ValueError: A key is not a basic operation of this container.
+            ValueError: A key is not a basic operation in this container.
         """
         result: dict[int, dict[str, Any]] = {}
         members = {id(module) for module in self}
@@ -163,8 +163,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """Copy the state without the division, which a copy computes again."""
         return {name: value for name, value in self.__dict__.items() if name != "_division"}
 
-    # The methods of a list. Unlike those of torch.nn.Sequential they accept any iterable, keep the names of other
-    # modules after a removal, and append under the name that follows the highest number.
+    # List methods. Unlike torch.nn.Sequential's, they accept any iterable, do not rename the remaining modules after a
+    # removal, and append under the name that follows the highest number.
 
     def _name_at(self, index: int) -> str:
         keys = list(self._modules)
