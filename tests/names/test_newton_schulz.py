@@ -128,6 +128,8 @@ def test_columns_sharded_over_ranks_give_the_shards_of_the_result():
         shard = x.chunk(2, dim=1)[rank].contiguous()
         context = CusolverMpCtx(torch.distributed.group.WORLD)
         made = te.newton_schulz(shard, context, 5)
+        with pytest.raises(ValueError, match=r"the whole matrix is \[9, 8\].*newton_schulz_tp"):
+            te.newton_schulz(torch.ones(9, 4), context)
         context.destroy()
         with pytest.raises(RuntimeError, match="destroyed"):
             newton_schulz(shard, context)

@@ -168,12 +168,18 @@ def newton_schulz(
         `x`.
 
     Raises:
-        ValueError: The matrix or the coefficients have another shape, dtype or layout.
+        ValueError: The matrix or the coefficients have another shape, dtype or layout, or a sharded matrix has more
+            rows than columns.
         RuntimeError: The context was destroyed.
     """
     _check_matrix(x, num_iterations)
     steps = _checked(coefficients, num_iterations)
     group = None if ctx is None else ctx.group
+    if ctx is not None and group is not None and x.shape[0] > x.shape[1] * ctx.nranks:
+        raise ValueError(
+            f"the whole matrix is [{x.shape[0]}, {x.shape[1] * ctx.nranks}], with more rows than columns, and its "
+            "columns are sharded; call newton_schulz_tp, which transposes it"
+        )
     with torch.no_grad():
         # Without a group the smaller of the two Gram matrices is used: (b A + c A^2) X = X (b B + c B^2), B = X^T X.
         wide = group is not None or x.shape[0] <= x.shape[1]
