@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,19 @@ def test_adapters_from_before_the_conversion_merge():
     expected = output(copy.deepcopy(model))
     merged = model.merge_and_unload()
     torch.testing.assert_close(output(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "mxfp8"])
+def test_converted_models_are_saved_for_servers(form: str, tmp_path: Path):
+    """The folder of a converted model is that of the original, byte for byte."""
+    model = installed.tiny_llama()
+    te.save_quantized(model, tmp_path / "stock", form)
+    te.convert(model, RECIPE, sample={"input_ids": installed.tokens()}, verbose=False)
+    te.save_quantized(model, tmp_path / "converted", form)
+    files = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "converted").iterdir())
+    for name in files:
+        assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "converted" / name).read_bytes()
 
 
 def test_accelerate_keeps_converted_layers():

@@ -261,6 +261,22 @@ def test_output_layers_stay_in_high_precision_unless_requested():
     assert choices(every)["output"] == "Float8CurrentScaling"
 
 
+class StackedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(4, WIDTH, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("esk,ekn->esn", x, self.w1)
+
+
+def test_experts_in_one_parameter_are_left_with_a_reason():
+    model = converted(
+        nn.ModuleDict({"experts": StackedExperts(), "conv": nn.Conv1d(4, 8, 3)}), Float8CurrentScaling()
+    )
+    assert list(reasons(model)) == ["experts"] and "te.GroupedLinear" in reasons(model)["experts"]
+
+
 def test_modules_that_the_sample_does_not_call_are_left():
     model = Decoder()
     model.unused = nn.Linear(WIDTH, WIDTH)
