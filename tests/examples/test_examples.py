@@ -93,6 +93,13 @@ def test_training_on_one_rank_lowers_the_loss(monkeypatch: pytest.MonkeyPatch):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("options", [[], pytest.param(["--compile"], marks=pytest.mark.slow)])
+def test_converted_model_learns(options: list[str], capsys: pytest.CaptureFixture[str]):
+    losses = load("torchtitan_convert").main(["--steps", "8", "--hidden", "64", *options])
+    assert losses[-1] < 0.8 * losses[0]
+    assert "layers.*.attention.wq (2)" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
 def test_sharded_training_on_two_ranks_lowers_the_loss():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from tests.integrations.torch_models import WIDTH, Block, Decoder, Encoder, Experts, features, tokens
+from tests.support import pages
 from tests.support.tolerances import UNIT
 from transformer_engine.common.recipe import (
     DelayedScaling,
@@ -260,6 +261,22 @@ def test_output_layers_stay_in_high_precision_unless_requested():
     assert choices(every)["output"] == "Float8CurrentScaling"
 
 
+class StackedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(4, WIDTH, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("esk,ekn->esn", x, self.w1)
+
+
+def test_experts_in_one_parameter_are_left_with_a_reason():
+    model = converted(
+        nn.ModuleDict({"experts": StackedExperts(), "conv": nn.Conv1d(4, 8, 3)}), Float8CurrentScaling()
+    )
+    assert list(reasons(model)) == ["experts"] and "te.GroupedLinear" in reasons(model)["experts"]
+
+
 def test_modules_that_the_sample_does_not_call_are_left():
     model = Decoder()
     model.unused = nn.Linear(WIDTH, WIDTH)
@@ -346,6 +363,34 @@ def test_repeated_blocks_share_one_compiled_graph():
         block.compile(backend=counter, fullgraph=True)
     assert torch.equal(model(tokens()), expected)
     assert counter.frame_count == 1
+
+
+def test_models_without_memory_convert_before_their_initialization():
+    with torch.device("meta"):
+        model = Decoder()
+    converted(model, Float8CurrentScaling(), sample=tokens().to("meta"))
+    model.to_empty(device="cpu")
+    original = Decoder()
+    model.load_state_dict(original.state_dict())
+    assert torch.equal(
+        model(tokens()), converted(original, Float8CurrentScaling(), sample=tokens())(tokens())
+    )
+    layer = model.layers[0].w1
+    layer.reset_parameters()  # as of nn.Linear
+    assert layer.weight.abs().max() <= WIDTH**-0.5
+
+
+def test_explain_names_the_backends_of_a_converted_layer():
+    layer = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+    converted(layer, Float8CurrentScaling())
+    assert "gemm" in str(te.explain(layer[0], features()))
+
+
+def test_the_page_runs_and_prints_its_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pages.run("convert.md")
+    if not torch.cuda.is_available():
+        assert pages.examples("convert.md", "text") == [capsys.readouterr().out]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def convert(
     recorded = None if sample is None else record(model, sample, modules)
     chooser = _Chooser(Converter(recipe), recorded, timed, convert_outputs, compiled)
     rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
-    rows += chooser.attention(model, include, exclude)
+    rows += [*chooser.attention(model, include, exclude), *_stacked_experts(model)]
     before = _model_ms(model, sample) if timed else None
     named = dict(model.named_modules())
     for row in rows:
@@ -251,6 +251,17 @@ class _Chooser:
                 self._compared[key] = _compare_attention(calls)
             rows.append(_timed_choice(name, _ATTENTION, "te", self._compared[key]))
         return rows
+
+
+def _stacked_experts(model: nn.Module) -> list[LayerChoice]:
+    """Rows of modules with experts in one parameter [experts, .., ..], which are not converted."""
+    reason = "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
+    return [
+        LayerChoice(name, type(module).__name__, "torch", reason)
+        for name, module in model.named_modules()
+        if any(p is not None and p.dim() == 3 and min(p.shape) > 1 for p in module._parameters.values())
+        and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    ]
 
 
 def _compare_attention(calls: Counter[SampleCall]) -> Comparison:

@@ -177,7 +177,7 @@ class _SampleMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _CASTS and isinstance(result, Tensor):
             for copies in self._last.values():
-                if _share_memory(copies, {_address(args[0])} - {0}):
+                if _share_memory(copies, {_storage(args[0])} - {0}):
                     copies.append(weakref.ref(result))
         return result
 
@@ -195,7 +195,7 @@ class _SampleMode(TorchFunctionMode):
 
     def mark_outputs(self, outputs: Any) -> None:
         """Record the modules whose last output shares memory with one of `outputs`."""
-        memory = {_address(tensor) for tensor in tensors_of(outputs)} - {0}
+        memory = {_storage(tensor) for tensor in tensors_of(outputs)} - {0}
         self.recorded.outputs |= {
             name for name, copies in self._last.items() if _share_memory(copies, memory)
         }
@@ -205,16 +205,14 @@ _CASTS = (Tensor.float, Tensor.to, Tensor.type)
 
 
 def _share_memory(references: list[weakref.ref[Tensor]], memory: set[int]) -> bool:
-    """Whether one of the tensors that still exist is at one of the addresses."""
-    return any(tensor is not None and _address(tensor) in memory for tensor in [r() for r in references])
+    """Whether one of the tensors that still exist has one of the storages."""
+    return any(tensor is not None and _storage(tensor) in memory for tensor in [r() for r in references])
 
 
 def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad or not torch.is_grad_enabled()
 
 
-def _address(tensor: Tensor) -> int:
-    """Address of a tensor's memory; 0 if it has none."""
-    if tensor.is_meta or not tensor.numel() or is_distributed(tensor):
-        return 0
-    return tensor.untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, with or without memory; 0 for a DTensor."""
+    return 0 if is_distributed(tensor) else tensor.untyped_storage()._cdata

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -32,13 +31,13 @@ class LayerChoice:
     reason: str
     costs: Comparison | None = None
 
-    def cells(self, name: str) -> tuple[str, ...]:
+    def cells(self) -> tuple[str, ...]:
         """Cells of a table row, in the order of COLUMNS."""
         sides = (None, None) if self.costs is None else self.costs
         times = [_number(None if side is None else side.ms) for side in sides]
         held = [None if side is None else side.held for side in sides]
         mebibytes = [_number(None if count is None else count / 2**20) for count in held]
-        return (name or "(model)", self.module, self.choice, *times, *mebibytes, self.reason)
+        return (self.name or "(model)", self.module, self.choice, *times, *mebibytes, self.reason)
 
 
 @dataclass
@@ -57,15 +56,21 @@ class ConversionTable:
         return iter(self.rows)
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, ...], Counter[str]] = {}
+        groups: dict[tuple[str, ...], list[LayerChoice]] = {}
         for row in self.rows:
-            pattern = re.sub(r"\b\d+\b", "*", row.name)
-            groups.setdefault(row.cells(pattern), Counter())[row.name] += 1
-        rows = []
-        for cells, names in groups.items():
-            name = next(iter(names)) or "(model)"
-            rows.append((name if len(names) == 1 else f"{cells[0]} ({len(names)})", *cells[1:]))
+            groups.setdefault((re.sub(r"\b\d+\b", "*", row.name), *row.cells()[1:]), []).append(row)
+        rows = [
+            (_common_name([row.name for row in group]), *group[0].cells()[1:]) for group in groups.values()
+        ]
         return "\n".join([*aligned([COLUMNS, *rows]), self.summary])
+
+
+def _common_name(names: list[str]) -> str:
+    """Name of a module, or the names of several with * where they differ, and their count."""
+    if len(names) == 1:
+        return names[0] or "(model)"
+    parts = zip(*[name.split(".") for name in names], strict=True)
+    return f"{'.'.join([same[0] if len(set(same)) == 1 else '*' for same in parts])} ({len(names)})"
 
 
 def _number(value: float | None) -> str:
