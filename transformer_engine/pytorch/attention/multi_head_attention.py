@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,6 +174,7 @@ class MultiheadAttention(CheckedLoading):
             name=child_name(name, "proj"),
             **projection,
         )
+        self.proj._config = replace(self.proj._config, _shares_input=True)  # the attention saves its output
         hand_down_settings(self, tp_size)
 
     def _create_projections(
