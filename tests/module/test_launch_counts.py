@@ -1,0 +1,46 @@
+"""Launches of a warm forward and backward pass of each layer under each recipe, which may only fall."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.support.fast_path import needs_fast_path
+from tests.support.programs import output_without_gpu
+
+# (kernels, products, operations of torch). Lower a figure when a change needs fewer launches.
+LAUNCHES = {
+    "linear/none": (0, 3, 0),
+    "linear/delayed": (5, 3, 0),
+    "linear/current": (6, 3, 0),
+    "linear/block": (3, 3, 0),
+    "layernorm_linear/none": (3, 3, 0),
+    "layernorm_linear/delayed": (8, 3, 0),
+    "layernorm_linear/current": (8, 3, 0),
+    "layernorm_linear/block": (6, 3, 0),
+    "layernorm_mlp/none": (5, 6, 0),
+    "layernorm_mlp/delayed": (11, 6, 1),
+    "layernorm_mlp/current": (14, 6, 0),
+    "layernorm_mlp/block": (9, 6, 0),
+    "layer/none": (8, 12, 5),
+    "layer/delayed": (20, 12, 6),
+    "layer/current": (28, 12, 5),
+    "layer/block": (18, 12, 5),
+}
+
+
+@needs_fast_path
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_warm_pass_launches_no_more_than_before():
+    found = json.loads(output_without_gpu("tests/module/launch_counts.py").splitlines()[-1])
+    launches = {
+        case: (
+            counts.pop("kernels", 0),
+            counts.pop("products", 0),
+            sum(counts.values()),
+        )
+        for case, counts in found.items()
+    }
+    assert launches == LAUNCHES
