@@ -1,7 +1,8 @@
 """Print {layer and recipe: differences} between the steps of a pass and compiled passes, on a simulated GPU.
 
 Every layer is run under every recipe; with and without cached weights if the argument is "all", otherwise in turn. With
-a compute capability as the argument, such as "10.0", some layers are run under the recipes of its block scales.
+a compute capability as the argument, such as "10.0", some layers are run under the recipes of its block scales. With
+"deferred", some layers cast columns in the backward pass.
 
 Memory holds symbols instead of numbers. Every output of a kernel or product is a symbol of its name, its scalars and
 the symbols that it reads. Two steps that produce the same symbols in results, gradients and scaling states have
@@ -16,6 +17,7 @@ import itertools
 import json
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.kernels import launch as launches
 from transformer_engine.pytorch.distributed import faults, operands
+from transformer_engine.pytorch.functions import deferred_columns
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_swizzled
 from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
 from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
@@ -384,7 +387,33 @@ def results_of_block_scales(architecture: str) -> dict[str, str | None]:
     }
 
 
+def results_of_deferred_columns() -> dict[str, str | None]:
+    """Differences where the backward pass casts the columns of weights, and of an input that is saved elsewhere."""
+    deferred_columns._FEWEST_ROWS = deferred_columns._FEWEST_ELEMENTS = 0
+    pretend(pretended_gpu.HOPPER)
+    LAYERS["shared_input"] = _shared_input
+    names = ("linear_bias", "layernorm_linear", "layernorm_mlp", "gelu_mlp", "shared_input")
+    found = {
+        f"{name}/{kind}": differences(name, kind, False) for name in names for kind in ("delayed", "current")
+    }
+    module, recipe = _shared_input(), host_calls.RECIPES["current"]()
+    step(module, recipe, None)
+    modes = {(spec.weight_columns, spec.input_columns) for spec in module._specs.values()}
+    return found | {"modes": None if modes == {("recomputed", "recomputed")} else f"{modes}"}
+
+
+def _shared_input() -> Any:
+    module = host_calls._linear()
+    module._config = replace(module._config, _shares_input=True)  # pyright: ignore
+    return module
+
+
+RESULTS = {
+    "some": lambda: results_of_hopper(False),
+    "all": lambda: results_of_hopper(True),
+    "deferred": results_of_deferred_columns,
+}
+
 if __name__ == "__main__":
     argument = sys.argv[1]
-    hopper = argument in ("some", "all")
-    print(json.dumps(results_of_hopper(argument == "all") if hopper else results_of_block_scales(argument)))
+    print(json.dumps(RESULTS[argument]() if argument in RESULTS else results_of_block_scales(argument)))

@@ -12,7 +12,9 @@ from tests.support.programs import output_without_gpu
 
 
 @needs_fast_path
-@pytest.mark.parametrize(("cases", "count"), [("some", 55), pytest.param("all", 94, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("cases", "count"), [("some", 55), ("deferred", 11), pytest.param("all", 94, marks=pytest.mark.slow)]
+)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int):
     done = output_without_gpu("tests/module/generated_launches.py", cases)

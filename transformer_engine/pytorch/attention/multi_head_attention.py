@@ -15,7 +15,7 @@ from ..functions.attention.autograd import Projection
 from ..functions.split_heads import parts_of
 from ..module.argument_orders import accepts_older_orders, call_of
 from ..module.arguments import accepts
-from ..module.config import configured
+from ..module.config import configured, write_private
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..module.shared_settings import hand_down_settings
@@ -173,6 +173,7 @@ class MultiheadAttention(CheckedLoading):
             name=child_name(name, "proj"),
             **projection,
         )
+        write_private(self.proj, _shares_input=True)  # the attention saves its output
         hand_down_settings(self, tp_size)
 
     def _create_projections(

@@ -39,10 +39,9 @@ from ...common.formats import BLOCK_1D
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
 from .linear_operands import gradient_cast, input_cast
-from .linear_spec import LinearSpec, gathers_values, inspects, sums_over_ranks
+from .linear_spec import RECOMPUTED, SAVED, LinearSpec, gathers_values, inspects, sums_over_ranks
 
 FUSED_CAST, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
-RECOMPUTED, SAVED = "recomputed", "saved"
 ENCODED, VALUES = "quantized", "values"
 
 # Reasons why the layer that reads a matrix must quantize it itself.

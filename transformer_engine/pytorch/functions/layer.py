@@ -6,7 +6,7 @@ A kind of layer has two plain functions (`LayerFunctions`) and an autograd funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,8 @@ from ..offload.marks import mark_ready
 from ..runtime.autograd import check_transforms, without_autocast
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from ..tensor.quantizer import Matrix
-from .linear_spec import Dtypes, LayerSpec, LinearSpec
+from ..tensor.quantizer import Matrix, Quantizer
+from .linear_spec import RECOMPUTED, SAVED, Dtypes, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved_before_transfer, unpack
 
 
@@ -170,15 +170,20 @@ def compiled_passes(
     returned = all(
         not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
     )
-    of_backward = [
-        quantizer
-        for linear in linears
-        for quantizer in ((linear.grad_output, linear.input) if linear.keep_input else (linear.grad_output,))
-    ]
+    of_backward = [quantizer for linear in linears for quantizer in _backward_quantizers(linear)]
     return CompiledLayer(
         CompiledPass(forward, device, quantizers),
         CompiledPass(backward, device if returned else None, of_backward),
     )
+
+
+def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
+    """Quantizers that the backward pass of a linear layer calls."""
+    yield linear.grad_output
+    if linear.keep_input or linear.input_columns != SAVED:
+        yield linear.input
+    if linear.weight_columns == RECOMPUTED:
+        yield linear.weight
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ from ..primitives.gemm import Epilogue, as_matrix, multiply
 from ..runtime.autograd import Function
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending
+from .deferred_columns import cast_columns, cast_rows
 from .gathered_operands import (
     begin_gather_gradient,
     begin_gather_saved,
@@ -83,7 +84,7 @@ from .linear_operands import (
     weight_operands,
 )
 from .linear_results import begin_input_gradient, compute_output, end_input_gradient
-from .linear_spec import DEQUANTIZED, QUANTIZED, Dtypes, LinearSpec
+from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, Dtypes, LinearSpec
 from .saving import backward_of
 
 
@@ -153,6 +154,8 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """
     if spec.communicates and spec.parallel.gathers_input:
         return gathered_input(x, spec)
+    if spec.input_columns == RECOMPUTED:
+        return cast_rows(x, spec.input)
     saves_codes = spec.backward == QUANTIZED and not spec.keep_input
     if isinstance(x, Operands):  # from the kernel that computed x
         x_rows, x_columns = x
@@ -174,8 +177,11 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize the weight [N, K]: row-wise for y, column-wise for dx. Cached or quantized weights keep their codes.
 
     Returns:
-        (operand of y; operand saved for dx: column-wise codes [K, N], or values under `backward_override`).
+        (operand of y; operand saved for dx: column-wise codes [K, N], `DeferredColumns`, or values under
+        `backward_override`).
     """
+    if spec.weight_columns == RECOMPUTED:
+        return cast_rows(weight, spec.weight)
     w_rows, w_columns = weight_operands(weight, spec, spec.needs_grad_input and spec.backward == QUANTIZED)
     if not spec.needs_grad_input:
         return w_rows, None
@@ -222,6 +228,8 @@ def linear_backward(
     if spec.needs_grad_input:
         if offloading.used or spec.backward == DEQUANTIZED:
             weight[0] = readable_weight(weight[0], spec)
+        if spec.weight_columns == RECOMPUTED:
+            weight[0] = cast_columns(weight[0], spec.weight)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
         more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
@@ -238,6 +246,8 @@ def linear_backward(
         del dy_rows
         if offloading.used or spec.communicates or spec.keep_input or spec.backward != QUANTIZED:
             x = column_operand(x, spec)
+        if spec.input_columns == RECOMPUTED:
+            x = cast_columns(x, spec.input)
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
         left, right = operand_of(dy_columns), operand_of(x)
         del dy_columns, x

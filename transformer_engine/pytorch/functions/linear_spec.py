@@ -26,6 +26,8 @@ CODES: Literal["codes"] = "codes"
 ROW_CODES: Literal["row_codes"] = "row_codes"
 ONCE: Literal["once"] = "once"
 Gather = Literal["values", "codes", "row_codes", "once"]
+# Where the columns of an operand are computed: `LinearSpec.weight_columns`; see `deferred_columns`.
+RECOMPUTED, SAVED, PRODUCED = "recomputed", "saved", "produced"
 IDENTITY = IdentityQuantizer()
 Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
 
@@ -108,6 +110,8 @@ class LinearSpec(LayerSpec):
             `is_first_microbatch`.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
+        weight_columns, input_columns: "recomputed" casts the columns in the backward pass; "saved" in the forward pass;
+            "produced": the backward pass of the fused layer passes the columns of the input to `linear_backward`.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
         traced: A compiler is tracing.
         communicates: `parallel` sends something.
@@ -136,6 +140,8 @@ class LinearSpec(LayerSpec):
     cached_weight: QuantizedTensorStorage | None = None
     backward: Literal["quantized", "high_precision", "dequantized"] = "quantized"
     keep_input: bool = False
+    weight_columns: str = SAVED
+    input_columns: str = SAVED
     needs_grad_input: bool = True
     needs_grad_weight: bool = True
     needs_grad_bias: bool = False

@@ -23,7 +23,7 @@ h, for example, requires SEPARATE.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,14 +32,16 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..primitives.gemm import as_matrix
 from ..runtime.autograd import Function
+from ..tensor.quantizer import Operands
 from . import fusions
+from .deferred_columns import cast_columns, scale_of_cast, with_norm_columns
 from .fusions import FUSED_CAST, SEPARATE
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
-from .linear_spec import Dtypes, LayerSpec, LinearSpec
+from .linear_spec import PRODUCED, SAVED, Dtypes, LayerSpec, LinearSpec, replace_fields
 from .normalization import Norm, NormStatistics
-from .saving import backward_of, wait_for_saved
+from .saving import DeferredColumns, backward_of, wait_for_saved
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,15 @@ class NormLinearSpec(LayerSpec):
     norm_mode: str = SEPARATE
 
     def with_fusion_modes(self) -> NormLinearSpec:
-        """Return the spec with the mode that the table in `fusions.py` chooses."""
-        return replace(self, norm_mode=fusions.choose_norm_mode(self.linear, self.returns_norm_output))
+        """Return the spec with the modes that the tables of `fusions` and `deferred_columns` choose."""
+        mode = fusions.choose_norm_mode(self.linear, self.returns_norm_output)
+        linear = with_norm_columns(self.linear, mode == FUSED_CAST and self.norm.kind == "RMSNorm")
+        return replace(self, linear=linear, norm_mode=mode)
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
-        return replace(self, norm=norm, compiled=None, norm_mode=SEPARATE)
+        linear = replace_fields(self.linear, input_columns=SAVED)
+        return replace(self, norm=norm, linear=linear, compiled=None, norm_mode=SEPARATE)
 
     def linears(self) -> tuple[LinearSpec, ...]:
         return (self.linear,)
@@ -84,16 +89,43 @@ def norm_forward(
         mode: FUSED_CAST or SEPARATE.
 
     Returns:
-        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev of each row).
+        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev of each row). If the backward pass
+        produces the columns of h, the scale that it needs takes their place.
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
         return norm.forward(x, gamma, beta)
+    produces = linear.input_columns == PRODUCED
     # The cast describes row-wise codes, which y reads, and column-wise codes, which dw reads.
-    cast = input_cast(linear)
+    cast = linear.input.cast(True, False) if produces else input_cast(linear)
     assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
     codes, statistics = norm.forward(x, gamma, beta, cast)
-    return linear.input.adopt(codes, x.dtype), statistics
+    operands = linear.input.adopt(codes, x.dtype)
+    if produces:
+        operands = Operands(operands.rowwise, scale_of_cast(cast, codes, x))  # pyright: ignore[reportArgumentType]
+    return operands, statistics
+
+
+def norm_columns(
+    saved: Sequence[Any], scale: Tensor, norm: Norm, linear: LinearSpec
+) -> Callable[[Any], tuple[Any, Any]]:
+    """Return the function dh -> (dh, column-wise operand [K, M] of the output h [M, K] of an RMSNorm).
+
+    Args:
+        saved: x, gamma, None and rstdev.
+        scale: Scale of the cast of the forward pass.
+        norm: The norm.
+        linear: The linear layer.
+    """
+    x, gamma = saved[:2]
+
+    def produce(dh: Any) -> tuple[Any, Any]:
+        if offloading.used:
+            wait_for_saved(x, gamma)
+        h, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
+        return dh, cast_columns(DeferredColumns(h, scale), linear.input)
+
+    return produce
 
 
 def norm_backward(
@@ -161,9 +193,12 @@ def norm_linear_backward(
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()
     linear_operands, saved_by_norm = [dy, h, weight], (x, gamma, mean, rstdev)
+    produce_input = None
+    if spec.linear.input_columns == PRODUCED:
+        produce_input = norm_columns(saved_by_norm, h, spec.norm, spec.linear)
     del dy, h, weight
     # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
-    dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0])
+    dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0], produce_input=produce_input)
     if dh is None:  # neither x nor the norm's parameters need a gradient
         return [None, None, None, dw, db]
     # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]

@@ -31,12 +31,11 @@ from ..primitives.quantize import QuantizeSpec, quantize
 from ..runtime.autograd import Function
 from . import fusions
 from .communication import Pending
+from .deferred_columns import with_norm_columns
 from .fusions import (
     ENCODED,
     FUSED_CAST,
     IN_PRODUCT,
-    RECOMPUTED,
-    SAVED,
     SEPARATE,
     VALUES,
 )
@@ -44,8 +43,8 @@ from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
 from .linear_operands import copied, gradient_cast, input_cast, operand_of
-from .linear_spec import Dtypes, LayerSpec, LinearSpec
-from .norm_linear import norm_backward, norm_forward
+from .linear_spec import PRODUCED, RECOMPUTED, SAVED, Dtypes, LayerSpec, LinearSpec, replace_fields
+from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
 from .saving import backward_of, save, take_saved, wait_for_saved
 
@@ -105,11 +104,13 @@ class NormMLPSpec(LayerSpec):
             )
             saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
             modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
-        return replace(self, fusion_modes=modes)
+        again = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.recompute
+        return replace(self, fc1=with_norm_columns(self.fc1, again), fusion_modes=modes)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
-        return replace(self, norm=norm, compiled=None, fusion_modes=self.fusion_modes._replace(norm=SEPARATE))
+        fc1, modes = replace_fields(self.fc1, input_columns=SAVED), self.fusion_modes._replace(norm=SEPARATE)
+        return replace(self, norm=norm, fc1=fc1, compiled=None, fusion_modes=modes)
 
     def linears(self) -> tuple[LinearSpec, ...]:
         return self.fc1, self.fc2
@@ -255,7 +256,10 @@ def norm_mlp_backward(
     fc1_operands = [da if is_du else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
-    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0])
+    produce_input = None
+    if spec.fc1.input_columns == PRODUCED:
+        produce_input = norm_columns(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
+    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0], produce_input=produce_input)
     norm_gradients = (
         [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
     )

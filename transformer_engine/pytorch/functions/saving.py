@@ -8,7 +8,7 @@ A backward pass that takes the saved tensors from its node holds their last refe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,13 +23,34 @@ from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 from .scale_update import ScaleUpdate
 
+
+class DeferredColumns(NamedTuple):
+    """Values [M, K] whose column-wise codes [K, M] the backward pass computes; see `deferred_columns`.
+
+    Attributes:
+        values: The values, in high precision.
+        scale: float32 [1]: the multiplier of delayed scaling, which changes before the backward pass, or max|values|.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def split_tensors(self) -> tuple[list[Tensor | None], Callable[[list[Any]], tuple[Any, int]]]:
+        """Return the tensors, and the function that joins them and returns their number."""
+        return [*self], _join_deferred
+
+
+def _join_deferred(tensors: list[Any]) -> tuple[DeferredColumns, int]:
+    return DeferredColumns(*tensors[:2]), 2
+
+
 # A list holds one value per group of a grouped layer.
-Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
+Saved = Operand | Matrix | DeferredColumns | Tensor | GroupedOperand | list[Any] | None
 # Forms of saved values that are one tensor: of a tensor itself, and of a `Matrix`.
 _VALUES, _TRANSPOSED = True, False
 _AS_VALUES = (Tensor, Symbol)
 # Operands that take themselves apart. Compilers trace no union in a tuple.
-_OWNED = (CustomOperand, *get_args(GroupedOperand))
+_OWNED = (CustomOperand, DeferredColumns, *get_args(GroupedOperand))
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 

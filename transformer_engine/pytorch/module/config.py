@@ -89,6 +89,11 @@ def configured(
     return decorate
 
 
+def write_private(module: Any, **fields: Any) -> None:
+    """Write fields of a module's settings whose names begin with an underscore."""
+    module._config = replace(module._config, **fields)
+
+
 def fast_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
     """Set a plain attribute of a module without nn.Module's search for parameters and modules."""
     object.__setattr__(self, name, value)

@@ -53,6 +53,7 @@ class ProductsConfig(ModuleConfig):
         _options: Names of the switches of `forward`, in order; is_first_microbatch is the first.
         _tensors: Names of the tensors that `forward` reads in addition to the input, in order.
         _weights: Names of the parameters that make up each product's weight.
+        _shares_input: The module that computes the input saves its values for its own backward pass.
     """
 
     fuse_wgrad_accumulation: bool = False
@@ -66,6 +67,7 @@ class ProductsConfig(ModuleConfig):
     _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
     _weights: tuple[tuple[str, ...], ...] = ()
+    _shares_input: bool = False
 
     def input_features(self) -> int:
         """Size of the last dimension of the input."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
 from ..fast import run_backward_on_calling_thread
+from ..functions.deferred_columns import with_deferred_columns
 from ..functions.layer import LayerFunctions, compiled_functions
 from ..functions.linear_spec import (
     UNQUANTIZED,
@@ -299,6 +300,10 @@ def keeps_input(call: Call) -> bool:
     return True
 
 
+# Classes of weights that are in memory in any case; the parameters of a memory plan are fake tensors.
+_PARAMETERS = (torch.nn.Parameter, torch._subclasses.FakeTensor)
+
+
 def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
     """Return the scale update of delayed scaling that follows this call's backward pass; None without one."""
     if not needs_grad or not call.active.has_state:
@@ -363,6 +368,10 @@ def product_spec(
         ),
         may_run_again=call.gradients is None,
     )
+    if weight is not None:
+        is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
+        is_shared = call.config._shares_input and not inp.is_quantized
+        spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared)
     if shard is None or not (spec.communicates and parallel.sequence):
         return spec
     agree = (

@@ -1,0 +1,193 @@
+"""Columns of a linear layer's operands, cast by the backward pass from values that are in memory in any case.
+
+The weight gradient reads x [M, K] by columns, and the input gradient reads the weight [N, K] by columns. A product that
+cannot read row-wise codes in the other direction needs a transposed copy of the codes, one byte per element.
+
+| mode of `weight_columns`, `input_columns` | the copy |
+| --- | --- |
+| `recomputed` | the backward pass casts the values again, with the scale of the forward pass |
+| `saved` | the cast of the forward pass writes both directions, and the copy is in memory until the backward pass |
+
+| mode of `norm_columns` | the copy of the codes of a norm's output |
+| --- | --- |
+| `saved` (default) | as above |
+| `recomputed` | the backward pass computes the output of an RMSNorm again and casts it: 6 more bytes per element |
+
+The values are a parameter, or the output of an attention, which the attention's own backward pass reads. Both modes
+have the same bits. `recomputed` reads the values once more, 2 bytes per element in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.dispatch import Backend, Table, disturbances
+from ...common.formats import FLOAT8
+from ..offload.marks import active as offloading
+from ..offload.marks import mark_ready
+from ..primitives.gemm import as_matrix
+from ..primitives.operand import Operand
+from ..primitives.quantize import Cast, Quantized, quantize, quantize_as
+from ..tensor.quantizer import Matrix, Quantizer
+from .linear_operands import copied
+from .linear_spec import PRODUCED, QUANTIZED, RECOMPUTED, SAVED, LinearSpec, replace_fields
+from .saving import DeferredColumns, wait_for_saved
+
+# Reading a weight once more takes 1.3 % of the time of its three products with 8,192 rows, 6 * 8,192 FLOP per element,
+# and 0.6 % with 16,384 rows (H200: 4.2 TB/s, 1.3 PFLOP/s).
+_FEWEST_ROWS = 16384
+# Smaller copies are saved: the launch of a cast takes as long as the cast of so many elements.
+_FEWEST_ELEMENTS = 2**21
+
+
+class OperandColumns(NamedTuple):
+    """An operand of a linear layer that a product of the backward pass reads by columns.
+
+    Attributes:
+        elements: Elements of the operand.
+        rows: Rows of the layer's input, which determine how long its products take.
+        quantized: The backward pass multiplies codes.
+        one_scale: The codes have one scale, which the forward pass can save.
+        copied: The columns are a copy of the codes, not a view of the codes by rows.
+        in_memory: Something else has the values in memory until the backward pass.
+        communicates: The layer exchanges values or codes with other ranks.
+        traced: A compiler is tracing, which must see writes to the scaling state.
+    """
+
+    elements: int
+    rows: int
+    quantized: bool
+    one_scale: bool
+    copied: bool
+    in_memory: bool
+    communicates: bool
+    traced: bool
+
+
+def _unsupported(columns: OperandColumns) -> str | None:
+    """Reason why the backward pass does not cast the columns."""
+    if not columns.quantized:
+        return "the backward pass does not multiply codes"
+    if columns.traced:
+        return "a compiler is tracing, which must see writes to the scaling state"
+    if columns.communicates:
+        return "the layer exchanges values with other ranks between its products"
+    if not columns.in_memory:
+        return "the values are not in memory until the backward pass"
+    if not columns.one_scale:
+        return "only codes with one scale are cast again"
+    if not columns.copied:
+        return "products read the codes by rows in both directions"
+    return None
+
+
+def _order(fewest_rows: int, columns: OperandColumns) -> tuple[str, str]:
+    """Modes in order of preference."""
+    pays = columns.elements >= _FEWEST_ELEMENTS and columns.rows >= fewest_rows
+    return (RECOMPUTED, SAVED) if pays else (SAVED, RECOMPUTED)
+
+
+def _weight_order(columns: OperandColumns) -> tuple[str, str]:
+    return _order(_FEWEST_ROWS, columns)
+
+
+def _input_order(columns: OperandColumns) -> tuple[str, str]:
+    return _order(0, columns)
+
+
+_MODES = (Backend(RECOMPUTED, unsupported_reason=_unsupported), Backend[OperandColumns](SAVED))
+NORM_COLUMNS: Table[OperandColumns] = Table("norm_columns", _MODES[::-1], describe=OperandColumns)
+WEIGHT_COLUMNS: Table[OperandColumns] = Table(
+    "weight_columns", _MODES, describe=OperandColumns, order=_weight_order
+)
+INPUT_COLUMNS: Table[OperandColumns] = Table(
+    "input_columns", _MODES, describe=OperandColumns, order=_input_order
+)
+
+
+def with_deferred_columns(
+    spec: LinearSpec, rows: int, weight: torch.Size, keeps_weight: bool, keeps_input: bool
+) -> LinearSpec:
+    """Return the spec with the modes of its weight's and its input's columns.
+
+    Args:
+        spec: The spec.
+        rows: Rows of the input.
+        weight: Shape of the weight.
+        keeps_weight: The weight is an unquantized parameter.
+        keeps_input: Another operation saves the values of the input.
+    """
+    largest = max(weight.numel(), rows * weight[-1])
+    if spec.plain or (largest < _FEWEST_ELEMENTS and not disturbances):
+        return spec  # saved, without the time of a choice
+    found: dict[str, str] = {}
+    if spec.needs_grad_input:
+        keeps_weight = keeps_weight and spec.cached_weight is None
+        request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)
+        found["weight_columns"] = WEIGHT_COLUMNS.choose(request)
+    if spec.needs_grad_weight and keeps_input:
+        request = _columns(spec, spec.input, (rows * weight[-1], rows), not spec.keep_input)
+        found["input_columns"] = INPUT_COLUMNS.choose(request)
+    return replace_fields(spec, **found) if found else spec
+
+
+def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
+    """Return the spec of a linear layer behind a norm with the mode of the columns of the norm's output.
+
+    Args:
+        spec: The spec.
+        computed_again: The backward pass can compute the output again: of an RMSNorm whose kernel quantizes it.
+    """
+    if spec.plain or not (spec.needs_grad_input and spec.needs_grad_weight) or not disturbances:
+        return spec
+    mode = NORM_COLUMNS.choose(_columns(spec, spec.input, (0, 0), computed_again))
+    return replace_fields(spec, input_columns=PRODUCED) if mode == RECOMPUTED else spec
+
+
+def scale_of_cast(cast: Cast, codes: Quantized, beside: Any) -> Tensor:
+    """The scale from which `cast_columns` computes the columns: a copy of the multiplier, or the maximum."""
+    scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, beside)
+    assert scale is not None
+    return scale
+
+
+def _columns(
+    spec: LinearSpec, quantizer: Quantizer, size: tuple[int, int], in_memory: bool
+) -> OperandColumns:
+    quantized = spec.backward == QUANTIZED
+    cast = quantizer.cast(True, True) if quantized and in_memory and not spec.traced else None
+    return OperandColumns(
+        *size,
+        quantized=quantized,
+        one_scale=cast is not None and cast.spec.format == FLOAT8,
+        copied=cast is not None and cast.spec.columnwise,
+        in_memory=in_memory,
+        communicates=spec.communicates,
+        traced=spec.traced,
+    )
+
+
+def cast_rows(x: Any, quantizer: Quantizer) -> tuple[Operand | None, DeferredColumns]:
+    """Quantize x [M, K] by rows; return its row-wise operand and the values and scale of its columns."""
+    cast = quantizer.cast(True, False)
+    assert cast is not None
+    if offloading.synchronizer is not None:
+        mark_ready(x)
+    codes = quantize_as(as_matrix(x), cast)
+    scale = scale_of_cast(cast, codes, x)
+    return quantizer.adopt(codes, x.dtype).rowwise, DeferredColumns(x, scale)
+
+
+def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
+    """Quantize `DeferredColumns` of [M, K] with the scale of the forward pass; return the operand [K, M]."""
+    cast = quantizer.cast(False, True)
+    assert cast is not None
+    if offloading.used:
+        wait_for_saved(x.values)
+    values = as_matrix(x.values)
+    multiplier, amax = (None, x.scale) if cast.multiplier is None else (x.scale, None)
+    codes = quantize(values, cast.spec, multiplier=multiplier, amax=amax)
+    return quantizer.adopt(codes, values.dtype).columnwise
