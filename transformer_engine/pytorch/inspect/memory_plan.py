@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...common.checks import described, switch, whole
+from ...common.checks import described, number, switch, whole
 from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..attention import DotProductAttention, MultiheadAttention
@@ -25,6 +26,7 @@ from ..quantization.support import check_block
 from ..runtime import launching
 from ..runtime.device import has_cuda
 from ..tensor.quantized_tensor import QuantizedTensor
+from .memory_budget import Options, cheapest, norm_mlps
 from .memory_ledger import Ledger, scratch_of
 from .planned_backends import PlannedAttention, planning
 
@@ -68,6 +70,8 @@ class MemoryPlan:
         workspace: Workspaces of the libraries of products.
         saved: All activations after the forward pass.
         modules: Figures per module.
+        options: With a budget, the options with which the model is planned; empty if it fits as it is.
+        fits: With a budget, whether the peak is within the budget; None without one.
     """
 
     peak: int
@@ -80,6 +84,8 @@ class MemoryPlan:
     workspace: int
     saved: int
     modules: tuple[ModuleMemory, ...]
+    options: tuple[str, ...] = ()
+    fits: bool | None = None
 
     def __str__(self) -> str:
         width = max((len(module.name) for module in self.modules), default=6)
@@ -102,6 +108,9 @@ class MemoryPlan:
         )
         lines += [f"  {part.replace('_', ' '):14} {getattr(self, part) / MIB:12.1f} MiB" for part in parts]
         lines.append(f"  {'peak':14} {self.peak / MIB:12.1f} MiB")
+        if self.fits is not None:
+            lines += ["", f"{'within' if self.fits else 'above'} the budget with these options:"]
+            lines += [f"  {option}" for option in self.options or ("none",)]
         return "\n".join(lines)
 
 
@@ -112,6 +121,7 @@ def memory_plan(
     *,
     inputs: tuple[Any, ...] | None = None,
     input_gradient: bool = True,
+    budget: float | None = None,
     **keywords: Any,
 ) -> MemoryPlan:
     """Predict the peak memory of model(*inputs, **keywords).backward(..) under a recipe (None: high precision).
@@ -128,10 +138,13 @@ def memory_plan(
         inputs: The model's arguments, for models that do not begin with a module of this package. Tensors may be on the
             meta device.
         input_gradient: Whether the first input receives a gradient, as in a model with preceding layers.
+        budget: GiB for the peak, without optimizer states. The plan then has the cheapest `options` that fit,
+            or those with the lowest peak: columns of weights that the backward pass casts, quantized inputs of the
+            activations of LayerNormMLPs, and as few checkpointed LayerNormMLPs as possible. The model is not changed.
         keywords: Keyword arguments of the model.
 
     Raises:
-        ValueError: The input's shape does not follow from the model.
+        ValueError: The input's shape does not follow from the model, or the budget is not positive.
         NotImplementedError: A module is tensor-parallel.
     """
     if inputs is None:
@@ -143,9 +156,33 @@ def memory_plan(
     switch("input_gradient", input_gradient)
     check_block(True, recipe)
     _check(model)
+    plan_with = functools.partial(_planned, model, recipe, tokens, inputs, input_gradient, keywords)
+    if budget is None:
+        return plan_with(Options())
+    number("budget", budget)
+    if budget <= 0:
+        raise ValueError(
+            f"budget={budget} GiB is not positive; give the memory of the GPU without optimizer states"
+        )
+    layers, most = len(list(norm_mlps(model))), int(budget * 1024 * MIB)
+    plan, options = cheapest(plan_with, layers, most)
+    return replace(plan, options=options.lines(model), fits=plan.peak <= most)
+
+
+def _planned(
+    model: nn.Module,
+    recipe: Recipe | None,
+    tokens: int,
+    inputs: tuple[Any, ...] | None,
+    input_gradient: bool,
+    keywords: dict[str, Any],
+    options: Options,
+) -> MemoryPlan:
+    """Plan a copy of the model with these options."""
     device = _device(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     planned = _without_memory(model, device, mode)
+    options.apply(planned)
     with mode:
         arguments, keywords = _example(planned, tokens, device) if inputs is None else inputs, dict(keywords)
         arguments = tuple(_empty_like(x, device) if isinstance(x, Tensor) else x for x in arguments)
@@ -154,7 +191,8 @@ def memory_plan(
         if input_gradient and isinstance(first, Tensor) and first.is_floating_point():
             first.requires_grad_()
         multiprocessors = launching.processors(device.index).count if device.type == "cuda" else 0
-        return _TrainingStep(planned, recipe, arguments, keywords, multiprocessors).plan()
+        with options.context():
+            return _TrainingStep(planned, recipe, arguments, keywords, multiprocessors).plan()
 
 
 class _TrainingStep:
@@ -246,7 +284,7 @@ class _TrainingStep:
         copies = set(self.weight_copies)
         activations = saved - copies
         size = self.ledger.bytes
-        parts = {
+        parts: dict[str, Any] = {
             "parameters": size(live & before),
             "gradients": size(live & gradients),
             "weight_copies": size(live & copies - before),

@@ -19,6 +19,7 @@ from ...common.kernels import launch
 from ..attention import DotProductAttention
 from ..functions import weight_gradient
 from ..primitives.activation import ActivationRequest, MeasuredGradient, gradient_fuses
+from ..primitives.cross_entropy import CrossEntropyRequest
 from ..primitives.gemm import composed, cublaslt_library
 from ..primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
 from ..primitives.norm import NormRequest
@@ -169,9 +170,15 @@ def _activation(table: Table[ActivationRequest], request: ActivationRequest) -> 
     return gradient
 
 
+def _cross_entropy(table: Table[CrossEntropyRequest], request: CrossEntropyRequest) -> Callable[..., Any]:
+    """Plan the results; a gradient in place of the logits allocates nothing."""
+    return (lambda x, *_: x) if request.in_place else _results(table, request)
+
+
 _PLANNERS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
     "norm": _norm,
     "activation": _activation,
+    "cross_entropy": _cross_entropy,
     "gemm_epilogue": _gemm_epilogue,
 }
 

@@ -1,0 +1,128 @@
+"""The cheapest options of a model with which its planned peak memory fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import nn
+
+from ...common.dispatch import Unsupported, use_backend
+from ..module.layernorm_mlp import LayerNormMLP
+
+RECOMPUTED = ("weight_columns", "norm_columns")
+
+
+class Options(NamedTuple):
+    """Options that reduce memory.
+
+    Attributes:
+        recomputed: Operations whose backend "recomputed" is used, of `RECOMPUTED`: equal bits; the backward pass casts
+            columns again.
+        caches_inputs: `cache_quantized_activation_input=True` of every LayerNormMLP: gradients are rounded.
+        checkpointed: `checkpoint=True` of the first so many LayerNormMLPs: equal bits; the norm, fc1 and the activation
+            run again.
+    """
+
+    recomputed: tuple[str, ...] = ()
+    caches_inputs: bool = False
+    checkpointed: int = 0
+
+    def context(self) -> AbstractContextManager[None]:
+        """Context in which the model runs with the options of backends."""
+        return use_backend(**self._backends()) if self.recomputed else nullcontext()
+
+    def _backends(self) -> dict[str, str]:
+        return dict.fromkeys(self.recomputed, "recomputed")
+
+    def apply(self, model: nn.Module) -> None:
+        """Set the options of modules."""
+        for number, (_, layer) in enumerate(norm_mlps(model)):
+            if self.caches_inputs:
+                layer.cache_quantized_activation_input = True
+            if number < self.checkpointed:
+                layer.checkpoint = True
+
+    def lines(self, model: nn.Module) -> tuple[str, ...]:
+        """The options in the words of their settings."""
+        names = [name or "(model)" for name, _ in norm_mlps(model)]
+        found: list[str] = []
+        if self.recomputed:
+            backends = ", ".join(f'{name}="{backend}"' for name, backend in self._backends().items())
+            found.append(f"te.use_backend({backends})")
+        if self.caches_inputs:
+            found.append(f"cache_quantized_activation_input=True of {', '.join(names)}")
+        if self.checkpointed:
+            found.append(f"checkpoint=True of {', '.join(names[: self.checkpointed])}")
+        return tuple(found)
+
+
+class HasPeak(Protocol):
+    """A plan with a peak in bytes."""
+
+    @property
+    def peak(self) -> int: ...
+
+
+P = TypeVar("P", bound=HasPeak)
+
+
+def norm_mlps(model: nn.Module) -> Iterator[tuple[str, LayerNormMLP]]:
+    """Names and modules of the LayerNormMLPs of a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, LayerNormMLP):
+            yield name, module
+
+
+def cheapest(plan: Callable[[Options], P], layers: int, budget: int) -> tuple[P, Options]:
+    """Return the plan with the cheapest options whose peak fits, otherwise the plan with the lowest peak.
+
+    Columns are recomputed before inputs are cached, and as few layers as possible are checkpointed. An option that does
+    not lower the peak is left out.
+
+    Args:
+        plan: Plans the model with options.
+        layers: Number of LayerNormMLPs.
+        budget: Bytes.
+    """
+    best, chosen = plan(Options()), Options()
+    for option in (*RECOMPUTED, "caches_inputs"):
+        if best.peak <= budget:
+            return best, chosen
+        if option in RECOMPUTED:
+            tried = chosen._replace(recomputed=(*chosen.recomputed, option))
+        else:
+            tried = chosen._replace(caches_inputs=True)
+        try:
+            found = plan(tried)
+        except (
+            Unsupported
+        ):  # the backend cannot be forced for all layers, for example with quantized parameters
+            continue
+        if found.peak < best.peak:
+            best, chosen = found, tried
+    if best.peak <= budget or not layers:
+        return best, chosen
+    return _fewest_checkpoints(plan, layers, budget, best, chosen)
+
+
+def _fewest_checkpoints(
+    plan: Callable[[Options], P], layers: int, budget: int, best: P, chosen: Options
+) -> tuple[P, Options]:
+    """Bisect the number of checkpointed layers between 0, which does not fit, and all layers."""
+    above, within = 0, layers
+    everything = chosen._replace(checkpointed=layers)
+    found = plan(everything)
+    if found.peak >= best.peak:
+        return best, chosen
+    best, options = found, everything
+    while best.peak <= budget and within - above > 1:
+        middle = (above + within) // 2
+        tried = chosen._replace(checkpointed=middle)
+        found = plan(tried)
+        if found.peak <= budget:
+            best, options, within = found, tried, middle
+        else:
+            above = middle
+    return best, options
