@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -137,7 +138,10 @@ class EngineModel(LanguageModel):
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return self.engine.parallel_cross_entropy(self.head(self.norm(x)), targets, 0.0, False, None).mean()
+        loss = self.engine.parallel_cross_entropy
+        # The gradient of this engine's loss overwrites the logits; another release may lack the option.
+        in_place = {"overwrite_input": True} if "overwrite_input" in signature(loss).parameters else {}
+        return loss(self.head(self.norm(x)), targets, 0.0, False, None, **in_place).mean()
 
 
 class RMSNorm(nn.Module):

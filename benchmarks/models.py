@@ -5,7 +5,8 @@
 
 A step is forward, backward and torch's fused AdamW in bfloat16 with a bfloat16 head. Arms:
 
-- te:{bf16,delayed,current,block}: the Transformer Engine on the path;
+- te:{bf16,delayed,current,block}: the Transformer Engine on the path. The gradient of the loss overwrites the logits
+  if the release has this option (`overwrite_input`);
 - pt:{bf16,tensorwise,rowwise}: torch with each layer compiled, cuDNN's attention, torchao's float8 training;
 - liger:bf16: Liger's kernels, with its loss, which computes the head in chunks;
 - original:*: the arms of te with FOLDER first on the path, in which another release is installed (`--original`).
