@@ -204,7 +204,7 @@ def test_a_weight_that_changes_before_the_backward_pass_raises(device):
 
 WHOLE = OperandColumns(
     elements=2**22, rows=16384, quantized=True, one_scale=True, copied=True, in_memory=True,
-    communicates=False, traced=False,
+    communicates=False,
 )  # fmt: skip
 
 
@@ -221,7 +221,6 @@ def test_large_operands_are_recomputed_by_default():
     ("change", "reason"),
     [
         ({"quantized": False}, "does not multiply codes"),
-        ({"traced": True}, "a compiler is tracing"),
         ({"communicates": True}, "exchanges values with other ranks"),
         ({"in_memory": False}, "not in memory until the backward pass"),
         ({"one_scale": False}, "only codes with one scale"),

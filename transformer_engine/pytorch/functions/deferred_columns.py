@@ -54,7 +54,6 @@ class OperandColumns(NamedTuple):
         copied: The columns are a copy of the codes, not a view of the codes by rows.
         in_memory: Something else has the values in memory until the backward pass.
         communicates: The layer exchanges values or codes with other ranks.
-        traced: A compiler is tracing, which must see writes to the scaling state.
     """
 
     elements: int
@@ -64,15 +63,12 @@ class OperandColumns(NamedTuple):
     copied: bool
     in_memory: bool
     communicates: bool
-    traced: bool
 
 
 def _unsupported(columns: OperandColumns) -> str | None:
     """Reason why the backward pass does not cast the columns."""
     if not columns.quantized:
         return "the backward pass does not multiply codes"
-    if columns.traced:
-        return "a compiler is tracing, which must see writes to the scaling state"
     if columns.communicates:
         return "the layer exchanges values with other ranks between its products"
     if not columns.in_memory:
@@ -120,8 +116,9 @@ def with_deferred_columns(
         keeps_weight: The weight is an unquantized parameter.
         keeps_input: Another operation saves the values of the input.
     """
-    largest = max(weight.numel(), rows * weight[-1])
-    if spec.plain or (largest < _FEWEST_ELEMENTS and not disturbances):
+    if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no guards of sizes
+        return spec
+    if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not disturbances:
         return spec  # saved, without the time of a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
@@ -141,7 +138,12 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
         spec: The spec.
         computed_again: The backward pass can compute the output again: of an RMSNorm whose kernel quantizes it.
     """
-    if spec.plain or not (spec.needs_grad_input and spec.needs_grad_weight) or not disturbances:
+    if (
+        spec.plain
+        or spec.traced
+        or not disturbances
+        or not (spec.needs_grad_input and spec.needs_grad_weight)
+    ):
         return spec
     mode = NORM_COLUMNS.choose(_columns(spec, spec.input, (0, 0), computed_again))
     return replace_fields(spec, input_columns=PRODUCED) if mode == RECOMPUTED else spec
@@ -158,7 +160,7 @@ def _columns(
     spec: LinearSpec, quantizer: Quantizer, size: tuple[int, int], in_memory: bool
 ) -> OperandColumns:
     quantized = spec.backward == QUANTIZED
-    cast = quantizer.cast(True, True) if quantized and in_memory and not spec.traced else None
+    cast = quantizer.cast(True, True) if quantized and in_memory else None
     return OperandColumns(
         *size,
         quantized=quantized,
@@ -166,7 +168,6 @@ def _columns(
         copied=cast is not None and cast.spec.columnwise,
         in_memory=in_memory,
         communicates=spec.communicates,
-        traced=spec.traced,
     )
 
 
