@@ -21,12 +21,14 @@ class _Division(NamedTuple):
     """The modules of a Sequential, divided into parts.
 
     Attributes:
-        modules: The modules.
-        fusible: Those that are operations and may fuse.
+        modules: The values of `_modules`.
+        operations: Those that are operations.
+        fusible: Operations without hooks, which may fuse.
         parts: Fused chains and single modules, in order.
     """
 
-    modules: list[torch.nn.Module]
+    modules: list[torch.nn.Module | None]
+    operations: list[FusibleOperation]
     fusible: list[FusibleOperation]
     parts: list[ChainPart]
 
@@ -83,17 +85,21 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         An operation with hooks or with another `forward` is a single module, because fusion would skip both.
         """
-        modules = list(self)
+        modules: list[torch.nn.Module | None] = list(self._modules.values())
+        before = self._division
+        if before is not None and before.modules != modules:
+            before = None
+        # Usually nothing has changed and all operations fuse; this is found in few steps, because each call asks.
+        if before and len(before.fusible) == len(before.operations) and are_bare(before.operations):
+            return before.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        # Usually all operations may fuse, and one call finds that out.
-        fusible = operations if are_bare(operations) else [op for op in operations if are_bare([op])]
+        fusible = [operation for operation in operations if are_bare([operation])]
         if is_explaining():
             self._note_unfused()
-        before = self._division
-        if before is not None and before.modules == modules and before.fusible == fusible:
+        if before and before.fusible == fusible:
             return before.parts
         runs: list[list[torch.nn.Module]] = []  # consecutive operations that fuse, or a single module
-        for module in modules:
+        for module in self:
             if runs and module in fusible and runs[-1][-1] in fusible:
                 runs[-1].append(module)
             else:
@@ -116,7 +122,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     op.connect(NO_CHANNELS)
                 module = OperationFuser(chain, channels)
             parts.append(ChainPart(module, run_ops, channels))
-        self._division = _Division(modules, fusible, parts)
+        self._division = _Division(modules, operations, fusible, parts)
         return parts
 
     @property
@@ -125,7 +131,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         None before the first forward pass, and when modules have changed since the last one.
         """
-        if self._division is None or self._division.modules != list(self):
+        if self._division is None or self._division.modules != list(self._modules.values()):
             return None
         return [part.module for part in self._division.parts]
 
