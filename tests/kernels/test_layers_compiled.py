@@ -30,6 +30,8 @@ STACKS = {
     "block_cast.both_blocks_kernel": 16,
     "delayed_scaling._advance": 8,
     "mxfp8.matrices_kernel": 8,
+    "block_cast.square_block_kernel": 96,  # of an odd number of rows, whose codes are stored byte by byte, on 12.x
+    "block_fused.forward_kernel": 24,  # of float32 scales and columns that are no multiple of 16
     "activation_cast.backward_kernel": 8,
 }
 # Products whose instruction reads the block scales.
