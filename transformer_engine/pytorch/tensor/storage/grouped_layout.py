@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ....common.checks import whole
-from ...primitives.scale_order import compact
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 # The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves
@@ -200,23 +199,6 @@ def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> No
             )
 
 
-def compact_scales(members: Sequence[GroupMember], buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return copies of the scale buffers whose members' swizzled scales are in row order."""
-    found = {name: buffers[name] for name in ("scale_inv", "columnwise_scale_inv")}
-    copies = {name: held.clone() for name, held in found.items() if held is not None}
-    for member, place in ((m, p) for m in members for p in m.places if p.buffer in copies):
-        rows, columns = place.shape
-        tiles = copies[place.buffer][place.begin : place.begin + rows * columns]
-        storage: Any = None if member.rebuild is None else member.rebuild.storage_class
-        if place.buffer == "columnwise_scale_inv" and not storage.COLUMNS_TRANSPOSED:
-            # The scales have the orientation of the values; their tiles are those of the transpose.
-            scales = compact(tiles.view(columns, rows)).t()
-        else:
-            scales = compact(tiles.view(rows, columns))
-        tiles.view(rows, columns).copy_(scales)
-    return copies
-
-
 def host_numbers(numbers: Tensor | Sequence[int] | None) -> list[int] | None:
     """Return numbers of the device or the host as a list; reading a device tensor waits for it."""
     if numbers is None:
@@ -286,6 +268,8 @@ def placed_members(
     buffers: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     offsets: Offsets,
+    *,
+    swizzled: bool = False,
 ) -> tuple[GroupMember, ...]:
     """Return the members of buffers that the caller filled, or will fill.
 
@@ -295,6 +279,7 @@ def placed_members(
         buffers: The flat buffers by attribute name.
         dtype: Nominal dtype.
         offsets: First elements in the buffers.
+        swizzled: Scales of one byte are in the order of matrix instructions, member by member.
 
     Raises:
         ValueError: A buffer is missing or too short.
@@ -306,6 +291,7 @@ def placed_members(
     if quantizer is not None:
         quantizer = quantizer.copy()
         quantizer.set_usage(**usages)
+        quantizer.optimize_for_gemm = swizzled
     ends: dict[str, int] = {}
     members = []
     for number, shape in enumerate(shapes):
