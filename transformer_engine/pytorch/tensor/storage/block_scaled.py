@@ -235,9 +235,6 @@ class BlockScaledStorage(QuantizedTensorStorage):
         constants = {**self.constants(), "with_gemm_swizzled_scales": swizzled}
         return self.storage_class().pack(self.unpack(), self.shape, **constants)  # pyright: ignore
 
-    def row_ordered(self) -> QuantizedTensorStorage:
-        return self.in_scale_order(False)
-
     def swizzle_(self) -> None:
         """Put scales of one byte in the order of matrix instructions, in new memory; float32 scales stay."""
         if self.format.swizzled and not self._with_gemm_swizzled_scales:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -30,6 +30,7 @@ BUFFERS = {
 ONE_SCALE = "fp8_scale_inv"
 ROWWISE = ("rowwise_data", "scale_inv", "_amax")
 COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "_columnwise_amax")
+SCALES = ("scale_inv", "columnwise_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,31 @@ class GroupLayout:
     logical: tuple[int, ...]
     varies: tuple[bool, bool]
     members: tuple[GroupMember, ...] | None = None
+
+    @property
+    def has_swizzled_scales(self) -> bool:
+        """Whether the scales of all matrices are known to be in the order of matrix instructions."""
+        rebuilds = [member.rebuild for member in self.members or ()]
+        return bool(rebuilds) and all(
+            rebuild is not None and dict(rebuild.constants).get("with_gemm_swizzled_scales", False)
+            for rebuild in rebuilds
+        )
+
+    def rewritten(
+        self, members: Sequence[QuantizedTensorStorage], buffers: Mapping[str, Tensor | None]
+    ) -> GroupLayout:
+        """Copy the members' scales to their places in the buffers, and return the layout of these members."""
+        assert self.members is not None
+        found = []
+        for placed, member in zip(self.members, members, strict=True):
+            parts = parts_of(member)
+            for place in placed.places:
+                buffer = buffers.get(place.buffer)
+                if buffer is not None:
+                    end = place.begin + prod(place.shape)
+                    buffer[place.begin : end].view(place.shape).copy_(parts[place.buffer])
+            found.append(replace(placed, rebuild=rebuild_of(member)))
+        return replace(self, members=tuple(found))
 
     @classmethod
     def of(cls, members: Sequence[GroupMember], varies: tuple[bool, bool] | None = None) -> GroupLayout:
@@ -291,7 +317,7 @@ def placed_members(
     if quantizer is not None:
         quantizer = quantizer.copy()
         quantizer.set_usage(**usages)
-        quantizer.optimize_for_gemm = swizzled
+        quantizer.optimize_for_gemm = swizzled  # pyright: ignore[reportAttributeAccessIssue]
     ends: dict[str, int] = {}
     members = []
     for number, shape in enumerate(shapes):

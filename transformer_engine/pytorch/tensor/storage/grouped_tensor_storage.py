@@ -259,29 +259,6 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return buffer[place.begin : end].view(place.shape)
 
     @property
-    def _with_gemm_swizzled_scales(self) -> bool:
-        """Whether the scales of all matrices are in the order of matrix instructions."""
-        rebuilds = [member.rebuild for member in self._layout.members or ()]
-        return bool(rebuilds) and all(
-            rebuild is not None and dict(rebuild.constants).get("with_gemm_swizzled_scales", False)
-            for rebuild in rebuilds
-        )
-
-    def swizzle_(self) -> None:
-        """Put scales of one byte in the order of matrix instructions, matrix by matrix, in the buffers."""
-        made = self.members()
-        for member in made:
-            member.swizzle_()
-        members = []
-        for placed, member in zip(self._members, made, strict=True):
-            parts = parts_of(member)
-            for place in placed.places:
-                if place.buffer in ("scale_inv", "columnwise_scale_inv"):
-                    self._at(place).copy_(parts[place.buffer])
-            members.append(replace(placed, rebuild=rebuild_of(member)))
-        self._layout = replace(self._layout, members=tuple(members))
-
-    @property
     def format(self) -> TensorFormat:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.members()[0].format
 

@@ -189,10 +189,7 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """Return the inverse of `pack`, as views; maxima per row are a column [M, 1], so that rows can be sliced.
-
-        Swizzled scales are copied to row order.
-        """
+        """Return the inverse of `pack`, as views, with scales in rows; maxima per row are a column [M, 1]."""
         usages = self.get_usages()
         rowwise = row_major(self.contract(COLS)) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = row_major(self.contract(ROWS)) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
@@ -323,10 +320,6 @@ class QuantizedTensorStorage:
     def byte_layout(self) -> tuple[Any, ...]:
         """Return the constants that define the meaning of the bytes, without quantizer and nominal dtype."""
         return tuple(getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype"))
-
-    def row_ordered(self) -> QuantizedTensorStorage:
-        """Return this payload with scales in row order: itself, unless its scales are swizzled."""
-        return self
 
     def row_granularity(self) -> int:
         """Return the multiple of rows at which slices do not split blocks of scales in any present direction."""
