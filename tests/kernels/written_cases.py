@@ -286,8 +286,9 @@ def grouped() -> Iterator[Case]:
         ),
     )
     for name, scales, codes, factors in scaled:
-        launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales)
-        yield f"grouped {name} product", launch, (*codes, INDEX, *factors, HALF)
+        for tma in (False, True):
+            launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales, tma=tma)
+            yield f"grouped {name} product tma={tma}", launch, (*codes, INDEX, *factors, HALF)
         launch = grouped_scaled.product_of_rows(*SHAPE, 512, 4, scales, clears=True)
         yield f"grouped {name} product that clears", launch, (*codes, INDEX, *factors, HALF)
         for by_address in (False, True):

@@ -118,11 +118,13 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
         # A K without and with a partial last step.
         for name, depth in (("grouped rows", 2080), ("grouped even rows", 2048)):
             if every or name == "grouped rows":
-                record = grouped_scaled.product_of_rows(4096, 2048, depth, 8, scales)
-                yield kind, name, record, [*codes, "i32", *factors, "bf16", "bf16"]
+                for tma in {False, row.has("tensor memory")}:
+                    record = grouped_scaled.product_of_rows(4096, 2048, depth, 8, scales, tma=tma)
+                    yield kind, f"{'tma ' * tma}{name}", record, [*codes, "i32", *factors, "bf16", "bf16"]
         options = {"accumulates": True, "by_address": True}
-        record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, scales, **options)
-        yield kind, "grouped columns", record, [*codes, *factors, "i32", "i64", "fp32"]
+        for tma in {False, row.has("tensor memory")}:
+            record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, scales, **options, tma=tma)
+            yield kind, f"{'tma ' * tma}grouped columns", record, [*codes, *factors, "i32", "i64", "fp32"]
     # Groups of codes with one scale per tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")
@@ -186,6 +188,7 @@ def facts(kind: str, row: Hardware, launch: Launch, dtypes: list[str | None]) ->
         "registers": registers,
         "stack": stack,
         "copied": bool(COPIED.search(kernel.asm["ptx"])),
+        "loads by TMA": "cp.async.bulk.tensor.2d" in kernel.asm["ptx"],
         "fits": kernel.metadata.shared <= row.shared_memory,
         "tensor memory": (getattr(kernel.metadata, "tmem_size", 0) or 0) <= row.tensor_memory,
     }

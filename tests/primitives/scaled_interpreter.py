@@ -249,16 +249,23 @@ def grouped(
             (elements[0], elements[1]), form.length, factor, left.format.row_scaled
         )
 
+    different = 0
     for out, left, right, added in ((y, rows[0], b, bias), (dx, rows[1], b_t, None)):
-        record = grouped_scaled.product_of_rows(
-            total, out.shape[1], k + n - out.shape[1], count, scales(left, right)
-        )
+        shape = (total, out.shape[1], k + n - out.shape[1], count, scales(left, right))
         factors = (left.scale, right.scale, left.amax, right.amax)
-        launch.start(record, (left.codes, right.codes, groups.layout, *factors, added, out), -1)
+        by_tma = out.clone()
+        for tma, result in ((False, out), (True, by_tma)):
+            record = grouped_scaled.product_of_rows(*shape, tma=tma)
+            launch.start(record, (left.codes, right.codes, groups.layout, *factors, added, result), -1)
+        different += int((by_tma != out).sum())
     left, right = columns[1], columns[0]
     inputs = (left.codes, right.codes, left.scale, right.scale, left.amax, right.amax, groups.layout)
     shape = (total, n, k, count, scales(left, right))
-    launch.start(grouped_scaled.product_of_columns(*shape), (*inputs, None, dw), -1)
+    by_tma = dw.clone()
+    for tma, result in ((False, dw), (True, by_tma)):
+        record = grouped_scaled.product_of_columns(*shape, tma=tma)
+        launch.start(record, (*inputs, None, result), -1)
+    different += int((by_tma != dw).sum())
     added = grouped_scaled.product_of_columns(*shape, accumulates=True, by_address=True)
     launch.start(added, (*inputs, address, members[0]), -1)
     products = {
@@ -279,6 +286,7 @@ def grouped(
         found[f"grouped {name} {product}"] = max(errors)
     # The gradient of a group without rows.
     empty = splits.index(0)
+    found[f"grouped {name} by TMA"] = different
     found[f"grouped {name} empty"] = float(dw[empty].abs().max() + (members[empty] - 1).abs().max())
     return found
 

@@ -234,7 +234,9 @@ def columns_kernel(
             b_tile += BLOCK_M
         if SCALING == _BY_TENSOR:
             total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
-    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
+    corner = tl.cast(tile_n * BLOCK_N, tl.int64) * K + tile_k * BLOCK_K
+    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + corner
+    places += tl.arange(0, BLOCK_N)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)

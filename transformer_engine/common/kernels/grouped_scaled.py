@@ -59,6 +59,7 @@ def rows_kernel(
     EVEN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, FORMAT_A: tl.constexpr,
     FORMAT_B: tl.constexpr, LENGTH: tl.constexpr, PACKING: tl.constexpr, ROWS_A: tl.constexpr,
     CLEARS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
@@ -68,7 +69,9 @@ def rows_kernel(
         level_a: Maxima [GROUPS], or [total] if ROWS_A, whose multiples by RANGE scale the sums; or None.
         level_b: Maxima [GROUPS]; or None.
         EVEN: K is a multiple of BLOCK_K.
-        CLEARS: Rows after the last group, up to TOTAL, become zero; otherwise they are not written.
+        TOTAL: Rows of a.
+        CLEARS: Rows after the last group become zero; otherwise they are not written.
+        TMA: TMA loads the codes, with zeros past the end.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
     k = tl.arange(0, BLOCK_K // PACKING)
@@ -96,29 +99,41 @@ def rows_kernel(
     pitch = K // PACKING
     columns = K // LENGTH
     corner_b = group.to(tl.int64) * N + tile_n * BLOCK_N
-    a_tile = a + corner * pitch + (read_m[:, None] * pitch + k[None, :])
-    b_tile = b + corner_b * pitch + (read_n[:, None] * pitch + k[None, :])
+    width: tl.constexpr = BLOCK_K // PACKING
+    if TMA:
+        stride = tl.cast(pitch, tl.int64)
+        a_tiles = tl.make_tensor_descriptor(a, [TOTAL, pitch], [stride, 1], [ROWS, width])
+        b_tiles = tl.make_tensor_descriptor(b, [GROUPS * N, pitch], [stride, 1], [BLOCK_N, width])
+    else:
+        a_tile = a + corner * pitch + (read_m[:, None] * pitch + k[None, :])
+        b_tile = b + corner_b * pitch + (read_n[:, None] * pitch + k[None, :])
     a_scale = scale_a + corner * columns + (read_m[:, None] * columns + s[None, :])
     b_scale = scale_b + corner_b * columns + (read_n[:, None] * columns + s[None, :])
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for block in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
-        if EVEN:
+        if TMA:
+            a_codes = a_tiles.load([start + first_m, block * width])
+            b_codes = b_tiles.load([group * N + tile_n * BLOCK_N, block * width])
+        elif EVEN:
             a_codes = tl.load(a_tile)
             b_codes = tl.load(b_tile)
+        else:
+            inside = (k < (K - block * BLOCK_K) // PACKING)[None, :]
+            a_codes = tl.load(a_tile, mask=inside, other=0.0)
+            b_codes = tl.load(b_tile, mask=inside, other=0.0)
+        if EVEN:
             a_scales = tl.load(a_scale)
             b_scales = tl.load(b_scale)
         else:
-            inside = (k < (K - block * BLOCK_K) // PACKING)[None, :]
             exists = (s < columns - block * (BLOCK_K // LENGTH))[None, :]
-            a_codes = tl.load(a_tile, mask=inside, other=0.0)
-            b_codes = tl.load(b_tile, mask=inside, other=0.0)
             a_scales = tl.load(a_scale, mask=exists, other=0.0)
             b_scales = tl.load(b_scale, mask=exists, other=0.0)
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
-        a_tile += BLOCK_K // PACKING
-        b_tile += BLOCK_K // PACKING
         a_scale += BLOCK_K // LENGTH
         b_scale += BLOCK_K // LENGTH
+        if not TMA:
+            a_tile += width
+            b_tile += width
     if level_a is not None:
         # The product of the maxima is as large as the result, so that it neither overflows nor underflows before it.
         level = tl.load(level_b + group)
@@ -160,6 +175,7 @@ def columns_kernel(
     BLOCK_M: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Compute out_e [N, K] = sum over the rows of group e of a [N, TOTAL] and b [K, TOTAL]; groups have ALIGN i rows.
 
@@ -167,6 +183,7 @@ def columns_kernel(
         scale_a: Block scales [N, TOTAL / LENGTH].
         scale_b: Block scales [K, TOTAL / LENGTH].
         level_a, level_b: Maxima [GROUPS], whose multiples by RANGE scale the sums; or None.
+        TMA: TMA loads the codes, with zeros past the group's end.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -189,27 +206,42 @@ def columns_kernel(
     pitch = TOTAL // PACKING
     corner_n = (tile_n * BLOCK_N).to(tl.int64)
     corner_k = (tile_k * BLOCK_K).to(tl.int64)
-    a_tile = a + (corner_n * pitch + start // PACKING) + (read_n[:, None] * pitch + m[None, :])
-    b_tile = b + (corner_k * pitch + start // PACKING) + (read_k[:, None] * pitch + m[None, :])
+    first_byte = start // PACKING
+    step: tl.constexpr = BLOCK_M // PACKING
+    if TMA:
+        stride = tl.cast(pitch, tl.int64)
+        end = tl.maximum(first_byte + rows // PACKING, 1)  # a descriptor has no empty axis
+        a_tiles = tl.make_tensor_descriptor(a, [N, end], [stride, 1], [BLOCK_N, step])
+        b_tiles = tl.make_tensor_descriptor(b, [K, end], [stride, 1], [BLOCK_K, step])
+    else:
+        a_tile = a + (corner_n * pitch + first_byte) + (read_n[:, None] * pitch + m[None, :])
+        b_tile = b + (corner_k * pitch + first_byte) + (read_k[:, None] * pitch + m[None, :])
     a_scale = scale_a + (corner_n * width + first_s) + (read_n[:, None] * width + s[None, :])
     b_scale = scale_b + (corner_k * width + first_s) + (read_k[:, None] * width + s[None, :])
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for block in tl.range(0, tl.cdiv(rows, BLOCK_M), num_stages=STAGES):
-        inside = (m < (rows - block * BLOCK_M) // PACKING)[None, :]
         exists = (s < (rows - block * BLOCK_M) // LENGTH)[None, :]
-        a_codes = tl.load(a_tile, mask=inside, other=0.0)
-        b_codes = tl.load(b_tile, mask=inside, other=0.0)
+        if TMA:
+            a_codes = a_tiles.load([tile_n * BLOCK_N, first_byte + block * step])
+            b_codes = b_tiles.load([tile_k * BLOCK_K, first_byte + block * step])
+        else:
+            inside = (m < (rows - block * BLOCK_M) // PACKING)[None, :]
+            a_codes = tl.load(a_tile, mask=inside, other=0.0)
+            b_codes = tl.load(b_tile, mask=inside, other=0.0)
         a_scales = tl.load(a_scale, mask=exists, other=0.0)
         b_scales = tl.load(b_scale, mask=exists, other=0.0)
         a_scale += BLOCK_M // LENGTH
         b_scale += BLOCK_M // LENGTH
         total = tl.dot_scaled(a_codes, a_scales, FORMAT_A, b_codes.T, b_scales, FORMAT_B, total)
-        a_tile += BLOCK_M // PACKING
-        b_tile += BLOCK_M // PACKING
+        if not TMA:
+            a_tile += step
+            b_tile += step
     if level_a is not None:
         total *= RANGE
         total *= tl.load(level_a + group) * tl.load(level_b + group)
-    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
+    corner = tl.cast(tile_n * BLOCK_N, tl.int64) * K + tile_k * BLOCK_K
+    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + corner
+    places += tl.arange(0, BLOCK_N)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
@@ -224,25 +256,27 @@ _SIDE, _STEP, _STAGES, _WARPS = 128, 128, {1: 3, 2: 5}, 8
 
 @functools.lru_cache(maxsize=4096)
 def product_of_rows(
-    total: int, width: int, depth: int, groups: int, scales: BlockScales, *, clears: bool = False
-) -> Launch:
+    total: int, width: int, depth: int, groups: int, scales: BlockScales,
+    *, clears: bool = False, tma: bool = False,
+) -> Launch:  # fmt: skip
     """Return the launch (a [total, depth], b, layout, scales, maxima | None, bias | None) -> out [total, width].
 
     Scales and maxima are those of a and b. Codes of 4 bits are packed: a is [total, depth / 2].
 
     Args:
         clears: Rows after the last group become zero; otherwise they are not written.
+        tma: TMA loads the codes; addresses and rows must be multiples of 16 bytes.
     """
     tiles_m = tiles_at_most(total, groups) + clears
     constants = (
         depth % _STEP == 0, groups, _STAGES[scales.packing], *scales.elements, scales.length, scales.packing,
-        scales.row_scaled, clears, _SIDE, _STEP, 8,
+        scales.row_scaled, clears, _SIDE, _STEP, 8, tma,
     )  # fmt: skip
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, _SIDE), 1, 1),
         (Output((total, width), None),),
-        (width, depth, tiles_m, total if clears else 0, scales.factor or 1.0),
+        (width, depth, tiles_m, total, scales.factor or 1.0),
         constants,
         _WARPS,
     )
@@ -251,7 +285,7 @@ def product_of_rows(
 @functools.lru_cache(maxsize=4096)
 def product_of_columns(
     total: int, width: int, depth: int, groups: int, scales: BlockScales,
-    *, accumulates: bool = False, by_address: bool = False,
+    *, accumulates: bool = False, by_address: bool = False, tma: bool = False,
 ) -> Launch:  # fmt: skip
     """Return the launch (a, b, scales, maxima | None, layout, table of results | None) -> out [groups, width, depth].
 
@@ -260,12 +294,13 @@ def product_of_columns(
     Args:
         accumulates: Add to the values of out.
         by_address: The table's matrices are written; out is one of them, for its dtype.
+        tma: See `product_of_rows`.
     """
     grid = (groups * ceil_div(width, _SIDE) * ceil_div(depth, _SIDE), 1, 1)
     outputs = () if by_address or accumulates else (Output((groups, width, depth), None),)
     constants = (
         groups, *scales.elements, scales.length, scales.packing, accumulates, _SIDE, _SIDE, _STEP, 8,
-        _STAGES[scales.packing],
+        _STAGES[scales.packing], tma,
     )  # fmt: skip
     return Launch(
         *(columns_kernel, grid, outputs, (total, width, depth, scales.factor or 1.0), constants, _WARPS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,11 +60,29 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     scales = kernels.BlockScales(elements, a.length, factor, a.row_scaled)
     shape = request.rows, request.n, request.k, request.groups, scales
     if request.along == "columns":
-        record, start = kernels.product_of_rows(*shape), _rows
+        make, start = partial(kernels.product_of_rows, *shape), _rows
     else:
         options = {"accumulates": request.accumulates, "by_address": request.by_address}
-        record, start = kernels.product_of_columns(*shape, **options), _columns
-    return on_device(start, record)
+        make, start = partial(kernels.product_of_columns, *shape, **options), _columns
+    record = make()
+    if not current_hardware().has("tensor memory"):
+        return on_device(start, record)
+    by_tma = make(tma=True)
+
+    def start_aligned(record: launch.Launch, product: GroupedProduct, device: int) -> None:
+        start(by_tma if _aligned(product) else record, product, device)
+
+    return on_device(start_aligned, record)
+
+
+def _aligned(product: GroupedProduct) -> bool:
+    """Return whether TMA can load the codes: they are not empty, and addresses and rows are multiples of 16 bytes."""
+    for codes in (product.a.codes, product.b.codes):  # pyright: ignore[reportAttributeAccessIssue]
+        if codes is None or not codes.numel():
+            return False
+        if (codes.data_ptr() | codes.shape[-1] * codes.element_size()) % launch.ALIGNMENT:
+            return False
+    return True
 
 
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:
