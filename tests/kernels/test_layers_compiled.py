@@ -27,10 +27,11 @@ STACKS = {
     "attention_backward.grad_keys": 144,
     "grouped_gemm.columns_kernel": 96,
     "block_fused.backward_kernel": 256,
-    "block_cast.both_blocks_kernel": 16,
+    "block_cast.both_blocks_kernel": 136,  # of an odd number of rows on 8.0; 16 elsewhere
     "delayed_scaling._advance": 8,
     "mxfp8.matrices_kernel": 8,
     "block_cast.square_block_kernel": 96,  # of an odd number of rows, whose codes are stored byte by byte, on 12.x
+    "grouped_block_cast.square_block_kernel": 80,  # of float32 scales and single accesses on 8.x
     "block_fused.forward_kernel": 24,  # of float32 scales and columns that are no multiple of 16
     "activation_cast.backward_kernel": 8,
 }

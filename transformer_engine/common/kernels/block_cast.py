@@ -73,12 +73,12 @@ def tile_blocks(
     """
     if codes is not None:
         _row_blocks(
-            codes, scale, M, K, first_m, first_k, half * 2, k, even,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
+            codes, scale, M, K, first_m, first_k, half * 2, k, even, MAXIMUM,
+            EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
         )  # fmt: skip
         _row_blocks(
-            codes, scale, M, K, first_m, first_k, half * 2 + 1, k, odd,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
+            codes, scale, M, K, first_m, first_k, half * 2 + 1, k, odd, MAXIMUM,
+            EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN, CONVERSION,
         )  # fmt: skip
     if codes_t is not None:
         amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
@@ -179,16 +179,15 @@ def _both_blocks_of_tile(
     MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
     BAND: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    half = tl.arange(0, WIDTH // 2)
-    k = tl.arange(0, WIDTH)
+    half, k = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH)
     tile_m, tile_k = tile.position(program, tl.cdiv(M, WIDTH), tl.cdiv(K, WIDTH), BAND)
     first_m = (tile_m * WIDTH).to(tl.int64)
     first_k = (tile_k * WIDTH).to(tl.int64)
     even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     tile_blocks(
-        even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
-        MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
+        even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k, MAXIMUM,
+        EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN, CONVERSION,
     )  # fmt: skip
 
 

@@ -140,7 +140,8 @@ def row_blocks(
     codes, codes_t = codes_of(shape, groups, True, element, rowwise, columnwise)
     scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
     scale_t = Output(None, "float32") if columnwise else None
-    return Launch(row_block_kernel, grid, (codes, scale, codes_t, scale_t), scalars, steps, warps=8)
+    outputs = (codes, scale, codes_t, scale_t)
+    return Launch(row_block_kernel, grid, outputs, scalars, steps, _warps(shape[1]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,4 +168,11 @@ def square_blocks(
         codes_t,
         Output((groups, *tiles[::-1]), "float32") if columnwise else None,
     )
-    return Launch(square_block_kernel, grid, outputs, scalars, steps, warps=8, tables=tables_of(False))
+    return Launch(
+        square_block_kernel, grid, outputs, scalars, steps, _warps(shape[1]), tables=tables_of(False)
+    )
+
+
+def _warps(depth: int) -> int:
+    """Warps of a tile of 128 x 128 values, whose single accesses spill 144 bytes per thread with 8 warps."""
+    return 8 if depth % 16 == 0 else 16
