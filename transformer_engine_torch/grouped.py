@@ -157,9 +157,9 @@ def nvfp4_data_transpose(input: Tensor, output: Tensor | None = None) -> Tensor:
 
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Check that products can read the scales of a block-scaled tensor; there is nothing to reorder.
+    """Put the scales of a block-scaled tensor in the order of matrix instructions, in place.
 
-    Tensors keep scales row by row, and products of this package read them in this order, or reorder them for a library.
+    `_with_gemm_swizzled_scales` is True then. Products read both orders. Float32 scales of FP8 blocks stay.
 
     Args:
         tensor: MXFP8 or NVFP4 tensor, FP8 tensor in blocks of 128, or a group of such tensors.
@@ -174,17 +174,18 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
                 f"tensor={described(part)} is {with_article(type(part))} without block scales; give an MXFP8 or NVFP4 "
                 "tensor"
             )
+    tensor.swizzle_()
 
 
 grouped_swizzle_for_gemm = swizzle_scales_for_gemm_
 
 
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], *directions: bool) -> None:
-    """Check that products can read the scales of several tensors; see `swizzle_scales_for_gemm_`.
+    """Put the scales of several tensors in the order of matrix instructions; see `swizzle_scales_for_gemm_`.
 
     Args:
         tensors: Block-scaled tensors.
-        directions: Have no effect: both directions are kept row by row.
+        directions: Have no effect: both directions of a tensor have the same order.
     """
     sequence("tensors", tensors)
     for tensor in tensors:

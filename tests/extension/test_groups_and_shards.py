@@ -85,16 +85,24 @@ def test_fp4_codes_are_transposed():
     assert tex.nvfp4_data_transpose(packed, out) is out and torch.equal(out, expected)
 
 
-def test_scales_stay_in_row_order_and_products_read_them():
+def test_scales_are_swizzled_in_place_and_products_read_them():
     x, w = torch.randn(32, 64), torch.randn(32, 64)
     q = te.MXFP8Quantizer(E4M3)
     qx, qw = q(x), q(w)
-    before = general_gemm(qw, qx, torch.float32)[0]
+    before, scale = general_gemm(qw, qx, torch.float32)[0], qx._rowwise_scale_inv
     tex.swizzle_scales_for_gemm_(qx)
     tex.multi_tensor_swizzle_scales_for_gemm_([qw], True, True)
-    tex.grouped_swizzle_for_gemm(tex.group_quantize(torch.cat((x, w)), q, 2, None))
+    assert qx._with_gemm_swizzled_scales is qw._with_gemm_swizzled_scales is True
+    assert torch.equal(qx._rowwise_scale_inv.flatten(), in_tiles(scale))
     after = general_gemm(qw, qx, torch.float32)[0]
     assert torch.equal(before, after)
+    group = tex.group_quantize(torch.cat((x, w)), q, 2, None)
+    values, buffer = group.dequantize(), group.scale_inv.clone()
+    tex.grouped_swizzle_for_gemm(group)
+    assert group._with_gemm_swizzled_scales is True and not torch.equal(group.scale_inv, buffer)
+    assert torch.equal(group.dequantize(), values)
+    tex.grouped_swizzle_for_gemm(group)  # again: the same order
+    assert torch.equal(group.dequantize(), values)
     torch.testing.assert_close(after, qx.dequantize() @ qw.dequantize().t())
     with pytest.raises(TypeError, match="block scales"):
         tex.swizzle_scales_for_gemm_(x)
@@ -133,7 +141,8 @@ def test_groups_of_swizzled_scales_have_the_values_of_their_members(name):
         dtype=torch.float32, num_tensors=2, shapes=shapes, quantizer=quantizer, with_gemm_swizzled_scales=True,
         **buffers,
     )  # fmt: skip
-    assert torch.equal(buffers["scale_inv"], swizzled)  # the caller's buffers keep their order
+    assert torch.equal(buffers["scale_inv"], swizzled) and group.scale_inv is buffers["scale_inv"]
+    assert group._with_gemm_swizzled_scales is True
     for member, expected in zip(group.members(), members, strict=True):
         assert torch.equal(member.dequantize(), expected.dequantize())
         for part in (member, expected):

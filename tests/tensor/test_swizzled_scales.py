@@ -6,12 +6,14 @@ of 128 x 4, is at ((r // 128) (C / 4) + c // 4) 512 + (r % 32) 16 + (r % 128 // 
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from tests.tensor.quantizer_cases import CASES
 from transformer_engine.common.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
@@ -83,11 +85,73 @@ def test_quantizers_for_products_write_the_scales_that_others_write_in_rows(name
         assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
         assert torch.equal(found.scale.view(torch.uint8), by_formula(expected.scale))
         assert found.format.in_tiles and not expected.format.in_tiles
-    for expected, found in zip(
-        plain(x).get_metadata().values(), fused(x).get_metadata().values(), strict=True
-    ):
-        if isinstance(expected, torch.Tensor):  # a tensor keeps its scales in rows, whoever reads them
-            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    plain, fused = quantizer_of(name), quantizer_of(name)
+    fused.optimize_for_gemm = True
+    made, expected = fused(x), with_swizzled_scales(plain(x))
+    assert made._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
+    for field, value in expected.get_metadata().items():
+        found = made.get_metadata()[field]
+        assert field == "quantizer" or (
+            torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+        ), field
+    assert torch.equal(made.dequantize(), plain(x).dequantize())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(name):
+    quantizer = quantizer_of(name)
+    x, other = torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(256, 128, dtype=torch.bfloat16)
+    plain = quantizer(x)
+    quantizer.optimize_for_gemm = True
+    made = quantizer(x)
+    for rows in (slice(0, 128), slice(64, 256)):
+        assert torch.equal(made[rows].dequantize(), plain[rows].dequantize())
+    for part, wanted in zip(made.split(128), plain.split(128), strict=True):
+        assert torch.equal(part.dequantize(), wanted.dequantize())
+    assert made.clone()._with_gemm_swizzled_scales is True
+    stored = io.BytesIO()
+    torch.save(made, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    assert loaded._with_gemm_swizzled_scales is True and torch.equal(loaded.dequantize(), plain.dequantize())
+    # Bytes and values are written in the order of the target.
+    for source, target in ((quantizer(other), plain), (plain, made)):
+        target.copy_from_storage(source)
+        assert torch.equal(target.dequantize(), source.dequantize())
+    made.quantize_(x)
+    assert made._with_gemm_swizzled_scales is True
+    assert torch.equal(made.dequantize(), quantizer(x).dequantize())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_written_to_rows_reach_a_tensor_of_swizzled_scales(name):
+    quantizer = quantizer_of(name)
+    quantizer.set_usage(columnwise=False)
+    quantizer.optimize_for_gemm = True
+    whole = quantizer(torch.ones(256, 128, dtype=torch.bfloat16))
+    whole[128:].copy_(torch.full((128, 128), 0.5, dtype=torch.bfloat16))
+    values = whole.dequantize()
+    assert torch.equal(values[:128], torch.ones_like(values[:128]))
+    assert torch.equal(values[128:], torch.full_like(values[128:], 0.5))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_groups_of_a_quantizer_for_products_have_swizzled_scales(name):
+    quantizer = quantizer_of(name)
+    x = torch.randn(256, 128, dtype=torch.bfloat16)
+    plain = tex.group_quantize(x, quantizer, 2, None)
+    quantizer.optimize_for_gemm = True
+    made = tex.group_quantize(x, quantizer, 2, None)
+    assert made._with_gemm_swizzled_scales is True and plain._with_gemm_swizzled_scales is False
+    assert torch.equal(made.dequantize(), plain.dequantize())
+    for member, expected in zip(made.members(), plain.members(), strict=True):
+        assert torch.equal(member._rowwise_scale_inv, by_formula(expected._rowwise_scale_inv))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

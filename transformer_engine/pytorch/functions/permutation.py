@@ -18,6 +18,7 @@ from ..primitives.grouped_gemm.groups import on_device
 from ..primitives.operand import COLS
 from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
 from ..primitives.quantize import Quantized
+from ..primitives.scale_order import row_major
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
@@ -64,7 +65,7 @@ def _sent(
     """`send` of plain or quantized tokens."""
     if not isinstance(x, QuantizedTensor):
         return send(x, routes, rows, probs, every_row=every_row)
-    operand = x.contract(COLS)
+    operand = row_major(x.contract(COLS))
     codes, row_probs = send(_bytes(operand.codes), routes, rows, probs, every_row=every_row)
     scale = operand.scale
     if scale is not None and operand.format is not None and operand.format.block is not None:
@@ -76,6 +77,8 @@ def _sent(
     constants = {**x.constants(), "quantizer": None}
     if "square_tiles" in constants:  # rows of a tile have parted
         constants["square_tiles"] = False
+    if "with_gemm_swizzled_scales" in constants:  # rows of a tile of scales, too
+        constants["with_gemm_swizzled_scales"] = False
     storage = x.storage_class().pack(moved, (rows, x.shape[-1]), **constants)
     if isinstance(storage, BlockScaledStorage):
         storage.trim_rowwise_scales()

@@ -39,17 +39,27 @@ def swizzled(scale: Tensor) -> Tensor:
     return scale.view(shape[0] // 128, 4, 32, shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(shape)
 
 
+def check_tiles(*scales: Tensor | None) -> None:
+    """Check that scales fill whole tiles.
+
+    Raises:
+        ValueError: They do not.
+    """
+    for scale in scales:
+        if scale is not None and (scale.shape[0] % TILE[0] or scale.shape[1] % TILE[1]):
+            raise ValueError(
+                f"swizzled scales have the shape {tuple(scale.shape)}, which is not a multiple of {TILE}; pad them"
+            )
+
+
 def compact(scale: Tensor) -> Tensor:
     """Return scales [128 r, 4 c] row by row, the reverse of `swizzled`.
 
     Raises:
         ValueError: The scales do not fill whole tiles.
     """
+    check_tiles(scale)
     rows, columns = scale.shape
-    if rows % TILE[0] or columns % TILE[1]:
-        raise ValueError(
-            f"swizzled scales have the shape {(rows, columns)}, which is not a multiple of {TILE}; pad them"
-        )
     tiles = scale.reshape(rows // 128, columns // 4, 32, 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
 

@@ -69,19 +69,25 @@ class BlockScalingQuantizer(Quantizer):
         reason = self.unsupported_shape_reason(tensor.shape, rowwise, columnwise)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {reason}")
-        quantized = self._quantized(plain_matrix(tensor), self.spec(rowwise, columnwise))
-        return self._packed(quantized, tensor.shape, tensor.dtype)
+        spec = self.spec(rowwise, columnwise)
+        quantized = self._quantized(plain_matrix(tensor), _tiled(spec) if self._swizzles else spec)
+        return self._packed(quantized, tensor.shape, tensor.dtype, tiled=self._swizzles)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         if type(self).encode is not BlockScalingQuantizer.encode:
             return super().operands(matrix, rowwise, columnwise)
         spec = self.spec(rowwise, columnwise)
-        return self._operands(matrix, _tiled(spec) if self.optimize_for_gemm and self.makes_tiles else spec)
+        return self._operands(matrix, _tiled(spec) if self._swizzles else spec)
 
     @property
     def makes_tiles(self) -> bool:
         """Whether `tiled_operands` is supported: the format has scales of one byte, and `encode` is this class's."""
         return type(self).encode is BlockScalingQuantizer.encode and self.spec(True, False).format.swizzled
+
+    @property
+    def _swizzles(self) -> bool:
+        """Whether results have scales in the order of matrix instructions."""
+        return self.optimize_for_gemm and self.makes_tiles
 
     def tiled_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         """Return `operands` with scales in the order of matrix instructions, which no other code can split or join."""
@@ -100,9 +106,12 @@ class BlockScalingQuantizer(Quantizer):
         )
 
     def _packed(
-        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
+        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, *, tiled: bool = False
     ) -> QuantizedTensorStorage:
-        return self.TENSOR.STORAGE.pack(quantized, shape, quantizer=self, dtype=dtype, **self.constants())
+        constants = self.constants()
+        if self._swizzles:
+            constants |= {"with_gemm_swizzled_scales": True, "tiled": tiled}
+        return self.TENSOR.STORAGE.pack(quantized, shape, quantizer=self, dtype=dtype, **constants)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
@@ -140,6 +149,8 @@ class BlockScalingQuantizer(Quantizer):
     def groups_unsupported_reason(self) -> str | None:
         if type(self).encode is not BlockScalingQuantizer.encode:
             return f"{type(self).__name__} has its own encode"
+        if self._swizzles:
+            return "optimize_for_gemm=True swizzles the scales of each matrix"
         return None
 
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:

@@ -23,7 +23,15 @@ from .storage.mxfp8_tensor_storage import MXFP8TensorStorage
 __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
 
 
-_PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "square_tiles")
+_PICKLED = (
+    *DIRECTIONS,
+    "fp8_dtype",
+    "dtype",
+    "shape",
+    "quantizer",
+    "square_tiles",
+    "with_gemm_swizzled_scales",
+)
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]

@@ -45,7 +45,7 @@ _PICKLED = (
     *DIRECTIONS,
     *("amax_rowwise", "amax_columnwise", "fp4_dtype"),
     *("dtype", "shape", "quantizer", "square_tiles", "transform_signs"),
-    *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"),
+    *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max", "with_gemm_swizzled_scales"),
 )
 _LARGEST_SCALES = (448, 256)
 _REMEDIES = {

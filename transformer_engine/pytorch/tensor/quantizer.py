@@ -49,7 +49,8 @@ class Quantizer(EncodesGroups, DescribesTensors):
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results
     are tensors of this package, objects with `dequantize()`, or objects that the quantizer's `qgemm` multiplies; see
     `custom_operand`. The attribute `internal` returns bare storages, which are cheaper and invisible to autograd.
-    `optimize_for_gemm` states that operands are only multiplied: their scales may be in the order of products.
+    `optimize_for_gemm` states that results are only multiplied: MXFP8 and NVFP4 scales are in the order of matrix
+    instructions (`_with_gemm_swizzled_scales`). Slices, gathers and copies of such tensors convert the order.
 
     Args:
         rowwise: Make codes for products along the last dimension; the attribute `rowwise_usage`.

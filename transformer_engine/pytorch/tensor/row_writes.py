@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .storage.block_scaled import BlockScaledStorage
 from .storage.fsdp import row_slice, row_views
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -64,10 +65,15 @@ def write(values: Tensor, target: Any) -> None:
     else:
         usages = place.whole.get_usages()
         fresh = place.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
-        written = row_views(place.whole, place.start, place.stop)
+        whole = place.whole
+        if isinstance(whole, BlockScaledStorage):
+            whole = whole.in_scale_order(False)
+        written = row_views(whole, place.start, place.stop)
         for into, part in zip(written, fresh.unpack(), strict=True):
             if into is not None and part is not None:
                 into.copy_(part)
+        if whole is not place.whole:
+            place.whole.copy_from_storage(whole)
         place.whole.join_claims(fresh)
     # The target may hold copies of padded scales: copy them from the whole tensor.
     current = row_slice(place.whole, place.start, place.stop)

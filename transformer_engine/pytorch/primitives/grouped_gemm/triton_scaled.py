@@ -77,12 +77,12 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 
 def _aligned(product: GroupedProduct) -> bool:
     """Return whether TMA can load the codes: they are not empty, and addresses and rows are multiples of 16 bytes."""
-    operands = (product.a.codes, product.b.codes)  # pyright: ignore[reportAttributeAccessIssue]
-    return all(
-        codes.numel() > 0
-        and (codes.data_ptr() | codes.shape[-1] * codes.element_size()) % launch.ALIGNMENT == 0
-        for codes in operands
-    )
+    for codes in (product.a.codes, product.b.codes):  # pyright: ignore[reportAttributeAccessIssue]
+        if codes is None or not codes.numel():
+            return False
+        if (codes.data_ptr() | codes.shape[-1] * codes.element_size()) % launch.ALIGNMENT:
+            return False
+    return True
 
 
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ....common.formats import TensorFormat, ceil_div, round_up
+from ....common.formats import TILED_FORMATS, TensorFormat, ceil_div, round_up
 from ...constants import DType
 from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
+from ...primitives.scale_order import check_tiles, swizzled
 from ..elements import element_number, element_of
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
@@ -71,6 +72,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
     _columnwise_data: Tensor | None
     _columnwise_scale_inv: Tensor | None
     _fp8_dtype: DType
+    _with_gemm_swizzled_scales: bool = False
     # The maxima from which a second level of scales is computed, for formats that have one.
     _amax_rowwise: Tensor | None = None
     _amax_columnwise: Tensor | None = None
@@ -136,7 +138,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         scale = self._rowwise_scale_inv if axis == COLS else self._columnwise_scale_inv
         if codes is None or scale is None:
             raise self._missing(axis)
-        form = self._format_of(axis)
+        form, in_tiles = self._format_of(axis), self._with_gemm_swizzled_scales
         rows, depth = matrix_shape(self.shape)
         if axis == COLS:
             codes = codes.reshape(rows, depth // self.PACKING)
@@ -144,10 +146,15 @@ class BlockScaledStorage(QuantizedTensorStorage):
             rows, depth = depth, rows
             codes = codes.reshape(rows, depth // self.PACKING)
         else:
-            codes, scale = codes.reshape(rows, depth).t(), scale.t()
+            # Tiles of the transpose are in memory of the transposed shape.
+            scale = scale.reshape(scale.shape[::-1]) if in_tiles else scale.t()
+            codes = codes.reshape(rows, depth).t()
             rows, depth = depth, rows
         assert form.block is not None
-        scale = self._unpadded(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
+        if in_tiles:
+            form, scale = TILED_FORMATS[form], self._unpadded(scale, *scale.shape)
+        else:
+            scale = self._unpadded(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
         element = torch_dtype(element_of(getattr(self, self.ELEMENT)))
         if codes.dtype is not element:
             codes = codes.view(element)
@@ -174,15 +181,29 @@ class BlockScaledStorage(QuantizedTensorStorage):
             self._rowwise_scale_inv = scale[: matrix_shape(self.shape)[0]].contiguous()
 
     @classmethod
-    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> BlockScaledStorage:
+    def pack(
+        cls, quantized: Quantized, shape: Sequence[int], *, tiled: bool = False, **constants: Any
+    ) -> BlockScaledStorage:
+        """Store codes and scales of matrices; see `QuantizedTensorStorage.pack`.
+
+        Args:
+            quantized: Codes, K last and unpadded, and scales, in row order unless `tiled`.
+            shape: Shape of the values.
+            tiled: Scales are in swizzled order, as `with_gemm_swizzled_scales` among the constants stores them.
+            constants: Other keywords of the constructor.
+        """
+        in_tiles = constants.get("with_gemm_swizzled_scales", False)
         codes, scale, codes_t, scale_t = quantized[:4]
+        if in_tiles and not tiled:
+            scale, scale_t = (None if x is None else swizzled(x) for x in (scale, scale_t))
         transpose = None
         if codes is not None and scale is not None:
             codes, scale = _bytes(codes), cls._padded(scale, constants)
         if codes_t is not None and scale_t is not None:
             transpose, scale_t = _bytes(codes_t), cls._padded(scale_t, constants)
             if not cls.COLUMNS_TRANSPOSED:
-                transpose, scale_t = transpose.t(), scale_t.t()
+                transpose = transpose.t()
+                scale_t = scale_t.reshape(scale_t.shape[::-1]) if in_tiles else scale_t.t()
         if len(shape) != 2:  # the codes of a matrix have their shape
             codes = None if codes is None else codes.view(cls._rowwise_shape(shape))
             transpose = None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
@@ -193,6 +214,41 @@ class BlockScaledStorage(QuantizedTensorStorage):
             columnwise_scale_inv=_without_base(scale_t),
             **constants,
         )
+
+    def _set_swizzled(self, swizzled: bool) -> None:
+        """Record whether scales are in the order of matrix instructions.
+
+        Raises:
+            ValueError: Swizzled scales do not fill whole tiles.
+        """
+        self._with_gemm_swizzled_scales = swizzled
+        if swizzled:
+            columns = self._columnwise_scale_inv
+            if columns is not None and not self.COLUMNS_TRANSPOSED:
+                columns = columns.t()
+            check_tiles(self._rowwise_scale_inv, columns)
+
+    def in_scale_order(self, swizzled: bool) -> BlockScaledStorage:
+        """Return this payload with swizzled scales, or with scales in row order."""
+        if self._with_gemm_swizzled_scales == swizzled:
+            return self
+        constants = {**self.constants(), "with_gemm_swizzled_scales": swizzled}
+        return self.storage_class().pack(self.unpack(), self.shape, **constants)  # pyright: ignore
+
+    def swizzle_(self) -> None:
+        """Put scales of one byte in the order of matrix instructions, in new memory; float32 scales stay."""
+        if self.format.swizzled and not self._with_gemm_swizzled_scales:
+            made = self.in_scale_order(True)
+            self._rowwise_scale_inv, self._columnwise_scale_inv = (
+                made._rowwise_scale_inv,
+                made._columnwise_scale_inv,
+            )
+            self._with_gemm_swizzled_scales = True
+
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+        if isinstance(src, BlockScaledStorage):
+            src = src.in_scale_order(self._with_gemm_swizzled_scales)
+        super().copy_from_storage(src, noop_flag=noop_flag)
 
     def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         if tuple(shape[-1:]) != tuple(self.shape[-1:]):

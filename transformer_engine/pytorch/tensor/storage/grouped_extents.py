@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .grouped_layout import GroupLayout, GroupMember, begins_in, ends_of, extents_of
+from .grouped_layout import SCALES, GroupLayout, GroupMember, begins_in, ends_of, extents_of
 
 
 class GroupExtents:
@@ -66,6 +66,21 @@ class GroupExtents:
     def columnwise_scale_inv_offsets(self) -> list[int] | None:
         """First column-wise scale of each member, and the end, under the same condition as `offsets`."""
         return begins_in(self._layout, "columnwise_scale_inv")
+
+    @property
+    def _with_gemm_swizzled_scales(self) -> bool:
+        """Whether the scales of all matrices are in the order of matrix instructions."""
+        return self._layout.has_swizzled_scales
+
+    def members(self) -> list[Any]:
+        raise NotImplementedError
+
+    def swizzle_(self) -> None:
+        """Put scales of one byte in the order of matrix instructions, matrix by matrix, in the buffers."""
+        members = self.members()
+        for member in members:
+            member.swizzle_()
+        self._layout = self._layout.rewritten(members, {name: getattr(self, name) for name in SCALES})
 
     def all_same_first_dim(self) -> bool:
         return not self._layout.varies[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ....common.checks import whole
-from ...primitives.scale_order import compact
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 # The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves
@@ -31,6 +30,7 @@ BUFFERS = {
 ONE_SCALE = "fp8_scale_inv"
 ROWWISE = ("rowwise_data", "scale_inv", "_amax")
 COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "_columnwise_amax")
+SCALES = ("scale_inv", "columnwise_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,31 @@ class GroupLayout:
     logical: tuple[int, ...]
     varies: tuple[bool, bool]
     members: tuple[GroupMember, ...] | None = None
+
+    @property
+    def has_swizzled_scales(self) -> bool:
+        """Whether the scales of all matrices are known to be in the order of matrix instructions."""
+        rebuilds = [member.rebuild for member in self.members or ()]
+        return bool(rebuilds) and all(
+            rebuild is not None and dict(rebuild.constants).get("with_gemm_swizzled_scales", False)
+            for rebuild in rebuilds
+        )
+
+    def rewritten(
+        self, members: Sequence[QuantizedTensorStorage], buffers: Mapping[str, Tensor | None]
+    ) -> GroupLayout:
+        """Copy the members' scales to their places in the buffers, and return the layout of these members."""
+        assert self.members is not None
+        found = []
+        for placed, member in zip(self.members, members, strict=True):
+            parts = parts_of(member)
+            for place in placed.places:
+                buffer = buffers.get(place.buffer)
+                if buffer is not None:
+                    end = place.begin + prod(place.shape)
+                    buffer[place.begin : end].view(place.shape).copy_(parts[place.buffer])
+            found.append(replace(placed, rebuild=rebuild_of(member)))
+        return replace(self, members=tuple(found))
 
     @classmethod
     def of(cls, members: Sequence[GroupMember], varies: tuple[bool, bool] | None = None) -> GroupLayout:
@@ -200,23 +225,6 @@ def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> No
             )
 
 
-def compact_scales(members: Sequence[GroupMember], buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return copies of the scale buffers whose members' swizzled scales are in row order."""
-    found = {name: buffers[name] for name in ("scale_inv", "columnwise_scale_inv")}
-    copies = {name: held.clone() for name, held in found.items() if held is not None}
-    for member, place in ((m, p) for m in members for p in m.places if p.buffer in copies):
-        rows, columns = place.shape
-        tiles = copies[place.buffer][place.begin : place.begin + rows * columns]
-        storage: Any = None if member.rebuild is None else member.rebuild.storage_class
-        if place.buffer == "columnwise_scale_inv" and not storage.COLUMNS_TRANSPOSED:
-            # The scales have the orientation of the values; their tiles are those of the transpose.
-            scales = compact(tiles.view(columns, rows)).t()
-        else:
-            scales = compact(tiles.view(rows, columns))
-        tiles.view(rows, columns).copy_(scales)
-    return copies
-
-
 def host_numbers(numbers: Tensor | Sequence[int] | None) -> list[int] | None:
     """Return numbers of the device or the host as a list; reading a device tensor waits for it."""
     if numbers is None:
@@ -286,6 +294,8 @@ def placed_members(
     buffers: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     offsets: Offsets,
+    *,
+    swizzled: bool = False,
 ) -> tuple[GroupMember, ...]:
     """Return the members of buffers that the caller filled, or will fill.
 
@@ -295,6 +305,7 @@ def placed_members(
         buffers: The flat buffers by attribute name.
         dtype: Nominal dtype.
         offsets: First elements in the buffers.
+        swizzled: Scales of one byte are in the order of matrix instructions, member by member.
 
     Raises:
         ValueError: A buffer is missing or too short.
@@ -306,6 +317,7 @@ def placed_members(
     if quantizer is not None:
         quantizer = quantizer.copy()
         quantizer.set_usage(**usages)
+        quantizer.optimize_for_gemm = swizzled  # pyright: ignore[reportAttributeAccessIssue]
     ends: dict[str, int] = {}
     members = []
     for number, shape in enumerate(shapes):

@@ -28,7 +28,6 @@ from .grouped_layout import (
     Offsets,
     Place,
     check_variant,
-    compact_scales,
     extents_of,
     has_one_scale,
     make_tensor_offsets,
@@ -66,7 +65,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         columnwise_scale_inv_offsets: First columnwise scale of each matrix.
         requires_grad: Of a `GroupedTensor`; a storage has none.
         stride: Likewise.
-        with_gemm_swizzled_scales: Scales are in the order of cuBLAS's products; copies in row order take their place.
+        with_gemm_swizzled_scales: Scales of one byte are in the order of matrix instructions, matrix by matrix.
         row_scaled_nvfp4: Must be the setting of the quantizer, as the next two.
         nvfp4_use_4over6: See `row_scaled_nvfp4`.
         nvfp4_e4m3_max: See `row_scaled_nvfp4`.
@@ -91,7 +90,6 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         "tensor_offsets": "tensor_offsets",
     }
     CONSTANTS = {"_layout": "layout", "_quantizer": "quantizer", "_dtype": "dtype"}
-    _with_gemm_swizzled_scales = False  # the constructor puts scales in row order
 
     # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the function that returns
     # the quantizer of a group.
@@ -134,18 +132,18 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         chosen = member_shapes(shape, num_tensors, shapes, first_dims, last_dims)
         begins = tensor_offsets if offsets is None else offsets
         places = Offsets.read_on_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
-        self._bind_buffers(chosen, quantizer, places)
-        if with_gemm_swizzled_scales and quantizer is not None:
-            vars(self).update(compact_scales(self._members, vars(self)))
+        self._bind_buffers(chosen, quantizer, places, with_gemm_swizzled_scales)
 
-    def _bind_buffers(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
+    def _bind_buffers(
+        self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets, swizzled: bool
+    ) -> None:
         """Find the members in buffers that the caller has allocated; the buffers are shared."""
         for name in (*ROWWISE, *COLUMNWISE):
             held = getattr(self, name)
             if held is not None and held.dim() != 1:
                 setattr(self, name, held.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
-        members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
+        members = placed_members(shapes, quantizer, buffers, self._dtype, offsets, swizzled=swizzled)
         given = (self.first_dims is not None, self.last_dims is not None)
         self._layout = GroupLayout.of(members, given if any(given) else None)
         self._quantizer = self.stack_quantizer(quantizer, shapes, not any(self._layout.varies))

@@ -13,7 +13,6 @@ from torch import Tensor
 from ....common.formats import MXFP8
 from ...constants import DType
 from ...primitives.operand import ROWS, Operand
-from ...primitives.scale_order import compact
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage
 from .quantized_tensor_storage import Writer
@@ -27,7 +26,8 @@ class MXFP8TensorStorage(BlockScaledStorage):
     Args:
         rowwise_scale_inv: Exponents uint8 (E8M0) of the row-wise codes.
         columnwise_scale_inv: Exponents uint8 (E8M0) of the column-wise codes.
-        with_gemm_swizzled_scales: The exponents are in the order of cuBLAS's products; they are put in row order.
+        with_gemm_swizzled_scales: The exponents are in the order of matrix instructions, column-wise ones as those of
+            the transpose.
         square_tiles: 32 x 32 values share an exponent, so each direction is the transpose of the other.
 
     The other arguments are those of `Float8BlockwiseQTensorStorage`.
@@ -37,11 +37,11 @@ class MXFP8TensorStorage(BlockScaledStorage):
         "_fp8_dtype": "fp8_dtype",
         "_quantizer": "quantizer",
         "_square_tiles": "square_tiles",
+        "_with_gemm_swizzled_scales": "with_gemm_swizzled_scales",
         "_dtype": "dtype",
     }
     format = MXFP8
     COLUMNS_TRANSPOSED = False
-    _with_gemm_swizzled_scales = False
 
     def __init__(
         self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
@@ -50,16 +50,11 @@ class MXFP8TensorStorage(BlockScaledStorage):
         square_tiles: bool = False, fake_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        if with_gemm_swizzled_scales:
-            rowwise_scale_inv = None if rowwise_scale_inv is None else compact(rowwise_scale_inv)
-            if columnwise_scale_inv is not None:
-                # The tiles are those of the transpose [K, M / 32], in memory of the shape [M / 32, K].
-                blocks, depth = columnwise_scale_inv.shape
-                columnwise_scale_inv = compact(columnwise_scale_inv.reshape(depth, blocks)).t()
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)
         self._square_tiles = square_tiles
+        self._set_swizzled(with_gemm_swizzled_scales)
 
     @property
     def transposable(self) -> bool:

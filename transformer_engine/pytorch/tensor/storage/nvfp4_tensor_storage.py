@@ -17,7 +17,6 @@ from ....common.formats import NVFP4, NVFP4_FORMATS, TensorFormat
 from ...constants import DType
 from ...primitives.operand import COLS
 from ...primitives.quantize import Quantized, hadamard_transform
-from ...primitives.scale_order import compact
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage, padded
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer
@@ -34,7 +33,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         amax_rowwise: Maximum float32 [1], or [M] with row_scaled_nvfp4.
         amax_columnwise: Maximum float32 [1] of the column-wise direction.
         fp4_dtype: kFloat4E2M1.
-        with_gemm_swizzled_scales: The scales are in the order of cuBLAS's products; they are put in row order.
+        with_gemm_swizzled_scales: The block scales are in the order of matrix instructions.
         row_scaled_nvfp4: amax_rowwise holds a maximum per row.
         nvfp4_use_4over6: The codes were chosen by 4over6; they are read like any other.
         nvfp4_e4m3_max: Largest block scale, 448 or 256.
@@ -55,6 +54,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
     CONSTANTS = {
         "_fp4_dtype": "fp4_dtype",
         "_quantizer": "quantizer",
+        "_with_gemm_swizzled_scales": "with_gemm_swizzled_scales",
         "_square_tiles": "square_tiles",
         "_transform_signs": "transform_signs",
         "_row_scaled_nvfp4": "row_scaled_nvfp4",
@@ -66,7 +66,6 @@ class NVFP4TensorStorage(BlockScaledStorage):
     ELEMENT = "_fp4_dtype"
     PACKING = NVFP4.packing
 
-    _with_gemm_swizzled_scales = False
     _fp4_dtype: DType
 
     def __init__(
@@ -78,9 +77,6 @@ class NVFP4TensorStorage(BlockScaledStorage):
         nvfp4_e4m3_max: int = 448, *, square_tiles: bool = False, transform_signs: bool | None = None,
         fake_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        if with_gemm_swizzled_scales:
-            scales = (rowwise_scale_inv, columnwise_scale_inv)
-            rowwise_scale_inv, columnwise_scale_inv = (x if x is None else compact(x) for x in scales)
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
         self._hold(rowwise, columnwise, fp4_dtype, quantizer, nominal)
@@ -91,6 +87,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         self._row_scaled_nvfp4 = row_scaled_nvfp4
         self._nvfp4_use_4over6 = nvfp4_use_4over6
         self._nvfp4_e4m3_max = nvfp4_e4m3_max
+        self._set_swizzled(with_gemm_swizzled_scales)
 
     def _format_of(self, axis: str) -> TensorFormat:
         return NVFP4_FORMATS[self._row_scaled_nvfp4 and axis == COLS, self._nvfp4_e4m3_max]

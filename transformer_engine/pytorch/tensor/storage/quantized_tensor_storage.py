@@ -17,6 +17,7 @@ from ....common.formats import TensorFormat
 from ....common.numbers import with_article
 from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized
+from ...primitives.scale_order import row_major
 from ...primitives.transpose import transposed_operand
 from ...runtime.checks import values_dtype
 from ..custom_operand import contracted, saved_attributes
@@ -188,10 +189,10 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """Return the inverse of `pack`, as views; maxima per row are a column [M, 1], so that rows can be sliced."""
+        """Return the inverse of `pack`, as views, with scales in rows; maxima per row are a column [M, 1]."""
         usages = self.get_usages()
-        rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
-        columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        rowwise = row_major(self.contract(COLS)) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        columnwise = row_major(self.contract(ROWS)) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         per_row = rowwise.format is not None and rowwise.format.row_scaled
         maxima = rowwise.amax.view(-1, 1) if per_row and rowwise.amax is not None else rowwise.amax
         return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
@@ -221,7 +222,7 @@ class QuantizedTensorStorage:
         """Create the missing direction by transposing the other one."""
         if not self.transposable:
             raise self._cannot_create(direction, usage)
-        existing = self.contract(ROWS if usage == "rowwise" else COLS)
+        existing = row_major(self.contract(ROWS if usage == "rowwise" else COLS))
         mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
         whole = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
