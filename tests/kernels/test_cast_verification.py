@@ -7,7 +7,7 @@ import torch
 
 from transformer_engine.cli import main
 from transformer_engine.common.formats import E2M1, E4M3, E5M2
-from transformer_engine.pytorch.inspect import cast_oracle, cast_verification
+from transformer_engine.pytorch.inspect import cast_kernels, cast_oracle, cast_verification
 from transformer_engine.pytorch.inspect.cast_verification import verify_casts
 
 DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -71,6 +71,23 @@ def test_a_sample_of_the_kernels_is_equal_on_a_gpu():
     names = {result.name for result in verification.results}
     assert "codes of mxfp8, every float32" in names
     assert "codes of RMSNorm in e4m3, every result, given scales" in names
+
+
+@pytest.mark.parametrize("title", cast_kernels.PRODUCERS)
+def test_producers_compute_every_number_of_sixteen_bits(title):
+    """Each result of a producer, without a cast, contains all of them; ReLU has no negative ones."""
+    numbers = cast_verification.Numbers(torch.device("cpu"), complete=False)
+    x = numbers.halves(torch.bfloat16)
+    values = cast_kernels.PRODUCERS[title](x, None)
+    finite = x[x.isfinite()] if title != "ReLU" else x[x.isfinite() & (x > 0)]
+    assert set(finite.tolist()) <= set(values.flatten().tolist())
+    comparisons = [
+        pair for pair in cast_kernels.producers(numbers.halves, range(-2, 3, 4)) if title in pair[0]
+    ]
+    assert len(comparisons) >= 2 + len(cast_kernels.BLOCK_SPECS)
+    for name, pairs in comparisons:
+        for found, expected in pairs():
+            assert torch.equal(found, expected), name
 
 
 def test_a_planted_fault_is_counted(monkeypatch):

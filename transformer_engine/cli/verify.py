@@ -92,7 +92,9 @@ def _verify_casts(args: argparse.Namespace) -> None:
     verification = verify_casts(
         args.complete,
         torch_device(args.device),
-        progress=lambda name: print(f"comparing {name}", file=sys.stderr, flush=True),
+        progress=lambda result: print(
+            f"{result.seconds:6.1f} s  {result.line()}", file=sys.stderr, flush=True
+        ),
     )
     print(verification.report())
     if args.json is not None:

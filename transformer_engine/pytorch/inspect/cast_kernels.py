@@ -37,6 +37,12 @@ BLOCK_SPECS = {
 }
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in row-major order."""
+    # A dimension of one element may have any stride, also in a contiguous tensor.
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def conversions(element: Element, device: torch.device) -> dict[str, str]:
     """Return {name: compile-time argument} of the conversions to FP8 that a device can run; see `kernels.conversion`.
 
@@ -92,17 +98,20 @@ def decoded(element: Element, name: str, device: torch.device) -> Tensor:
     return launching.run(launch, (codes, torch.ones(1, device=device), None, None))[0]
 
 
+ROWS = 32  # of the results of norms: NVFP4 packs pairs of rows, MXFP8 scales 32 of them together
+
+
 def _rmsnorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
-    # The norm of a row of ones is one, so that the result is the weight.
+    # The norm of a row of ones is one, so that each row of the result is the weight.
     weight = x.reshape(-1)
-    return rmsnorm_forward(torch.ones_like(weight)[None], weight, 0.0, False, cast)[0]
+    return rmsnorm_forward(torch.ones_like(weight).expand(ROWS, -1).contiguous(), weight, 0.0, False, cast)[0]
 
 
 def _layernorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
-    # The normalized values of a constant row are zero, so that the result is the bias.
+    # The normalized values of a constant row are zero, so that each row of the result is the bias.
     bias = x.reshape(-1)
     ones = torch.ones_like(bias)
-    return layernorm_forward(ones[None], ones, bias, 1e-5, False, cast)[0]
+    return layernorm_forward(ones.expand(ROWS, -1).contiguous(), ones, bias, 1e-5, False, cast)[0]
 
 
 def _relu_gradient(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
@@ -137,12 +146,11 @@ def producers(
         halves: Returns every number of a 16-bit dtype, [256, 256].
         exponents: Exponents of the scales that are given to FP8 casts.
     """
+    device = halves(torch.bfloat16).device
+    factors = [torch.full((1,), 2.0**exponent, device=device) for exponent in exponents]
     for title, producer in PRODUCERS.items():
         for element in (E4M3, E5M2):
-            casts = [
-                Cast(QuantizeSpec(FLOAT8, element), torch.full((1,), 2.0**exponent, device="cuda"))
-                for exponent in exponents
-            ]
+            casts = [Cast(QuantizeSpec(FLOAT8, element), factor) for factor in factors]
             name = f"codes of {title} in {element.name}, every result, given scales"
             yield name, partial(_produced, halves, producer, casts)
         for name, spec in BLOCK_SPECS.items():

@@ -28,7 +28,7 @@ from ..primitives.quantize.backends import REFERENCE, TRITON
 from ..primitives.quantize.encodings import cast, encode_e2m1
 from ..runtime import self_tested
 from . import cast_oracle, self_test_products
-from .cast_kernels import conversions, decoded, encoded, has_row_blocks, producers
+from .cast_kernels import conversions, decoded, encoded, flat_bytes, has_row_blocks, producers
 
 PART = 1 << 26  # float32 numbers that are compared at once on a GPU; 64 parts are all of them
 PARTS = (1 << 32) // PART
@@ -73,6 +73,11 @@ class CastResult:
     digest: str
     seconds: float
 
+    def line(self) -> str:
+        """The result in one line."""
+        state = "equal" if not self.different else f"DIFFERENT: {self.different:,}"
+        return f"{self.name:<85}  {self.compared:>15,} bytes  {self.digest}  {state}"
+
 
 @dataclass(frozen=True)
 class CastVerification:
@@ -101,10 +106,7 @@ class CastVerification:
     def report(self) -> str:
         """One line per comparison, and the total."""
         lines = [f"{name}: {value}" for name, value in self.machine.items()]
-        width = max(len(result.name) for result in self.results)
-        for result in self.results:
-            state = "equal" if not result.different else f"DIFFERENT: {result.different}"
-            lines.append(f"{result.name:<{width}}  {result.compared:>14,} bytes  {result.digest}  {state}")
+        lines += [result.line() for result in self.results]
         compared = sum(result.compared for result in self.results)
         different = sum(result.different for result in self.results)
         inputs = "all float32 numbers" if self.complete else "a sample of the float32 numbers"
@@ -157,22 +159,22 @@ class Numbers:
 def verify_casts(
     complete: bool = False,
     device: torch.device | None = None,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[CastResult], None] = lambda result: None,
 ) -> CastVerification:
     """Compare every cast of this machine with the reference and with its definition.
 
     Args:
         complete: Compare all float32 numbers: minutes on a GPU, hours on a CPU. Otherwise a sample.
         device: Device of the casts; by default the current CUDA device, or the CPU without one.
-        progress: Called with the name of each comparison before it begins.
+        progress: Called with the result of each comparison when it ends.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     numbers = Numbers(device, complete)
     results = []
     for name, pairs in _comparisons(numbers):
-        progress(name)
         results.append(_compare(name, pairs()))
+        progress(results[-1])
     return CastVerification(self_tested.machine_facts(), complete, tuple(results))
 
 
@@ -224,24 +226,20 @@ def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
             yield name, pairs
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def _reference_codes(numbers: Numbers, element: Element) -> Pairs:
     for x in numbers.floats():
         codes = encode_e2m1(x) if element is E2M1 else cast(x, element)
-        yield _bytes(codes), cast_oracle.element_codes(x, element)
+        yield flat_bytes(codes), cast_oracle.element_codes(x, element).view(-1)
 
 
 def _kernel_codes(numbers: Numbers, element: Element, way: str, multiplier: float) -> Pairs:
     """Codes by the kernels with and without a transposed copy."""
     for x in numbers.floats():
         expected = cast_oracle.element_codes(cast_oracle.products(x, multiplier), element)
-        yield _bytes(encoded(x, element, way, multiplier)), expected
+        yield flat_bytes(encoded(x, element, way, multiplier)), expected.view(-1)
         if multiplier == 1.0 and x.device.type == "cuda":
             codes_t = encoded(x, element, way, multiplier, transposed=True)
-            yield _bytes(codes_t), expected.t().contiguous()
+            yield flat_bytes(codes_t), flat_bytes(expected.t())
 
 
 def _decoded(numbers: Numbers, element: Element, way: str) -> Pairs:
@@ -249,7 +247,7 @@ def _decoded(numbers: Numbers, element: Element, way: str) -> Pairs:
     found = decoded(element, way, numbers.device)
     # A NaN has no defined sign or payload.
     both = [torch.where(values.isnan(), torch.nan, values) for values in (found, expected)]
-    yield _bytes(both[0]), _bytes(both[1])
+    yield flat_bytes(both[0]), flat_bytes(both[1])
 
 
 def _halves(numbers: Numbers, element: Element, way: str) -> Pairs:
@@ -258,7 +256,7 @@ def _halves(numbers: Numbers, element: Element, way: str) -> Pairs:
         for exponent in EXPONENTS:
             multiplier = 2.0**exponent
             expected = cast_oracle.element_codes(cast_oracle.products(x.float(), multiplier), element)
-            yield _bytes(encoded(x, element, way, multiplier)), expected
+            yield flat_bytes(encoded(x, element, way, multiplier)), expected.view(-1)
 
 
 def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
@@ -273,14 +271,14 @@ def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
         normal = torch.randn(1 << 10, 1 << 10, generator=generator, dtype=torch.float64, device="cpu")
         x = (normal * 64 / multiplier).float().to(numbers.device)
         expected = cast_oracle.element_codes(cast_oracle.products(x, multiplier), element)
-        yield _bytes(encoded(x, element, way, multiplier)), expected
+        yield flat_bytes(encoded(x, element, way, multiplier)), expected.view(-1)
 
 
 def _quantized(x: Tensor, spec: QuantizeSpec) -> Pairs:
     """Compare the kernel with the reference: codes and scales of both directions."""
     for found, expected in zip(_quantize(TRITON, x, spec), _quantize(REFERENCE, x, spec), strict=True):
         if found is not None and expected is not None:
-            yield _bytes(found), _bytes(expected)
+            yield flat_bytes(found), flat_bytes(expected)
 
 
 def _quantize(backend: Backend[QuantizeRequest], x: Tensor, spec: QuantizeSpec) -> Quantized:
@@ -309,7 +307,7 @@ def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
             if _has_oracle(spec):
                 scale = _quantize(REFERENCE, x, rowwise).scale
                 assert scale is not None
-                yield _bytes(scale).view(-1), _bytes(_defined_scales(part, spec)).view(-1)
+                yield flat_bytes(scale), flat_bytes(_defined_scales(part, spec))
 
 
 def _has_oracle(spec: QuantizeSpec) -> bool:
