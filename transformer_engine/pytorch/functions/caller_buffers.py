@@ -120,7 +120,7 @@ def _meets(begin: int, end: int, strides: list[tuple[int, int]], element: int) -
     return False
 
 
-def readable(gradient: Tensor, buffer: Tensor) -> Tensor:
+def copied_if_overlapping(gradient: Tensor, buffer: Tensor) -> Tensor:
     """Return the output gradient, or a copy where writing the buffer would overwrite it.
 
     They share memory where one buffer serves two consecutive layers, or where the gradient was computed in place of an

@@ -34,16 +34,16 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function
-from .caller_buffers import readable
+from .caller_buffers import copied_if_overlapping
 from .grouped_call import GroupedCall
 from .grouped_products import (
     bias_gradients,
     cast_groups,
     converted_weights,
-    dequantized_groups,
     inspected_groups,
+    operands_of_trained_weights,
     product_of_groups,
-    trained_groups,
+    values_of_groups,
     weight_gradients,
 )
 from .layer import LayerFunctions, record, run_backward, run_without_saving
@@ -104,9 +104,9 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
         return rows, None
     saved = columns
     if saves_values:
-        saved = dequantized_groups(x, call)
+        saved = values_of_groups(x, call)
     elif layer.backward == DEQUANTIZED and not layer.plain:
-        saved = trained_groups(rows, call)
+        saved = operands_of_trained_weights(rows, call)
     if offloading.synchronizer is not None and saved is not x:
         mark_ready(saved)  # an offloading context may begin to copy it to the host
     return rows, saved
@@ -173,7 +173,7 @@ def grouped_linear_backward(
         if offloading.used:
             wait_for_saved(w)
         if layer.backward == DEQUANTIZED and not layer.plain:
-            w = dequantized_groups(w, call)
+            w = values_of_groups(w, call)
         # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g row-wise, w_g column-wise.
         dx = product_of_groups(rows, w, call, "grad_input", transposed=unquantized)
         if "grad_input" in call.spec.inspected:
@@ -199,7 +199,7 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
     if layer.backward == QUANTIZED and layer.keep_input:
         return cast_groups(x, call, "input", rowwise=False, columnwise=True)[1]
     if layer.backward == DEQUANTIZED and not layer.keep_input:
-        return dequantized_groups(x, call)
+        return values_of_groups(x, call)
     return x
 
 
@@ -248,7 +248,7 @@ class _GroupedLinear(Function):
         call: GroupedCall = ctx.spec
         buffer = call.buffers.grad_input
         if buffer is not None:  # the caller's buffer for dx, which may share memory with dy
-            grad_output = readable(grad_output, buffer)
+            grad_output = copied_if_overlapping(grad_output, buffer)
         grad_input, *parameter_gradients = run_backward(FUNCTIONS, ctx, (grad_output,))
         grads: list[Tensor | None] = []
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):

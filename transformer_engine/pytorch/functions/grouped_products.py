@@ -108,14 +108,14 @@ def converted_weights(weights: Any, call: GroupedCall) -> Any:
     return [converted(member, dtype) for member in members_of(weights)]
 
 
-def dequantized_groups(x: Any, call: GroupedCall) -> Any:
+def values_of_groups(x: Any, call: GroupedCall) -> Any:
     """Values of a matrix, or of the operand of each group; None for a group without one."""
     if not isinstance(x, list):
         return dequantized(x, call.dtype)
     return [None if member is None else dequantized(member, call.dtype) for member in x]
 
 
-def trained_groups(operands: list[Any], call: GroupedCall) -> list[Any]:
+def operands_of_trained_weights(operands: list[Any], call: GroupedCall) -> list[Any]:
     """Operands of groups whose weights get a gradient, and None for the others."""
     pairs = zip(operands, call.groups, strict=True)
     return [part if group.needs_grad_weight else None for part, group in pairs]

@@ -217,7 +217,7 @@ def linear_backward(
         produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise x).
     """
     dy, x = operands[:2]
-    weight = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
+    weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
     operands.clear()
     if spec.communicates and gathers_saved_input(spec):
         x = begin_gather_saved(x, spec)  # rows of x are in transit while dx is computed
@@ -227,16 +227,16 @@ def linear_backward(
     dx: Any = None
     if spec.needs_grad_input:
         if offloading.used or spec.backward == DEQUANTIZED:
-            weight[0] = readable_weight(weight[0], spec)
+            weight_and_u[0] = readable_weight(weight_and_u[0], spec)
         if spec.weight_columns == RECOMPUTED:
-            weight[0] = cast_columns(weight[0], spec.weight)
+            weight_and_u[0] = cast_columns(weight_and_u[0], spec.weight)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
         more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if more_follows or len(weight) > 1:
-            dx, dy_rows = begin_input_gradient(dy_rows, weight, epilogue, spec, leading)
+        if more_follows or len(weight_and_u) > 1:
+            dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
         else:
-            dx = multiply(operand_of(dy_rows), operand_of(weight.pop()), epilogue)
+            dx = multiply(operand_of(dy_rows), operand_of(weight_and_u.pop()), epilogue)
     if produce_input is not None:
         dx, x = produce_input(dx)
     dw = None

@@ -60,7 +60,7 @@ class NormLinearSpec(LayerSpec):
     returns_norm_output: bool = False
     norm_mode: str = SEPARATE
 
-    def with_fusion_modes(self) -> NormLinearSpec:
+    def with_modes(self) -> NormLinearSpec:
         """Return the spec with the modes that the tables of `fusions` and `deferred_columns` choose."""
         mode = fusions.choose_norm_mode(self.linear, self.returns_norm_output)
         linear = with_norm_columns(self.linear, mode == FUSED_CAST and self.norm.kind == "RMSNorm")
@@ -205,7 +205,7 @@ def norm_linear_backward(
     return [*norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm), dw, db]
 
 
-NORM_LINEAR = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
+FUNCTIONS = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
 
 
 def norm_linear(
@@ -213,7 +213,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], h = norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = run_without_saving(NORM_LINEAR, spec, (x, gamma, beta, weight, bias))
+        y, norm_output, *_ = run_without_saving(FUNCTIONS, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -225,13 +225,13 @@ class _NormLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        y, norm_output = record(NORM_LINEAR, ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
+        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @backward_of("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR, ctx, (grad_output, grad_norm_output))
+        dx, dgamma, dbeta, dw, db = run_backward(FUNCTIONS, ctx, (grad_output, grad_norm_output))
         # beta is None in an RMSNorm; the spec has no gradient.
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

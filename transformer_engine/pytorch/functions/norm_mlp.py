@@ -90,7 +90,7 @@ class NormMLPSpec(LayerSpec):
     caches_quantized_input: bool = False
     fusion_modes: FusionModes = UNFUSED
 
-    def with_fusion_modes(self) -> NormMLPSpec:
+    def with_modes(self) -> NormMLPSpec:
         """Return the spec with the modes that the tables of `fusions` choose."""
         norm_mode = fusions.choose_norm_mode(self.fc1, self.returns_norm_output)
         activation_mode = fusions.choose_activation_mode(self.activation, self.fc1, self.fc2)
@@ -351,7 +351,7 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     fc1 = replace(ctx.spec.fc1, input=fc1_input, weight=fc1_weight)
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
-    spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_fusion_modes()
+    spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
     operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
     del inputs
     return backward_results(NORM_MLP, spec, operands, ctx.dtypes, ctx.input_shape)

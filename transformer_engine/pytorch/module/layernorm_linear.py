@@ -21,7 +21,7 @@ from ..functions.by_name import (
     general_gemm,
 )
 from ..functions.linear_spec import replace_fields
-from ..functions.norm_linear import NORM_LINEAR, NormLinearSpec, norm_linear
+from ..functions.norm_linear import FUNCTIONS, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -76,8 +76,8 @@ def build(call: Call) -> NormLinearSpec:
         returns_norm_output=bool(config.return_layernorm_output),
         scale_update=update,
         needs_grad=any(needs),
-    ).with_fusion_modes()
-    return with_compiled_passes(call, NORM_LINEAR, spec)
+    ).with_modes()
+    return with_compiled_passes(call, FUNCTIONS, spec)
 
 
 @configured(NormLinearConfig, fixed=SIZES)

@@ -118,7 +118,7 @@ def build(call: Call) -> NormMLPSpec:
         recompute=recompute,
         scale_update=update,
         needs_grad=wants,
-    ).with_fusion_modes()
+    ).with_modes()
     return made if recompute else with_compiled_passes(call, NORM_MLP, made)
 
 

@@ -228,8 +228,8 @@ class Linear(ProductsModule):
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
         options = (is_first_microbatch, fp8_output, fp8_grad)
-        plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
-        if not plain or getattr(weight, "is_distributed_weight", False):
+        is_subclass = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
+        if is_subclass or getattr(weight, "is_distributed_weight", False):
             return self._output_of_subclasses(options, inp, weight, bias)
         return self._output_of(options, inp, weight, bias)
 

@@ -320,7 +320,7 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
-class FusedChain(Function):
+class SegmentedChain(Function):
     KEEPS_AUTOCAST = True  # operations of users; `chain.py` turns it off for the package's own passes
 
     @staticmethod

@@ -33,7 +33,7 @@ from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
 from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
 from .call_key import CallKeys
-from .chain_run import ChainRun, Fused, FusedChain
+from .chain_run import ChainRun, Fused, SegmentedChain
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
@@ -86,12 +86,12 @@ class OperationFuser:
             object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        # Results from the fusion functions, and the key (`_fuse`) that they were computed for.
+        # Results from the fusion functions, and the key (`_apply_registered_fusions`) that they were computed for.
         self._forward_ops: Fused = []
         self._backward_ops: Fused = []
         self.first_op_requiring_backward = 0
         self.recipe_type: type[Recipe] | None = None
-        self._fused_for: Any = None
+        self._fusions_key: Any = None
         # Prepared chains by key; None for calls that need segments. Valid for these registered fusion functions.
         self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
@@ -223,10 +223,10 @@ class OperationFuser:
 
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
         """Show clients, which inspect these attributes after a call, what the prepared chain has fused."""
-        if chain.fusions.key is self._fused_for:
+        if chain.fusions.key is self._fusions_key:
             return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
-        self.recipe_type, self._fused_for = chain.fusions.recipe_type, chain.fusions.key
+        self.recipe_type, self._fusions_key = chain.fusions.recipe_type, chain.fusions.key
         self.first_op_requiring_backward = chain.first
 
     def _run_segments(
@@ -239,7 +239,7 @@ class OperationFuser:
         apply_recipe(self._basic_ops, state)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
-        self._fuse(first, state)
+        self._apply_registered_fusions(first, state)
         for op, indices in self._forward_ops:
             op.pre_fuser_forward(requires_grad=indices[-1] >= first)
         flat = [parameter for group in parameters for parameter in group]
@@ -254,9 +254,9 @@ class OperationFuser:
         )
         if first < self._num_basic_ops:
             x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
-            results: Any = FusedChain.apply(x, call, *tensors)
+            results: Any = SegmentedChain.apply(x, call, *tensors)
         else:
-            check_transforms(FusedChain.OPERATION, x, flat, extra_inputs)
+            check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
             results = call.forward(x, extra_inputs)[0]
         return results if len(results) > 1 else results[0]
 
@@ -270,10 +270,10 @@ class OperationFuser:
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
-        self._fuse(first, state)
+        self._apply_registered_fusions(first, state)
         chain = prepare_chain(
             self._basic_ops,
-            Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for),
+            Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fusions_key),
             first,
             x,
             self._links.by_operation(extra_inputs),
@@ -303,7 +303,7 @@ class OperationFuser:
                 return i
         return self._num_basic_ops
 
-    def _fuse(self, first: int, state: AutocastState) -> None:
+    def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:
         """Apply the registered fusions again if the recipe, the registrations or `first` has changed."""
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
@@ -312,14 +312,14 @@ class OperationFuser:
         recipe_type = None if recipe is None else type(recipe)
         key = (length, override, first, *registered)
         # torch 2.11 can trace `is` between classes, but not == of tuples that contain classes.
-        if recipe_type is self.recipe_type and key == self._fused_for:
+        if recipe_type is self.recipe_type and key == self._fusions_key:
             return
         both = apply_fusions(registered.both, self._basic_ops, self._basic_ops, recipe)
         self._forward_ops = _with_indices(apply_fusions(registered.forward, both, self._basic_ops, recipe))
         self._backward_ops = _with_indices(apply_fusions(registered.backward, both, self._basic_ops, recipe))
         self.first_op_requiring_backward = first
         self.recipe_type = recipe_type
-        self._fused_for = key
+        self._fusions_key = key
 
 
 def _with_indices(ops: Sequence[FusibleOperation]) -> Fused:

@@ -105,7 +105,7 @@ class Linear(PassFusedOperation):
         self._sizes = in_features, out_features  # one attribute, because pickled modules have it
         self._has_bias = has_bias
         for op in ops:
-            op.lend_parameters(self)  # from here on `self.weight` and `self.bias` are the parameters
+            op.give_parameters_to(self)  # from here on `self.weight` and `self.bias` are the parameters
         if not has_bias:
             self.register_parameter("bias", None)
 

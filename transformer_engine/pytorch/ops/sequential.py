@@ -17,7 +17,7 @@ from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
 
-class _Division(NamedTuple):
+class _Parts(NamedTuple):
     """The modules of a Sequential, divided into parts.
 
     Attributes:
@@ -43,8 +43,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         *args: Modules in order, or one dict {name: module}.
     """
 
-    # Result of the last `_divide`; computed again when modules or their hooks have changed.
-    _division: _Division | None = None
+    # Result of the last `_find_parts`; computed again when modules or their hooks have changed.
+    _cached_parts: _Parts | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
                 operation in this container.
         """
-        parts = self._divide()
+        parts = self._find_parts()
         if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
             return parts[0].module(input, *extra_inputs)
         return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
 
-    def _divide(self) -> list[ChainPart]:
+    def _find_parts(self) -> list[ChainPart]:
         """Divide the modules into fused chains and single modules.
 
         An operation with hooks or with another `forward` is a single module, because fusion would skip both.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
-        before = self._division
+        before = self._cached_parts
         if before is not None and before.modules != modules:
             before = None
         # Usually nothing has changed and all operations fuse; this is found in few steps, because each call asks.
@@ -122,7 +122,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     op.connect(NO_CHANNELS)
                 module = OperationFuser(chain, channels)
             parts.append(ChainPart(module, run_ops, channels))
-        self._division = _Division(modules, operations, fusible, parts)
+        self._cached_parts = _Parts(modules, operations, fusible, parts)
         return parts
 
     @property
@@ -131,9 +131,9 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         None before the first forward pass, and when modules have changed since the last one.
         """
-        if self._division is None or self._division.modules != list(self._modules.values()):
+        if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
             return None
-        return [part.module for part in self._division.parts]
+        return [part.module for part in self._cached_parts.parts]
 
     def _note_unfused(self) -> None:
         """Report to `te.explain` why operations do not fuse."""
@@ -167,7 +167,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state without the division, which a copy computes again."""
-        return {name: value for name, value in self.__dict__.items() if name != "_division"}
+        return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
     # List methods. Unlike torch.nn.Sequential's, they accept any iterable, do not rename the remaining modules after a
     # removal, and append under the name that follows the highest number.
