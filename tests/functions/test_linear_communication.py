@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from tests.functions.test_linear import K, M, N, quantizers, spec_of
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
-from transformer_engine.pytorch.functions import communication, linear_operands
+from transformer_engine.pytorch.functions import (
+    communication,
+    linear_operands,
+    linear_results,
+    weight_gradient,
+)
+from transformer_engine.pytorch.functions import linear as linear_functions
 from transformer_engine.pytorch.functions.linear import linear
 from transformer_engine.pytorch.primitives.operand import Operand
 
@@ -110,6 +117,35 @@ def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
     ]
     assert M * K not in {tensor.numel() for tensor in saved}  # no gathered x
     assert M * K // RANKS in {tensor.numel() for tensor in saved}
+
+
+@pytest.mark.parametrize("grad_weight", [False, True])
+@pytest.mark.parametrize("way", ["codes", "row_codes"])
+def test_operands_are_freed_before_the_sum_of_the_input_gradient_ends(
+    way, grad_weight, device, events, monkeypatch
+):
+    multiplied: list[weakref.ref[torch.Tensor]] = []  # codes that the backward pass has multiplied
+    alive: list[list[bool]] = []  # at each end of a sum
+
+    def recorded(multiply: Any, count: int) -> Any:
+        def multiply_and_record(a: Operand, b: Operand, epilogue: Any) -> Any:
+            multiplied.extend([weakref.ref(operand.codes) for operand in (a, b)[:count]])
+            return multiply(a, b, epilogue)
+
+        return multiply_and_record
+
+    def end(dx: Any, spec: Any, leading: Any) -> Any:
+        alive.append([codes() is not None for codes in multiplied])
+        return end_input_gradient(dx, spec, leading)
+
+    end_input_gradient = linear_functions.end_input_gradient
+    monkeypatch.setattr(linear_functions, "end_input_gradient", end)
+    # The weight is saved by the node, whose tensors this test reads.
+    monkeypatch.setattr(linear_results, "multiply", recorded(linear_results.multiply, 1))
+    monkeypatch.setattr(weight_gradient, "multiply", recorded(weight_gradient.multiply, 2))
+    options = {"gather_input": way, "needs_grad_weight": grad_weight}
+    passes(events, "column", way, device, False, **options)
+    assert alive == [[False] * (3 if grad_weight else 1)]
 
 
 NEEDS = [(True, False), (False, True), (True, True)]

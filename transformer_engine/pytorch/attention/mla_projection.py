@@ -181,6 +181,7 @@ def _product_spec(y: Tensor, w_q: Tensor, store: Any, fused: bool) -> LinearSpec
         WeightGradient((w_q,), fused, False, delayed),
         needs_grad_input=records and y.requires_grad,
         needs_grad_weight=records and w_q.requires_grad,
+        needs_grad=records and (y.requires_grad or w_q.requires_grad),
         traced=torch.compiler.is_compiling(),
         communicates=False,
         plain=not quantized,

@@ -10,27 +10,37 @@ respect to y, x, weight and bias. Each product contracts the last axis of both o
 | dx [M, K] = dy [M, N] @ weight [N, K] | N | row-wise dy, column-wise weight |
 | dw [N, K] = dy [M, N].T @ x [M, K] | M | column-wise dy, column-wise x |
 
-**Quantization.** FP8 represents a matrix by codes of 8 bits and float32 scales: x = codes * scale. The format E4M3 has
-codes up to 448; E5M2 has codes up to 57,344 and one bit less of precision. Values are multiplied before they are
-rounded, so that they use this range. Current scaling derives the multiplier from the matrix itself:
+**Quantization.** FP8 represents a matrix by 8-bit codes and a scale: x = codes * scale. The format E4M3 has codes up to
+448; E5M2 has codes up to 57,344 and one bit less of precision. Values are multiplied before they are rounded, so that
+they use this range. With per-tensor scaling, a matrix has one float32 scale. Current scaling derives the multiplier
+from the matrix itself:
 
     amax = max(|x|)
     multiplier = 448 / amax
     codes = round_to_fp8(x * multiplier)
     scale = 1 / multiplier
 
-Delayed scaling takes amax from earlier calls. Formats such as MXFP8 have a scale per block of 16 to 128 elements. By
-default x and weight are E4M3, and dy, whose values vary more, is E5M2. A product multiplies codes, which GPUs do twice
-as fast as with bfloat16 values, accumulates in float32, and applies both scales:
+By default x and weight are then E4M3, and dy, whose values vary more, is E5M2. Block formats have a scale per block of
+16 to 128 elements and use the same format for all three matrices by default. The dtype of their scales differs: powers
+of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits. A product multiplies codes, which GPUs do twice as fast
+as with bfloat16 values, accumulates in float32, and applies both scales:
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
-Results and parameters stay in high precision, `spec.dtype` and the dtype of the parameter.
+y and dx have the dtype `spec.dtype`, unless the caller requests them quantized. Parameters are in high precision,
+unless the caller created them quantized. A block format rejects shapes that its blocks do not divide; the layer then
+runs unquantized and warns (`precision.py`). Per-tensor scaling supports every shape.
 
-**Directions.** This works if a scale covers the whole contracted axis, or a block of it. x, weight and dy are each
-read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise, [M, K]
-with scales along K, and column-wise, the transposed matrix [K, M] with scales along M. One kernel computes both. An
-`Operand` is the codes and scales of one direction. An unquantized matrix serves both directions without a copy; a
+**Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its quantizer
+(`tensor/delayed_scale.py`). The multipliers change later: those of x and weight when the outermost enabled `autocast`
+block ends, if gradients are enabled or the call may be recomputed; those of dy when the backward pass of the whole
+graph ends, for which `backward_of` queues a callback. `quantizer.scale` is the multiplier, the inverse of the scale
+above. `quantization/delayed_scaling.py` computes it.
+
+**Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x, weight and dy
+are each read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise,
+[M, K] with scales along K, and column-wise, the transposed matrix [K, M] with scales along M. One kernel computes both.
+An `Operand` is the codes and scales of one direction. An unquantized matrix serves both directions without a copy; a
 `Matrix` is one that a product reads transposed.
 
 **Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise ones, which the
@@ -42,8 +52,13 @@ forward pass's codes.
 The functions of this file are complete for one device. Other steps of a layer have their own files:
 `linear_results.py` for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py`
 for x and dy whose rows are sharded over ranks, which are `Pending` until they have arrived; `linear_operands.py` for
-the quantizers; `layer.py` for saving between the passes. On a GPU, `fast/compiled.py` runs the functions once on
-symbols of tensors, then repeats the kernels that they launch.
+the application of the quantizers, which are defined in `tensor/`; `layer.py` for saving between the passes.
+
+**Breakpoints.** On a GPU, `fast/compiled.py` compiles a pass in the second call of each kind: it runs the functions on
+symbols of tensors and records the kernels that they launch. Later calls repeat these kernels, so a print or a
+breakpoint in this file takes no effect from the third call on. The environment variable TE_FAST=0, set before the
+import, disables compilation. Some calls always run these functions, for example under a forced backend, and backward
+passes that accumulate into `main_grad`.
 """
 
 from __future__ import annotations
@@ -54,6 +69,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# `offloading.synchronizer` is not None while this thread has an offloading context open, which copies saved tensors to
+# the host. `offloading.used`: any thread has ever opened one, so a saved tensor may be on the host.
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..primitives.column_sums import column_sums
@@ -103,7 +120,10 @@ class LinearResult(NamedTuple):
 
 
 class LinearGradients(NamedTuple):
-    """dx [M, K], dw [N, K], db [N]. None: not needed, delayed, or accumulated into `main_grad`."""
+    """dx [M, K], dw [N, K] and db [N]; None for a gradient that is not needed.
+
+    dw is also None if it is delayed or accumulated into `main_grad`; see `WeightGradient.compute` for placeholders.
+    """
 
     input: Any
     weight: Tensor | None
@@ -136,7 +156,8 @@ def linear_forward(
         return LinearResult(None, saved_input, saved_weight)
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: both row-wise.
-    if spec.communicates or spec.inspector is not None or spec.output is not None:
+    more_follows = spec.communicates or spec.inspector is not None or spec.output is not None
+    if more_follows:
         operands = [x_rows, w_rows]
         del x_rows, w_rows
         y = compute_output(operands, epilogue, spec, leading)
@@ -149,8 +170,10 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K]: row-wise for y, column-wise for dw.
 
     Returns:
-        (operand of y, or the `Pending` gather of it; operand saved for dw: column-wise codes [K, M], x itself, or this
-        rank's shard).
+        (operand of y, or the `Pending` gather of it; operand saved for dw). By default the saved operand is the
+        column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an unquantized
+        layer, the row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns. If the input is
+        gathered, it may be the shard of this rank.
     """
     if spec.communicates and spec.parallel.gathers_input:
         return gathered_input(x, spec)
@@ -177,8 +200,9 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize the weight [N, K]: row-wise for y, column-wise for dx. Cached or quantized weights keep their codes.
 
     Returns:
-        (operand of y; operand saved for dx: column-wise codes [K, N], `DeferredColumns`, or values under
-        `backward_override`).
+        (operand of y; operand saved for dx). By default the saved operand is the column-wise codes [K, N] of the
+        weight. It is the values for HIGH_PRECISION and in an unquantized layer, the row-wise codes for DEQUANTIZED, and
+        `DeferredColumns` for RECOMPUTED columns.
     """
     if spec.weight_columns == RECOMPUTED:
         return cast_rows(weight, spec.weight)
@@ -207,14 +231,16 @@ def linear_backward(
     Args:
         operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then x and
             weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by the derivative
-            of GELU at u in the epilogue of the product. The list is emptied, so that each buffer is freed after its
-            last reader.
+            of GELU at u in the epilogue of the product. The list is emptied, so that each saved buffer and the codes
+            of dy are freed after their last reader. autograd holds dy itself until the node returns.
         spec: Quantizers, dtype, communication and required gradients of this kind of call.
         weight_dtype: Dtype of dw.
         bias_dtype: Dtype of db.
         leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
-        produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise x).
+        produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise x). It
+            receives dx because one kernel can compute both results: for x = act(u), the kernel that computes du from
+            dx reads u and also writes the columns of x (`norm_mlp.py`).
     """
     dy, x = operands[:2]
     weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
@@ -233,7 +259,7 @@ def linear_backward(
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
         more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if more_follows or len(weight_and_u) > 1:
+        if more_follows or len(weight_and_u) > 1:  # the second case: u is given
             dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
         else:
             dx = multiply(operand_of(dy_rows), operand_of(weight_and_u.pop()), epilogue)
@@ -253,6 +279,9 @@ def linear_backward(
         del dy_columns, x
         exact = spec.accumulation.grad_weight
         dw = spec.weight_gradient.compute(left, right, exact, weight_dtype, spec.inspector)
+        del left, right
+    else:
+        del dy_rows, dy_columns
     if isinstance(dx, Pending):
         dx = end_input_gradient(dx, spec, leading)
     return LinearGradients(dx, dw, db)
@@ -269,7 +298,8 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype)
     if spec.needs_grad_bias:
         cast = gradient_cast(spec)
         if cast is not None:
-            # One kernel reads dy for its codes and for db.
+            # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast` to the
+            # kernels of other operations, and converts their codes to operands by `adopt`.
             codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), bias_dtype)
@@ -277,13 +307,18 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype)
 
 
 def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
-    """Return the epilogue y + bias, or accumulate_into += y + bias. `exact` promotes partial sums to float32."""
+    """Return the epilogue y + bias, or accumulate_into += y + bias.
+
+    `exact`, a field of `spec.accumulation`, requests that the product promotes partial sums to float32.
+    """
     if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-# Both passes as `layer.py` calls them: with lists of tensors, saved values and gradients.
+# Both passes as `layer.py` calls them: with lists of tensors, saved values and gradients. `saves` is not used, because
+# `spec.needs_grad_*` decide which operands are saved. `dtypes` has a pair (dtype of dw, dtype of db) per linear layer:
+# one here, two in an MLP.
 
 
 def _forward(
@@ -303,13 +338,16 @@ FUNCTIONS = LayerFunctions("Linear", _forward, _backward, results=1)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
-    if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
+    if spec.needs_grad:
         return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return run_without_saving(FUNCTIONS, spec, (x, weight, bias))[0]
 
 
 class _Linear(Function):
-    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`."""
+    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`.
+
+    After the backward function, `backward_of` queues the update of delayed scaling; it also rejects second derivatives.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:

@@ -1,6 +1,7 @@
 """The choice of quantized or high-precision computation: by the recipe, by shapes, or by time with NVTE_FP8_AUTO=1.
 
-A product whose shapes the format does not support runs in high precision.
+A product whose shapes the format does not support runs in high precision. Of the built-in formats, only block formats
+have unsupported shapes; per-tensor scaling supports every shape.
 
 For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three products, in proportion to
 M N K. Quantizing x, w and dy in both directions costs time in proportion to the number of their elements, and each

@@ -85,7 +85,12 @@ def wait_for_saved(*saved: Saved) -> None:
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the backward of a node that called `save`: it has no derivative and ends with the scale update."""
+    """Decorate the backward function of a node that called `save` or `layer.record`.
+
+    After the function, `ctx.scale_update` queues the update of the gradient multipliers of delayed scaling for the end
+    of the whole backward pass; without delayed scaling it is None. A second derivative raises an error that names the
+    operation.
+    """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         def ended(ctx: Any, *grads: Any) -> Any:

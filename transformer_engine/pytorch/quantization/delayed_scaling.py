@@ -1,5 +1,7 @@
 """scale = (fp8_max / amax) / 2^margin, from the histories of amaxes of earlier steps.
 
+This scale is the multiplier of values before rounding, the inverse of the scale of an operand (`functions/linear.py`).
+
 An amax history is float32 [length, n], one column per tensor. Row 0 collects the running step; an update turns
 it into the last row, drops the oldest (row 1) and clears row 0. States that share direction, recipe and group
 share a pool: one reduction over the group and one set of kernels for all. Nothing reads a value on the host.

@@ -10,7 +10,14 @@ from .elements import check_scalar
 
 
 class ScalingState(Protocol):
-    """Delayed scaling of n tensors: scale [n] (while compiling, a copy), and amax_history [length, n], newest first."""
+    """Delayed scaling of n tensors.
+
+    Attributes:
+        scale: Multipliers [n] of the values before rounding; while compiling, a copy.
+        scale_in_place: The multipliers [n] that updates write.
+        amax_history: Maxima [length, n]. Row 0 collects the running step; the other rows are complete steps, the oldest
+            in row 1 and the newest in the last row.
+    """
 
     @property
     def scale(self) -> Tensor: ...
@@ -31,7 +38,7 @@ class DelayedScale:
 
     @property
     def scale(self) -> Tensor:
-        """float32 [1], the factor of the values."""
+        """float32 [1], the multiplier of the values: codes = round(x * scale), x = codes / scale."""
         if self._state is not None:
             return self._state.scale[self._index : self._index + 1]
         assert self._scale is not None
