@@ -14,11 +14,17 @@ call; their sum is M. A group without rows has an empty y_g and dx_g, and a dw_g
 
 `linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers: the codes
 of a group are those that a separate `Linear` computes. The passes below are those of `linear.py`, without
-communication.
+communication. A quantizer computes two operands, one per direction. Unquantized values are both operands themselves:
+the products of dx_g and dw_g read them as transposed matrices.
 
 **Launches.** Each step of a pass is a function of `grouped_products.py`. It computes all groups in one launch, or in a
-loop over the groups, as `grouped_request.py` chooses. In one launch, an operand is one object for all groups; in a
-loop, it is a list with one operand per group. The functions below do not depend on this choice.
+loop over the groups, as `grouped_request.py` chooses. In one launch, a quantized operand is one object for all groups;
+in a loop, it is a list with one operand per group. Unquantized x and dy remain one tensor in both cases, which the step
+splits into groups. The functions below do not depend on this choice.
+
+**Settings.** A `GroupedCall` has the numbers of rows of one call and its `GroupedSpec`. It also has the attributes of a
+`LayerSpec`, so that `layer.py` accepts it as the spec. `call.spec.layer` has the settings that all groups share; a
+gradient is needed there if some group needs it.
 
 **Parameters.** The weights are a list of n tensors [N, K], or one stack [n, N, K]; the biases a list of tensors [N],
 or one stack [n, N]. Gradients have the form of their parameters.
@@ -64,7 +70,8 @@ def grouped_linear_forward(
     Args:
         tensors: x [M, K]; the weights and the biases, each a list or one stack; None without biases.
         call: Settings and numbers of rows of this call.
-        saves: Whether a backward pass follows.
+        saves: Return the saved operands. The gradients that the spec requests do not decide this alone: a compiled
+            graph (`grouped_operators.py`) runs the function without saving for y, and again in its backward pass.
         leading: Not used: x is a matrix.
         compute_y: Compute y. Recomputation needs the saved operands only.
 
@@ -88,22 +95,23 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
     """Quantize x_g [M_g, K] of each group: row-wise for y_g, column-wise for dw_g.
 
     Returns:
-        (operand of y; operand saved for dw, or None). One kernel reads x once for both directions. Unquantized values
-        serve both without a copy.
+        (operand of y; operand saved for dw, or None if dw is not needed). By default the saved operand is the
+        column-wise codes of each group. It is the values of x with `keep_input`, for HIGH_PRECISION and in an
+        unquantized layer. For DEQUANTIZED it is the row-wise codes of the groups whose weights need a gradient.
     """
     layer = call.spec.layer
-    saves_values = layer.keep_input or layer.backward == HIGH_PRECISION
     rows: Any
     columns: Any
     if layer.plain:
         rows = columns = x
     else:
+        # One kernel reads x once for both directions.
         quantizes_columns = layer.needs_grad_weight and layer.backward == QUANTIZED and not layer.keep_input
         rows, columns = cast_groups(x, call, "input", rowwise=True, columnwise=quantizes_columns)
     if not (saves and layer.needs_grad_weight):
         return rows, None
     saved = columns
-    if saves_values:
+    if layer.keep_input or layer.backward == HIGH_PRECISION:
         saved = values_of_groups(x, call)
     elif layer.backward == DEQUANTIZED and not layer.plain:
         saved = operands_of_trained_weights(rows, call)
@@ -116,7 +124,9 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
     """Quantize w_g [N, K] of each group: row-wise for y_g, column-wise for dx_g.
 
     Returns:
-        (operand of y; operand saved for dx, or None).
+        (operand of y; operand saved for dx, or None if dx is not needed). By default the saved operand is the
+        column-wise codes of each weight. It is the values for HIGH_PRECISION and in an unquantized layer, and the
+        row-wise codes for DEQUANTIZED.
     """
     layer = call.spec.layer
     if layer.plain:
@@ -142,8 +152,8 @@ def grouped_linear_backward(
     """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] of each group g.
 
     Args:
-        operands: dy [M, N], and the saved operands of x and the weights. The list is emptied, so that each buffer is
-            freed after its last reader.
+        operands: dy [M, N], and the saved operands of x and the weights. The list is emptied, so that each saved buffer
+            and the codes of dy are freed after their last reader.
         call: Settings and numbers of rows of the forward pass.
         dtypes: ((dtype of a weight's gradient, dtype of a bias's gradient),).
         leading: Not used: x is a matrix.
@@ -155,14 +165,12 @@ def grouped_linear_backward(
     operands.clear()
     layer = call.spec.layer
     weight_dtype, bias_dtype = dtypes[0]
-    if type(dy) is not Tensor or not dy.is_contiguous():
-        dy = dense_values(dy)
+    dy = dense_values(dy)
     # db_g [N] = sum of dy_g [M_g, N] over M_g.
     db = bias_gradients(dy, call, bias_dtype) if layer.needs_grad_bias else None
-    # Unquantized matrices are both operands: read as they are, or as their transpose.
-    unquantized = layer.plain or layer.backward != QUANTIZED
     rows = columns = dy
-    if not unquantized and (layer.needs_grad_input or layer.needs_grad_weight):
+    quantizes = layer.backward == QUANTIZED and not layer.plain
+    if quantizes and (layer.needs_grad_input or layer.needs_grad_weight):
         # dy_g [M_g, N] row-wise for dx_g, and column-wise [N, M_g] for dw_g.
         rows, columns = cast_groups(
             dy, call, "grad_output", rowwise=layer.needs_grad_input, columnwise=layer.needs_grad_weight
@@ -175,7 +183,7 @@ def grouped_linear_backward(
         if layer.backward == DEQUANTIZED and not layer.plain:
             w = values_of_groups(w, call)
         # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g row-wise, w_g column-wise.
-        dx = product_of_groups(rows, w, call, "grad_input", transposed=unquantized)
+        dx = product_of_groups(rows, w, call, "grad_input")
         if "grad_input" in call.spec.inspected:
             dx = inspected_groups(dx, call, "grad_input")
     del rows, w
@@ -185,20 +193,22 @@ def grouped_linear_backward(
             x = _column_operand(x, call)
         # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both column-wise. It is returned, accumulated into main_grad, or
         # delayed.
-        dw = weight_gradients(columns, x, call, weight_dtype, transposed=unquantized)
+        dw = weight_gradients(columns, x, call, weight_dtype)
     return [dx, dw, db]
 
 
 def _column_operand(x: Any, call: GroupedCall) -> Any:
-    """Return the operand that dw_g reads: the saved codes, saved values quantized now, or values of saved codes."""
+    """Return the operand that dw_g reads.
+
+    It is the saved operand, except in two cases: saved values are quantized now, and saved row-wise codes are decoded
+    if the backward pass multiplies values.
+    """
     layer = call.spec.layer
     if offloading.used:
         wait_for_saved(x)
-    if layer.plain:
-        return x
-    if layer.backward == QUANTIZED and layer.keep_input:
+    if layer.keep_input and layer.backward == QUANTIZED and not layer.plain:
         return cast_groups(x, call, "input", rowwise=False, columnwise=True)[1]
-    if layer.backward == DEQUANTIZED and not layer.keep_input:
+    if layer.backward == DEQUANTIZED and not (layer.keep_input or layer.plain):
         return values_of_groups(x, call)
     return x
 
@@ -238,7 +248,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
+        dtypes = (weights[0].dtype, biases[0].dtype if biases else weights[0].dtype)
         tensors = _tensors(x, weights, biases, call)
         return record(FUNCTIONS, ctx, call, tensors, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
 
@@ -254,6 +264,8 @@ class _GroupedLinear(Function):
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
             if isinstance(gradient, list):
                 grads += gradient
-            else:  # the gradient of a stack, or None for all parameters
-                grads += (gradient,) if count == 1 else (None,) * count
+            elif gradient is None:
+                grads += [None] * count
+            else:
+                grads.append(gradient)  # of a stack, which is a single parameter
         return grad_input, None, None, *grads  # no gradients of call and count

@@ -27,7 +27,6 @@ from ..primitives.grouped_gemm import (
 )
 from ..primitives.grouped_quantize import row_sums
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from ..tensor.quantizer import Matrix
 from .caller_buffers import handed_out
 from .grouped_call import GroupedCall, members_of, stacked_gradient
 from .linear_operands import (
@@ -36,6 +35,7 @@ from .linear_operands import (
     input_operands,
     operand_of,
     operands_for_products,
+    read_as,
     weight_operands,
 )
 from .linear_spec import inspects
@@ -109,7 +109,7 @@ def converted_weights(weights: Any, call: GroupedCall) -> Any:
 
 
 def values_of_groups(x: Any, call: GroupedCall) -> Any:
-    """Values of a matrix, or of the operand of each group; None for a group without one."""
+    """Values of a matrix in any form (tensor, quantized tensor), or of the operand of each group; None stays None."""
     if not isinstance(x, list):
         return dequantized(x, call.dtype)
     return [None if member is None else dequantized(member, call.dtype) for member in x]
@@ -121,22 +121,20 @@ def operands_of_trained_weights(operands: list[Any], call: GroupedCall) -> list[
     return [part if group.needs_grad_weight else None for part, group in pairs]
 
 
-def product_of_groups(
-    a: Any, b: Any, call: GroupedCall, kind: str, transposed: bool = False, biases: Any = None
-) -> Tensor:
+def product_of_groups(a: Any, b: Any, call: GroupedCall, kind: str, biases: Any = None) -> Tensor:
     """Compute a_g [M_g, K] @ b_g [N, K].T + bias_g [N] of each group g, as one matrix [M, N].
 
     Args:
         a: Operand of the rows of all groups.
-        b: Operand of each group's weight.
+        b: Operand of each group's weight. Unquantized weights are transposed in a "grad_input" product.
         call: Settings.
         kind: "forward" or "grad_input", which choose accumulation and the caller's buffer.
-        transposed: b is values, which are read as their transposes.
         biases: A bias of each group, or None.
     """
     buffer = call.buffers.output if kind == "forward" else call.buffers.grad_input
     first = call.groups[0]
     exact = getattr(first.accumulation, kind)
+    transposed = kind == "grad_input"
     if call.layout is None:
         dtype = first.dtype
         epilogue = Epilogue(dtype, exact=exact)
@@ -144,7 +142,7 @@ def product_of_groups(
         parts = [
             multiply(
                 operand_of(left),
-                operand_of(Matrix(right) if transposed else right),
+                operand_of(read_as(right, transposed)),
                 epilogue if bias is None else Epilogue(dtype, bias=bias, exact=exact),
             )
             for left, right, bias in zip(call.rows_of(a), members_of(b), added, strict=True)
@@ -170,14 +168,13 @@ def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
     return call.joined(parts)
 
 
-def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype, transposed: bool = False) -> Any:
+def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> Any:
     """Compute dw_g [N, K] = dy_g.T @ x_g of each group g: a list, or the gradient of the stack.
 
     Args:
-        dy, x: Operands of the columns of all groups.
+        dy, x: Operands of the columns of all groups. Unquantized values are transposed.
         call: Settings.
         dtype: Dtype of the gradients.
-        transposed: dy and x are values, which are read as their transposes.
     """
     if call.layout is not None:
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
@@ -192,8 +189,8 @@ def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype, tra
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
         if group.needs_grad_weight:
-            left = operand_of(Matrix(left) if transposed else left)
-            right = operand_of(Matrix(right) if transposed else right)
+            left = operand_of(read_as(left, transposed=True))
+            right = operand_of(read_as(right, transposed=True))
             destination = group.weight_gradient
             if destination.overwrite and destination.fused and torch.compiler.is_compiling():
                 main_grad = main_grad_of(destination.parameter)
