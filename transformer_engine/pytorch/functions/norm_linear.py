@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -53,21 +53,29 @@ class NormLinearSpec(LayerSpec):
         linear: Settings of the linear layer.
         returns_norm_output: The layer also returns h = norm(x).
         norm_mode: FUSED_CAST or SEPARATE: which kernel quantizes h.
+
+    `linear.needs_grad_input` here means that dh is needed, because x, gamma or beta requires a gradient.
     """
 
     norm: Norm
     linear: LinearSpec
     returns_norm_output: bool = False
-    norm_mode: str = SEPARATE
+    norm_mode: Literal["fused_cast", "separate"] = SEPARATE
 
     def with_modes(self) -> NormLinearSpec:
-        """Return the spec with the modes that the tables of `fusions` and `deferred_columns` choose."""
+        """Return the spec with its two modes: `norm_mode`, and `linear.input_columns`, the mode of the columns of h.
+
+        `fusions` and `deferred_columns` choose them.
+        """
         mode = fusions.choose_norm_mode(self.linear, self.returns_norm_output)
         linear = with_norm_columns(self.linear, mode == FUSED_CAST and self.norm.kind == "RMSNorm")
         return replace(self, linear=linear, norm_mode=mode)
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
-        """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
+        """Return the spec with another norm, whose kernel cannot quantize.
+
+        `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`by_name.py`).
+        """
         linear = replace_fields(self.linear, input_columns=SAVED)
         return replace(self, norm=norm, linear=linear, compiled=None, norm_mode=SEPARATE)
 
@@ -90,13 +98,13 @@ def norm_forward(
 
     Returns:
         (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev of each row). If the backward pass
-        produces the columns of h, the scale that it needs takes their place.
+        produces the columns of h (PRODUCED), the scale that it needs takes their place.
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
         return norm.forward(x, gamma, beta)
     produces = linear.input_columns == PRODUCED
-    # The cast describes row-wise codes, which y reads, and column-wise codes, which dw reads.
+    # The cast describes row-wise codes, which y reads, and column-wise codes if dw is needed and reads them.
     cast = linear.input.cast(True, False) if produces else input_cast(linear)
     assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
     codes, statistics = norm.forward(x, gamma, beta, cast)
@@ -133,7 +141,8 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx [M, K], dgamma [K] and dbeta [K] from dh [M, K].
 
-    With n = (x - mean) * rstdev, the normalized rows, and g = dh * gamma, a LayerNorm has the gradients
+    With n = (x - mean) * rstdev, the normalized rows, and g = dh * gamma (dh * (1 + gamma) with `zero_centered`), a
+    LayerNorm has the gradients
 
         dx = rstdev * (g - mean(g) - n * mean(g * n)), means over each row
         dgamma = sum(dh * n), dbeta = sum(dh), sums over the M rows
@@ -162,12 +171,13 @@ def norm_linear_forward(
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
         spec: Norm, linear layer and fusion mode of this kind of call.
-        saves: Whether a backward pass follows. Not used: the second list costs nothing.
+        saves: Not used: `spec.linear.needs_grad_*` decide which values are saved, the others are None.
         leading: Shape of x without K.
 
     Returns:
         [y, h or None] and the saved values [x, gamma, mean, rstdev, operand of h, operand of the weight], which
-        `norm_linear_backward` reads in this order.
+        `norm_linear_backward` reads in this order. With sequence parallelism h has the rows of this rank; the module
+        gathers them if requested (`ProductsModule.returned_norm_output`).
     """
     x, gamma, beta, weight, bias = tensors
     # h [M, K] = norm(x [M, K])
@@ -185,7 +195,7 @@ def norm_linear_backward(
 
     Args:
         operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is emptied, so that
-            each buffer is freed after its last reader.
+            `linear_backward` frees the operands of h and of the weight after their last reader.
         spec: Norm, linear layer and fusion mode of this kind of call.
         dtypes: ((dtype of dw, dtype of db),).
         leading: Shape of x without K. Not used: `layer.py` shapes dx.
@@ -213,7 +223,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], h = norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = run_without_saving(FUNCTIONS, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = run_without_saving(FUNCTIONS, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
