@@ -4,10 +4,19 @@ The file contains the module: its arguments, parameters and settings. `functions
 call of the module has three steps:
 
 1. `Linear.forward` reads the parameters and converts the switches of the call.
-2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads. It
-   depends on the layer's configuration, the recipe of `autocast` and the metadata of the tensors, together a `Call`.
-   Specs are cached by their call; `build` computes the spec of a new call.
+2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads. They
+   depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, the metadata of the tensors,
+   the switches of the call, grad mode, torch.autocast, environment variables, and the parameters or the queue that
+   receive weight gradients. Specs are cached by their call; `build` computes the spec of a new call. The first call
+   under a recipe also creates the quantizers and scaling states (`numerics.py`).
 3. `linear` (`functions/linear.py`) computes y, as a node of autograd's graph.
+
+**Settings.** `@configured` defines `layer.in_features`, `layer.return_bias` and the other settings as properties over
+the frozen record `layer._config`. Assigning one replaces the record, so that the next call has another spec.
+`_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
+
+**Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` of this file. `_replaced.names`
+contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` takes the place of `linear`.
 """
 
 from __future__ import annotations
@@ -71,6 +80,7 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
+    # The condition of `Linear._output_of`, which passes the bias to the product.
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.records and call.input.requires_grad,
@@ -85,7 +95,7 @@ def build(call: Call) -> LinearSpec:
         needs=needs,
         update=scale_update(call, any(needs)),
         weight=weight,
-        results=call.options[1:],  # fp8_output and fp8_grad
+        results=call.options[1:],  # (fp8_output, fp8_grad), behind is_first_microbatch
         shard=rows_of_shard(call, parallel),
     )
     return with_compiled_passes(call, FUNCTIONS, spec)
@@ -116,8 +126,8 @@ class Linear(ProductsModule):
             requires `initialize_ub` and GPUs that read each other's memory.
         ub_overlap_rs: The same for the sum over ranks of a row-parallel layer's output.
         ub_overlap_rs_dgrad: The same for the sum over ranks of a column-parallel layer's input gradient.
-        ub_bulk_dgrad: As ub_overlap_ag, of a column-parallel layer.
-        ub_bulk_wgrad: As ub_overlap_rs_dgrad.
+        ub_bulk_dgrad: The same as ub_overlap_ag, for a column-parallel layer only.
+        ub_bulk_wgrad: The same as ub_overlap_rs_dgrad.
         ub_name: Name of the layer in the configuration of `initialize_ub`; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
         symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over symmetric memory.
@@ -131,6 +141,7 @@ class Linear(ProductsModule):
 
     build = staticmethod(build)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Types of the properties that `@configured` defines.
     in_features: int
     out_features: int
     parallel_mode: str | None
@@ -181,8 +192,10 @@ class Linear(ProductsModule):
             save_original_input=save_original_input,
             get_rng_state_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name,
-            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),  # switches of `forward`
-            _tensors=("weight", "bias"),  # tensors that `forward` reads beside the input
+            # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`, and the
+            # tensors that it reads in addition to the input.
+            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
+            _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
         if tp_group is not None:
@@ -208,16 +221,23 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight into its cache, whose memory stays the same from step to
-                step. False reads the cache; if the cache is empty or lacks the column-wise codes, as in the first
-                training call after an evaluation, it quantizes the present weight into it. None quantizes the weight
-                for this call only. With fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
+            is_first_microbatch: True quantizes the weight into a cache, False reads the cache, and None quantizes the
+                weight for this call only. An optimizer step or another write to the weight does not invalidate the
+                cache: pass True in the first call after it. False also quantizes the present weight into the cache if
+                the cache is empty (a new layer, a loaded state dict, another recipe) or lacks the column-wise codes
+                (the first training call after an evaluation). True writes into the memory of the step before, unless a
+                backward pass that has not run needs its codes, or torch.compile is tracing. A weight that is a
+                quantized tensor is not cached. With fuse_wgrad_accumulation, the first gradient after True overwrites
+                main_grad.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 
         Raises:
             TypeError: The dtype of the input is unsupported.
-            ValueError: The last dimension or the device of the input does not match the weight.
+            ValueError: The last dimension or the device of the input does not match the weight, or
+                save_original_input is set under delayed scaling.
+            RuntimeError: A parameter is on the meta device.
+            NotImplementedError: The placements of DTensors are unsupported.
         """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
@@ -233,7 +253,7 @@ class Linear(ProductsModule):
             return self._output_of_subclasses(options, inp, weight, bias)
         return self._output_of(options, inp, weight, bias)
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # type checkers see the parameters of `forward` in calls of the layer
 
         @call_of(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -253,7 +273,7 @@ class Linear(ProductsModule):
     def _output_of(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """Compute `forward` with plain or quantized parameters.
+        """Compute `forward` with parameters of this rank, unquantized or quantized.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad), converted.
@@ -262,6 +282,7 @@ class Linear(ProductsModule):
             bias: Bias [out_features], or None.
         """
         config, is_first_microbatch = self._config, options[0]
+        # Creates the quantizers and scaling states in the first call under a recipe.
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:  # the weight is quantized once for all microbatches of a step
@@ -269,7 +290,7 @@ class Linear(ProductsModule):
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
-        # A row-parallel layer sums y over the ranks and adds the bias once, after the sum.
+        # A row-parallel layer sums y over the ranks and adds the bias once, after the sum, as `build` assumes.
         in_product = bias is not None and not (config.return_bias or config.adds_bias_late)
         y = product(inp, weight, bias if in_product else None, spec)
         if config.return_bias:

@@ -245,7 +245,7 @@ class ProductsModule(TransformerEngineBaseModule):
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...],
         any_rows: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the cached build(call).
+        """Return the cached build(call); the first call under a recipe also creates quantizers and scaling states.
 
         Args:
             inp: The input.

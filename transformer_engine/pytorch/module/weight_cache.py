@@ -3,6 +3,9 @@
 A CUDA graph that a caller captures over later microbatches reads this memory in every replay. The first microbatch of
 the next step therefore writes its codes into the same tensors. It takes new tensors only while a pending backward pass
 holds the old ones; a weight that a graph reads is then rejected instead.
+
+Nothing observes writes to the parameter: after an optimizer step the cache has the codes of the old values until a call
+with is_first_microbatch=True. Loading a state dict and another recipe clear the cache.
 """
 
 from __future__ import annotations
