@@ -1,4 +1,16 @@
-"""Sequential: a container that runs its modules one after another, and fuses consecutive operations."""
+"""Sequential: a container that runs its modules one after another, and fuses consecutive operations.
+
+A container consists of parts (`parts.py`). A part is a fused chain, which is one or more consecutive operations, or a
+single module: one that is no operation, such as torch.nn.Linear, or an operation that must be called as a module
+(`bare_calls.py`). The container divides its modules into parts; `fuser.py` runs a fused chain, `chain.py` decides what
+its kernels compute together.
+
+Operations may have tensors besides the main one (`channels.py`): an extra input comes from the caller, or through a
+channel, a name by which an earlier operation provides its extra output.
+
+The recipe of `autocast` applies to the operations and to modules of this package. Other modules do not quantize. Under
+torch.compile the division into parts is the same, and a fused chain runs in segments (`fuser.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +35,7 @@ class _Parts(NamedTuple):
     Attributes:
         modules: The values of `_modules`.
         operations: Those that are operations.
-        fusible: Operations without hooks, which may fuse.
+        fusible: Operations that may fuse (`are_bare`).
         parts: Fused chains and single modules, in order.
     """
 
@@ -83,7 +95,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _find_parts(self) -> list[ChainPart]:
         """Divide the modules into fused chains and single modules.
 
-        An operation with hooks or with another `forward` is a single module, because fusion would skip both.
+        An operation with hooks, with a graph of `compile()` or with another `forward` is a single module, because
+        fusion would skip them.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         before = self._cached_parts
@@ -98,36 +111,31 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             self._note_unfused()
         if before and before.fusible == fusible:
             return before.parts
-        runs: list[list[torch.nn.Module]] = []  # consecutive operations that fuse, or a single module
+        members: list[list[Any]] = []  # modules of each part
         for module in self:
-            if runs and module in fusible and runs[-1][-1] in fusible:
-                runs[-1].append(module)
+            if members and module in fusible and members[-1][-1] in fusible:
+                members[-1].append(module)
             else:
-                runs.append([module])
+                members.append([module])
         basic_ops = [
-            [
-                basic
-                for module in run
-                if isinstance(module, FusibleOperation)
-                for basic in module.basic_operations()
-            ]
-            for run in runs
+            [basic for module in part if module in operations for basic in module.basic_operations()]
+            for part in members
         ]
         parts: list[ChainPart] = []
-        for run, run_ops, channels in zip(runs, basic_ops, connecting_channels(basic_ops), strict=True):
-            module: Any = run[0]
+        for part, part_ops, channels in zip(members, basic_ops, connecting_channels(basic_ops), strict=True):
+            module: Any = part[0]
             if module in fusible:
-                chain = [op for op in run if isinstance(op, FusibleOperation)]
-                for op in chain:
+                for op in part:
+                    # Undo `ChainPart.call`, which has connected operations that were single modules before.
                     op.connect(NO_CHANNELS)
-                module = OperationFuser(chain, channels)
-            parts.append(ChainPart(module, run_ops, channels))
+                module = OperationFuser(part, channels)
+            parts.append(ChainPart(module, part_ops, channels))
         self._cached_parts = _Parts(modules, operations, fusible, parts)
         return parts
 
     @property
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
-        """Fused chains and other modules in order, for inspection.
+        """The modules of the parts in order, for inspection; the name is that of NVIDIA's Transformer Engine.
 
         None before the first forward pass, and when modules have changed since the last one.
         """
@@ -170,7 +178,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
     # List methods. Unlike torch.nn.Sequential's, they accept any iterable, do not rename the remaining modules after a
-    # removal, and append under the name that follows the highest number.
+    # removal, and append under the name that follows the highest number. `insert` renumbers all modules, as
+    # torch.nn.Sequential does, because names must be in the order of the modules.
 
     def _name_at(self, index: int) -> str:
         keys = list(self._modules)
