@@ -6,13 +6,19 @@ two ways to run it:
 - **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
   result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once for each kind of call, and
   later calls with the same key reuse them (`prepared_chain.py`, `call_key.py`).
-- **In segments**: this package's operations run as passes, and operations that a user wrote run between them by their
-  own methods (`chain_run.py`). Segments are also needed for channels, keyword arguments, recomputation under delayed
-  scaling and `torch.compile`.
+- **In segments**: consecutive operations with passes of this package run as one segment, and operations with methods of
+  a user run between them (`chain_run.py`). A call runs in segments if the chain has an operation or a `FusedOperation`
+  with methods of a user, or channels, or if the call has keyword arguments, repeats a forward pass under delayed
+  scaling (a checkpoint), is traced by `torch.compile`, or if a backend is forced or observed.
 
-Registered fusion functions replace operations by `FusedOperation`s; clients read the results in `_forward_ops` and
-`_backward_ops`. This package's own ones (`fused/operations.py`) only describe what kernels compute together. A
-`FusedOperation` that a user wrote runs by its own methods.
+What kernels compute together is decided outside of this file: pairs of operations by `passes/patterns.py`, the
+quantization of a result for the next operation by `chain.py` and the `input_request`, `gradient_request` and
+`casts_output` of `passes/*.py`. Registered fusion functions replace operations by `FusedOperation`s. Those of this
+package (`fused/operations.py`) only describe these decisions, for tests and other libraries that read the attributes
+`_forward_ops` and `_backward_ops`. A `FusedOperation` of a user, in contrast, runs by its own methods.
+
+`first` is the index of the first basic operation that the backward pass reaches: the first one with an input or a
+parameter that requires a gradient. It is the number of operations if there is none, or if gradients are disabled.
 """
 
 from __future__ import annotations
@@ -64,7 +70,7 @@ class OperationFuser:
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller gives.
-        first_op_requiring_backward: Index of the first basic operation that the backward pass reaches.
+        first_op_requiring_backward: `first` of the last call.
         recipe_type: Class of the active recipe; None without one.
         forward_fusion_functions: Functions of `register_forward_fusion`.
         backward_fusion_functions: Functions of `register_backward_fusion`.
@@ -92,14 +98,16 @@ class OperationFuser:
         self.first_op_requiring_backward = 0
         self.recipe_type: type[Recipe] | None = None
         self._fusions_key: Any = None
-        # Prepared chains by key; None for calls that need segments. Valid for these registered fusion functions.
+        # Whether calls may be prepared: no channels, and all passes are this package's.
         self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._keys = CallKeys(self._basic_ops)
+        # Prepared chains by key, valid for the fusion functions `_registered`; None for calls that need segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._copy_registrations()
         self._applied_recipe = NOT_APPLIED
+        # Autocast state of the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
 
     def _copy_registrations(self) -> Registrations:
@@ -154,7 +162,7 @@ class OperationFuser:
             chain, inputs = self._prepared_chain(input, extra_inputs)
             if chain is not None:
                 self._set_inspected_attributes(chain)
-                for check in chain.checks:
+                for check in chain.checks:  # `pre_fuser_forward` of the operations that override it
                     check()
                 return chain(inputs)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
@@ -182,7 +190,7 @@ class OperationFuser:
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
-        if recomputes or not undisturbed():
+        if recomputes or not undisturbed():  # a forced or observed backend: choices may not be cached
             return None, []
         registered = (
             self.forward_backward_fusion_functions,
@@ -201,10 +209,16 @@ class OperationFuser:
     def _use_recipe(self, state: AutocastState) -> None:
         """Apply the active recipe to the operations, unless it is applied already.
 
+        `_run_segments` applies the recipe without this record. The record stays correct: `is_current` also compares the
+        recipes that the operations use.
+
         Raises:
-            RuntimeError: A reentrant checkpoint of another library runs the chain again under another autocast state:
-                its first run, without gradients, had the state `_state_without_gradients`.
+            RuntimeError: A reentrant checkpoint of another library runs the chain again under another autocast state
+                than in its first run.
         """
+        # A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
+        # gradients may be a first run, so its state is stored. A later call with another state may be the second run:
+        # `state_without_gradients` finds out and raises the error.
         before = self._state_without_gradients
         if before is not state and (before is not None or not torch.is_grad_enabled()):
             self._state_without_gradients = state_without_gradients("te.ops", before, state)
@@ -222,7 +236,7 @@ class OperationFuser:
         )
 
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
-        """Show clients, which inspect these attributes after a call, what the prepared chain has fused."""
+        """Set the attributes of the last call that tests and other libraries read, to those of the prepared chain."""
         if chain.fusions.key is self._fusions_key:
             return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
@@ -232,7 +246,7 @@ class OperationFuser:
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> Any:
-        """Run a chain that cannot be prepared (user operations, channels, recomputation, torch.compile)."""
+        """Run a call that cannot be prepared, for one of the reasons in the header of this file."""
         options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
         check_parameters(self._basic_ops)
         state = current()
@@ -288,10 +302,7 @@ class OperationFuser:
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Return the index of the first operation that the backward pass must reach.
-
-        It is the number of operations if none needs a gradient.
-        """
+        """Return `first`; see the header of this file."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -304,7 +315,11 @@ class OperationFuser:
         return self._num_basic_ops
 
     def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:
-        """Apply the registered fusions again if the recipe, the registrations or `first` has changed."""
+        """Apply the registered fusion functions, unless recipe, functions and `first` are those of the last call.
+
+        The result for operations of this package is only displayed; see the header of this file. Fusion functions may
+        read the recipe: its class, history length and backward override are compared.
+        """
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
         override = getattr(recipe, "backward_override", None)

@@ -5,8 +5,13 @@
 | None, "column" | `BasicLinear`, `Bias` |
 | "row" | `BasicLinear`, `Bias`, `AllReduce`; with sequence parallelism `ReduceScatter` in place of `AllReduce` |
 
+The passes of these operations compute y and the gradients: `basic/basic_linear.py` (`passes`) creates the passes of
+the product, `passes/linear.py` and `functions/linear.py` compute it, and `passes/patterns.py` lets its epilogue add the
+bias.
+
 `Linear` owns the parameters that these operations read, so that torch's tools find `weight` and `bias` as in
-torch.nn.Linear. State dicts have the original's keys, which name the operations; torch.nn.Linear's keys load too.
+torch.nn.Linear. State dicts have the keys of NVIDIA's Transformer Engine, which name the operations; torch.nn.Linear's
+keys load too.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ class Linear(PassFusedOperation):
     State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too.
 
     In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so y contains the sum
-    of all ranks' biases.
+    of all ranks' biases. `te.Linear` adds one bias, after the reduction.
 
     Args:
         in_features: Last dimension of the input, over all ranks.
@@ -102,10 +107,13 @@ class Linear(PassFusedOperation):
             reduction = ReduceScatter if boundary.sequence else AllReduce
             ops.append(reduction(boundary.group))
         super().__init__(ops)
-        self._sizes = in_features, out_features  # one attribute, because pickled modules have it
+        # The attribute of modules that earlier versions have pickled.
+        self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:
-            op.give_parameters_to(self)  # from here on `self.weight` and `self.bias` are the parameters
+            op.give_parameters_to(
+                self
+            )  # from here on `self` owns `weight` and `bias`, and the operations read them
         if not has_bias:
             self.register_parameter("bias", None)
 
@@ -128,7 +136,7 @@ class Linear(PassFusedOperation):
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save the parameters under the original's keys, which name the basic operations."""
+        """Save the parameters under keys that name the basic operations."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, key in _SAVED_KEYS.items():
             if prefix + name in destination:
@@ -144,7 +152,7 @@ class Linear(PassFusedOperation):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load parameters under the original's keys or under their own names.
+        """Load parameters under keys that name the basic operations, or under their own names.
 
         Raises:
             RuntimeError: The state dict has a parameter under both keys.
