@@ -58,7 +58,7 @@ WHOLE_SPILLS = (
 # Predicated tiles: sizes that are not multiples of the tiles.
 PREDICATED_SPILLS = (
     Spill("block_cast.both_blocks_kernel", 24, ODD_ROWS, ("8.0", *BLACKWELL)),
-    Spill("block_fused.forward_kernel", 8, {**ODD_ROWS, **BLOCKS_1D}, ("8.0",)),
+    Spill("block_fused.forward_kernel", 8, {**ODD_ROWS, **BLOCKS_1D}, ("8.0", "8.9")),
     Spill("block_fused.forward_kernel", 56, {**ODD_ROWS, **BLOCKS_1D}, BLACKWELL),
     Spill("block_fused.forward_kernel", 16, {**ODD_ROWS, **SQUARES, **FLOAT32_SCALES}, BLACKWELL),
     Spill("block_fused.backward_kernel", 96, {**PREDICATED, **BLOCKS_1D}, AMPERE),
@@ -68,9 +68,9 @@ PREDICATED_SPILLS = (
     Spill("block_fused.backward_kernel", 32, {**ODD_ROWS, **SQUARES, **IDENTITY}, CONSUMER_BLACKWELL),
     Spill("grouped_block_cast.square_block_kernel", 80, {**PREDICATED, **FLOAT32_SCALES}, AMPERE),
     Spill("grouped_block_cast.square_block_kernel", 56, {**PREDICATED, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
-    Spill("grouped_block_cast.row_block_kernel", 8, PREDICATED, ("8.0",)),
+    Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("8.0", "8.9")),
     Spill("grouped_block_cast.row_block_kernel", 56, PREDICATED, CONSUMER_BLACKWELL),
-    Spill("grouped_cast.maximum_kernel", 56, PREDICATED, ("8.0", "9.0"), ((3, 7),)),
+    Spill("grouped_cast.maximum_kernel", 56, PREDICATED, ("8.0", "8.9", "9.0"), ((3, 7),)),
     Spill("activation_cast.forward_kernel", 8, PREDICATED, ("8.0",)),
     Spill("mxfp8.matrices_kernel", 8, PREDICATED, ("8.6", "9.0")),
 )
