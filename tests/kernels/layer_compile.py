@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python -m tests.kernels.layer_compile 8.9 [--sample] [--part 0/2]
 
-Each line is a pair of a title and facts: instructions of tensor cores and of casts, registers, stack, shared and tensor
-memory. `tests.primitives.hardware_layers` records the launches on the simulated GPU: with all libraries,
+Each line is a pair of a title and facts: constants, instructions of tensor cores and of casts, registers, stack, shared
+and tensor memory. `tests.primitives.hardware_layers` records the launches on the simulated GPU: with all libraries,
 without, and with the Triton backends of products and attention forced; `cast_shapes` records casts of matrices of other
 sizes. --sample compiles one launch per kernel, kind of operands and of tiles.
 """
@@ -67,7 +67,7 @@ def use_target(hardware: Hardware) -> None:
 def compiled(launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...], row: Hardware) -> Any:
     """The kernel that a launch with tensors of these dtypes and alignments compiles to."""
     dtypes = [None if kind is None else str(kind[0]).removeprefix("torch.") for kind in kinds]
-    constants, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)
+    values, as_bytes = conversion.resolve(launch.kernel.arg_names, launch.constants, row, dtypes)
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
         options["launch_pdl"] = True
@@ -77,7 +77,13 @@ def compiled(launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...],
         else Pointer(torch.uint8 if as_bytes and kind[0].itemsize == 1 else kind[0], kind[1])
         for kind in kinds
     ]
-    return launch.kernel.warmup(*pointers, *launch.scalars, *constants, grid=launch.grid, **options)
+    return launch.kernel.warmup(*pointers, *launch.scalars, *values, grid=launch.grid, **options)
+
+
+def constants(launch: Launch) -> dict[str, Any]:
+    """{name: value} of a launch's compile-time constants."""
+    names = launch.kernel.arg_names
+    return dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
 
 
 def facts(recorded: RecordedLaunch, row: Hardware) -> dict[str, Any]:
@@ -85,6 +91,7 @@ def facts(recorded: RecordedLaunch, row: Hardware) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     registers, stack = resources(kernel.asm["cubin"])
     return {
+        "constants": {name: str(value) for name, value in constants(recorded.launch).items()},
         "products": sorted(set(ANY.findall(ptx))),
         "casts": len(CAST.findall(ptx)),
         "double roundings": len(DOUBLE_ROUNDING.findall(ptx)),
@@ -100,11 +107,11 @@ def title_of(recorded: RecordedLaunch, row: Hardware) -> str:
     function = launch.kernel.fn
     dtypes = [str(kind[0]).removeprefix("torch.") if kind else "-" for kind in recorded.kinds]
     module = function.__module__.rpartition(".")[2]
-    constants = [str(value) for value in launch.constants]
+    values = [str(value) for value in launch.constants]
     unaligned = sum(not kind[1] for kind in recorded.kinds if kind)
     return " ".join(
         [
-            f"{row.architecture} {module}.{function.__name__}({', '.join(constants)})",
+            f"{row.architecture} {module}.{function.__name__}({', '.join(values)})",
             f"[{', '.join(dtypes)}]",
             f"{list(launch.scalars)} warps={launch.warps}",
             *[f"unaligned={unaligned}"] * bool(unaligned),
@@ -135,18 +142,18 @@ def recorded_launches(simulation: Simulation) -> list[RecordedLaunch]:
 
 
 def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
-    """One launch per kernel, kinds of its tensors of one byte, and whether its tiles are whole and its rows have pairs.
+    """One launch per kernel, kinds of its tensors of one byte, and constants on which its registers depend.
 
-    Predicated tiles need more registers than whole ones.
+    Predicated tiles need more registers than whole ones, and float32 scales more than powers of two.
     """
     found: dict[Any, RecordedLaunch] = {}
     for recorded in every:
         launch = recorded.launch
         codes = tuple(kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds)
-        names = launch.kernel.arg_names
-        constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
-        tiles = constants.get("EVEN"), constants.get("PAIRS")
-        found.setdefault((launch.kernel, codes, tiles), recorded)
+        values = constants(launch)
+        options = tuple(values.get(name) for name in ("EVEN", "PAIRS", "POWER_OF_TWO", "SQUARE"))
+        options += (values.get("CURVE") == "identity",)  # its launches have other numbers of warps
+        found.setdefault((launch.kernel, codes, options), recorded)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import re
 
 import pytest
 
+from tests.kernels.spills import SPILLS, stack_limit
 from tests.primitives.scaled_compile import INSTRUCTIONS
 from tests.support import programs
 from transformer_engine.common import optional
@@ -21,20 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
-# Bytes of stack per thread that a kernel may use on some GPU, with Triton 3.6 to 3.9.
-STACKS = {
-    "attention.attend": 128,
-    "attention_backward.grad_keys": 144,
-    "grouped_gemm.columns_kernel": 96,
-    "block_fused.backward_kernel": 256,
-    "block_cast.both_blocks_kernel": 136,  # of an odd number of rows on 8.0; 16 elsewhere
-    "delayed_scaling._advance": 8,
-    "mxfp8.matrices_kernel": 8,
-    "block_cast.square_block_kernel": 96,  # of an odd number of rows, whose codes are stored byte by byte, on 12.x
-    "grouped_block_cast.square_block_kernel": 80,  # of float32 scales and single accesses on 8.x
-    "block_fused.forward_kernel": 24,  # of float32 scales and columns that are no multiple of 16
-    "activation_cast.backward_kernel": 8,
-}
 # Products whose instruction reads the block scales.
 SCALED = (
     "scaled_product.product_kernel",
@@ -90,7 +78,10 @@ def check(architecture: str, found: dict[str, dict], release: tuple[int, ...]) -
         match = TITLE.match(title)
         assert match is not None and match[1] == architecture, title
         kernel, dtypes = match[2], match[3].split(", ")
-        assert facts["stack"] <= STACKS.get(kernel, 0), (title, facts)
+        assert facts["stack"] <= stack_limit(kernel, facts["constants"], architecture, release), (
+            title,
+            facts,
+        )
         assert facts["shared"] <= row.shared_memory and facts["tensor memory"] <= row.tensor_memory, (
             title,
             facts,
@@ -111,6 +102,22 @@ def test_a_sample_of_launches_of_a_training_step_compiles_as_planned():
     found = compiled("12.0", "--part", "5/8")
     assert len(found) >= 4
     check("12.0", found, optional.release("triton"))
+
+
+def test_spills_name_kernels_and_whether_their_tiles_are_predicated():
+    for spill in SPILLS:
+        module, _, name = spill.kernel.partition(".")
+        kernel = getattr(importlib.import_module(f"transformer_engine.common.kernels.{module}"), name)
+        assert set(spill.constants) <= set(kernel.arg_names), spill
+        assert ("EVEN" in kernel.arg_names) == ("EVEN" in spill.constants), spill
+        assert set(spill.rows) <= set(NVIDIA), spill
+
+
+def test_limits_of_predicated_tiles_do_not_hold_for_whole_tiles():
+    kernel, float32 = "grouped_block_cast.square_block_kernel", {"POWER_OF_TWO": "False"}
+    assert stack_limit(kernel, {**float32, "EVEN": "False"}, "8.0", (3, 8)) == 80
+    assert stack_limit(kernel, {**float32, "EVEN": "True"}, "8.0", (3, 8)) == 0
+    assert stack_limit(kernel, {**float32, "EVEN": "False"}, "9.0", (3, 8)) == 0
 
 
 @pytest.mark.parametrize(("architecture", "warps"), [("9.0", 4), ("10.0", 4), ("11.0", 8), ("12.0", 8)])

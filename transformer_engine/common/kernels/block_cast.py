@@ -335,10 +335,11 @@ def row_blocks(
     # H200, the same: two programs of 4 warps per processor, three tiles in flight, bands of 4: 0.1371 ms; without
     # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than
     # an H200's has room for one program, whose 8 warps need no stack. On 11.0, which has 1536 threads, 4 warps need 208
-    # bytes of stack with Triton 3.9.
+    # bytes of stack with Triton 3.9. Predicated tiles have 16 warps of 128 registers: 8 warps of an odd number of rows
+    # need up to 136 bytes of stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     as_measured = machine.shared_memory >= MEASURED_MEMORY and machine.threads >= MEASURED_THREADS
-    resident, warps = (2, 4) if as_measured and even else (1, 8)
+    resident, warps = (2, 4) if as_measured and even else (1, 8 if even else 16)
     tiles = tiles_m * tiles_k
     programs = min(resident * machine.processors, tiles) if even else tiles
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1
@@ -368,8 +369,10 @@ def square_blocks(
         Output((tiles_k, tiles_m), "float32") if columnwise else None,
     )
     # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, of 1 0.1238; 4 warps
-    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892. 4 warps of predicated tiles need 120 bytes of stack.
+    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892. Predicated tiles need up to 472 bytes of stack with 4 warps and
+    # up to 96 with 8.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    band, warps = (4 if columnwise else 1), (8 if columnwise or not even else 4)
+    band, warps = (4, 8) if columnwise else (1, 4)
+    warps = warps if even else 16
     constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even, NATIVE)
     return Launch(square_block_kernel, (tiles_m * tiles_k, 1, 1), outputs, shape, constants, warps)

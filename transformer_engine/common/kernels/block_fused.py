@@ -19,7 +19,7 @@ from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
 from .block_cast import Blocks, tile_blocks, tile_square
 from .conversion import NATIVE
-from .launch import Launch, Machine, Output, codes_dtype
+from .launch import MEASURED_MEMORY, MEASURED_THREADS, Launch, Machine, Output, codes_dtype
 
 _WIDTH = 128
 WIDTH = tl.constexpr(_WIDTH)
@@ -235,7 +235,7 @@ def forward(
     plan: FusedPlan | None = None,
 ) -> Launch:
     """Return the launch (x [M, width] or [M, 2 * width]) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
-    plan = plan or _plan(name, blocks, shape)
+    plan = plan or _plan(name, blocks, shape, machine)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     scalars = (*shape, x_stride, *constants)
     fixed = (CURVES[name], gated, blocks.square, *blocks.steps, *tiling, NATIVE)
@@ -260,7 +260,7 @@ def backward(
     """
     rows, width = shape
     assert not gated or width % _WIDTH == 0, "a block would reach from the gate's gradient into the other"
-    plan = plan or _plan(name, blocks, shape)
+    plan = plan or _plan(name, blocks, shape, machine)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     columns = 2 * width if gated else width
     sums = Output((ceil_div(rows, tiling[0]), columns), "float32") if sums_columns else None
@@ -309,19 +309,22 @@ def _has_whole_tiles(shape: tuple[int, int], blocks: Blocks) -> bool:
 # separate steps 0.301 and 0.255. dx with its column sums: 0.676 and 0.367, with 16 warps 0.960 and 0.510, with 4 warps
 # 1.253 and 0.620; separate steps 0.696 and 0.392.
 _BOTH = FusedPlan(8, 1, 3)
-# dy itself with its column sums: 0.160, with 8 warps 0.237, with two stages 0.190; separate steps 0.225.
+# dy itself with its column sums: 0.160, with 8 warps 0.237, with two stages 0.190; separate steps 0.225. Less shared
+# memory than an H200's has room for one program, whose 4 warps need 360 bytes of stack on 12.0, and 8 need none.
 _IDENTITY = FusedPlan(4, 2, 3)
 # Tiles of 32 rows, several programs per processor. f(x) of SwiGLU and GELU: 0.190 and 0.168; separate 0.252, 0.204.
 _ROWS = FusedPlan(8, 0, 1)
 
 
-# Predicated tiles, one program per tile: no stack, with 4 warps up to 1 KB per thread.
+# Predicated tiles, one program per tile. 4 warps need up to 1 KB of stack per thread; squares need 48 bytes with 8.
 _PREDICATED = FusedPlan(8, 0, 1)
+_PREDICATED_SQUARE = FusedPlan(16, 0, 1)
 
 
-def _plan(name: str, blocks: Blocks, shape: tuple[int, int]) -> FusedPlan:
+def _plan(name: str, blocks: Blocks, shape: tuple[int, int], machine: Machine) -> FusedPlan:
     if not (blocks.columnwise or blocks.square):
         return _ROWS
     if not _has_whole_tiles(shape, blocks):
-        return _PREDICATED
-    return _IDENTITY if name == "identity" else _BOTH
+        return _PREDICATED_SQUARE if blocks.square else _PREDICATED
+    as_measured = machine.shared_memory >= MEASURED_MEMORY and machine.threads >= MEASURED_THREADS
+    return _IDENTITY if name == "identity" and as_measured else _BOTH
