@@ -11,7 +11,8 @@ from torch import Tensor
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.pytorch.functions import deferred_columns
 from transformer_engine.pytorch.functions.deferred_columns import (
     INPUT_COLUMNS,
     WEIGHT_COLUMNS,
@@ -222,6 +223,7 @@ def test_large_operands_are_recomputed_by_default():
     [
         ({"quantized": False}, "does not multiply codes"),
         ({"communicates": True}, "exchanges values with other ranks"),
+        ({"cached": True}, "once for several microbatches"),
         ({"in_memory": False}, "not in memory until the backward pass"),
         ({"one_scale": False}, "only codes with one scale"),
         ({"copied": False}, "read the codes by rows in both directions"),
@@ -232,3 +234,32 @@ def test_saved_columns_have_a_reason(change, reason):
     assert WEIGHT_COLUMNS.choose(request) == "saved"
     refused = WEIGHT_COLUMNS.named("recomputed").rejection_reason(request)
     assert refused is not None and reason in refused
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_cached_weights_are_saved(recipe, name, device, monkeypatch):
+    """Microbatches read the codes of the first one, whatever the default of the size, and a request raises."""
+
+    def outputs() -> list[Tensor]:
+        layer, active, found = made(name, device), RECIPES[recipe](), []
+        for batch in range(3):
+            x = torch.full((TOKENS, 1, HIDDEN), 1.0 + batch, dtype=torch.bfloat16, device=device)
+            x.requires_grad_()
+            with te.emulate(), te.autocast(recipe=active):
+                y = layer(x, is_first_microbatch=batch == 0)
+            y.float().square().sum().backward()
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.mul_(1.5)
+        return found
+
+    with use_backend(weight_columns="saved"):
+        expected = outputs()
+    monkeypatch.setattr(deferred_columns, "_FEWEST_ROWS", 0)
+    monkeypatch.setattr(deferred_columns, "_FEWEST_ELEMENTS", 0)
+    assert same(outputs(), expected)
+    with pytest.raises(Unsupported, match="once for several microbatches"), columns("recomputed"):
+        outputs()

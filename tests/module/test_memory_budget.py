@@ -56,9 +56,38 @@ def test_options_that_save_nothing_or_are_unsupported_are_left_out():
     assert cheapest(plan, 0, 500) == (Peak(1000), Options())
 
 
-def stack() -> nn.Module:
+def test_options_that_checkpointed_layers_do_not_support_are_left_out():
+    def plan(options: Options) -> Peak:
+        if options.checkpointed and "norm_columns" in options.recomputed:
+            raise Unsupported("a checkpointed layer saves its input")
+        return peaks(options)
+
+    assert cheapest(plan, LAYERS, 550) == (Peak(550), Options(RECOMPUTED[:1], True, 3))
+    assert cheapest(plan, LAYERS, 600) == (Peak(600), Options(RECOMPUTED, True))
+
+
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.DelayedScaling()])
+def test_a_model_of_rms_norms_has_a_plan_for_every_budget(recipe: recipes.Recipe):
+    model = stack("RMSNorm")
+    with te.emulate():
+        default = te.memory_plan(model, recipe, TOKENS)
+        columns, checkpoints = (
+            te.memory_plan(model, recipe, TOKENS, budget=b) for b in (0.9 * default.peak / GIB, 1e-6)
+        )
+    assert checkpoints.peak < columns.peak < default.peak
+    assert checkpoints.options[-1] == "checkpoint=True of 0, 1, 2, 3"
+    assert "norm_columns" not in "".join(checkpoints.options)
+
+
+def stack(normalization: str = "LayerNorm") -> nn.Module:
     layer = lambda: te.LayerNormMLP(  # noqa: E731
-        HIDDEN, 4 * HIDDEN, activation="swiglu", bias=False, params_dtype=torch.bfloat16, device="meta"
+        HIDDEN,
+        4 * HIDDEN,
+        normalization=normalization,
+        activation="swiglu",
+        bias=False,
+        params_dtype=torch.bfloat16,
+        device="meta",
     )
     return nn.Sequential(*(layer() for _ in range(LAYERS)))
 

@@ -54,6 +54,7 @@ class OperandColumns(NamedTuple):
         copied: The columns are a copy of the codes, not a view of the codes by rows.
         in_memory: Something else has the values in memory until the backward pass.
         communicates: The layer exchanges values or codes with other ranks.
+        cached: The codes are cached for several microbatches, so that a later cast may have other values and scales.
     """
 
     elements: int
@@ -63,6 +64,7 @@ class OperandColumns(NamedTuple):
     copied: bool
     in_memory: bool
     communicates: bool
+    cached: bool = False
 
 
 def _unsupported(columns: OperandColumns) -> str | None:
@@ -71,6 +73,8 @@ def _unsupported(columns: OperandColumns) -> str | None:
         return "the backward pass does not multiply codes"
     if columns.communicates:
         return "the layer exchanges values with other ranks between its products"
+    if columns.cached:
+        return "the weight is quantized once for several microbatches (is_first_microbatch)"
     if not columns.in_memory:
         return "the values are not in memory until the backward pass"
     if not columns.one_scale:
@@ -105,7 +109,7 @@ INPUT_COLUMNS: Table[OperandColumns] = Table(
 
 
 def with_deferred_columns(
-    spec: LinearSpec, rows: int, weight: torch.Size, keeps_weight: bool, keeps_input: bool
+    spec: LinearSpec, rows: int, weight: torch.Size, keeps_weight: bool, keeps_input: bool, caches: bool
 ) -> LinearSpec:
     """Return the spec with the modes of its weight's and its input's columns.
 
@@ -115,6 +119,7 @@ def with_deferred_columns(
         weight: Shape of the weight.
         keeps_weight: The weight is an unquantized parameter.
         keeps_input: Another operation saves the values of the input.
+        caches: The call quantizes the weight into a cache, or reads the cache.
     """
     if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no guards of sizes
         return spec
@@ -122,8 +127,7 @@ def with_deferred_columns(
         return spec  # saved, without the time of a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
-        keeps_weight = keeps_weight and spec.cached_weight is None
-        request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)
+        request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)._replace(cached=caches)
         found["weight_columns"] = WEIGHT_COLUMNS.choose(request)
     if spec.needs_grad_weight and keeps_input:
         request = _columns(spec, spec.input, (rows * weight[-1], rows), not spec.keep_input)

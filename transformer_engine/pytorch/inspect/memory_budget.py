@@ -94,32 +94,42 @@ def cheapest(plan: Callable[[Options], P], layers: int, budget: int) -> tuple[P,
             tried = chosen._replace(recomputed=(*chosen.recomputed, option))
         else:
             tried = chosen._replace(caches_inputs=True)
-        try:
-            found = plan(tried)
-        except (
-            Unsupported
-        ):  # the backend cannot be forced for all layers, for example with quantized parameters
-            continue
-        if found.peak < best.peak:
+        found = _supported(plan, tried)
+        if found is not None and found.peak < best.peak:
             best, chosen = found, tried
     if best.peak <= budget or not layers:
         return best, chosen
     return _fewest_checkpoints(plan, layers, budget, best, chosen)
 
 
+def _supported(plan: Callable[[Options], P], options: Options) -> P | None:
+    """Plan the model with options; None if a backend is not supported by all layers, as with quantized parameters."""
+    try:
+        return plan(options)
+    except Unsupported:
+        return None
+
+
 def _fewest_checkpoints(
     plan: Callable[[Options], P], layers: int, budget: int, best: P, chosen: Options
 ) -> tuple[P, Options]:
-    """Bisect the number of checkpointed layers between 0, which does not fit, and all layers."""
+    """Bisect the number of checkpointed layers between 0, which does not fit, and all layers.
+
+    A checkpointed layer saves its input only, and does not support every option of columns; the last of them are left
+    out until it does.
+    """
     above, within = 0, layers
     everything = chosen._replace(checkpointed=layers)
-    found = plan(everything)
-    if found.peak >= best.peak:
+    found = _supported(plan, everything)
+    while found is None and everything.recomputed:
+        everything = everything._replace(recomputed=everything.recomputed[:-1])
+        found = _supported(plan, everything)
+    if found is None or found.peak >= best.peak:
         return best, chosen
     best, options = found, everything
     while best.peak <= budget and within - above > 1:
         middle = (above + within) // 2
-        tried = chosen._replace(checkpointed=middle)
+        tried = everything._replace(checkpointed=middle)
         found = plan(tried)
         if found.peak <= budget:
             best, options, within = found, tried, middle

@@ -371,7 +371,8 @@ def product_spec(
     if weight is not None:
         is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
         is_shared = call.config._shares_input and not inp.is_quantized
-        spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared)
+        caches = call.options[0] is not None  # is_first_microbatch
+        spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
     if shard is None or not (spec.communicates and parallel.sequence):
         return spec
     agree = (
