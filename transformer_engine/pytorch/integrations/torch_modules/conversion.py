@@ -101,18 +101,20 @@ def restore(model: M) -> M:
     """Undo `convert`: modules have their classes and attributes from before, and compute the same bits.
 
     Args:
-        model: A converted model. Parameters keep their present values.
+        model: A converted model, a part of one, or a module that wraps one, such as the results of `torch.compile` and
+            of peft. Parameters keep their present values.
 
     Raises:
-        ValueError: The model is not converted, or `fully_shard` wrapped a converted module.
+        ValueError: No module of the model is converted, or `fully_shard` wrapped a converted module.
     """
-    if _TABLE not in vars(model):
+    if not any(map(_is_converted, model.modules())):
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to restore")
     for name, module in model.named_modules():
         if isinstance(module, CONVERTED) and type(module) not in CONVERTED:
             raise ValueError(f"{name} is {type(module).__name__}; restore the model before it is sharded")
     _restore(model)
-    del model.__dict__[_TABLE]
+    for module in model.modules():
+        module.__dict__.pop(_TABLE, None)
     return model
 
 
@@ -128,6 +130,10 @@ def conversion_table(model: nn.Module) -> ConversionTable:
     if _TABLE not in vars(model):
         raise ValueError(f"{type(model).__name__} is not converted; call convert(model) first")
     return vars(model)[_TABLE]
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return _TABLE in vars(module) or isinstance(module, CONVERTED) or has_engine_attention(module)
 
 
 def _restore(model: nn.Module) -> None:
