@@ -59,7 +59,7 @@ def test_no_script_times_by_itself():
     """Only transformer_engine.cli.bench.measure and `shortest` take times; `shortest` takes those of any checkout."""
     folder = Path(record.__file__).parent
     timing = {
-        *("convergence", "model_step", "train_switches"),  # training runs
+        *("convergence", "convert", "model_step", "train_switches"),  # training runs
         *("context_parallel", "jax_two_gpus", "sharded_models"),  # steps on several devices at once
         "jax_memory",  # tracing, lowering and compiling one program
         "shortest",

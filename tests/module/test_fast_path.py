@@ -29,7 +29,7 @@ for name in ("linear", "layernorm_linear", "layernorm_mlp", "chain"):
         work()
     specs = [s for m in made[0].modules() for s in getattr(m, "_specs", {}).values()]
     if name == "chain":
-        (fuser,) = made[0]._groups()
+        (fuser,) = made[0]._module_groups
         specs = list(fuser._prepared.values())
     kinds = [k for s in specs if s.compiled for p in s.compiled.passes for k in p.kinds.values()]
     compiled[name] = sum(kind.generated is not None for kind in kinds)

@@ -184,7 +184,22 @@ def test_torch_autocast_equals_inputs_cast_by_hand(name, recipe, backward, devic
     by_hand = results(name, recipe, device, dtype=torch.bfloat16, **options)
     by_torch = results(name, recipe, device, autocast=True, **options)
     assert by_torch[0].dtype == torch.bfloat16
-    assert same([part.to(hand.dtype) for part, hand in zip(by_torch, by_hand, strict=True)], by_hand)
+    for part, hand in zip(by_torch, by_hand, strict=True):
+        if (part.dtype, hand.dtype) == (torch.float32, torch.bfloat16):
+            assert rounds_to(part, hand)
+        else:
+            assert same([part], [hand])
+
+
+def rounds_to(value: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Whether bfloat16 numbers are float32 values rounded to nearest.
+
+    The CPU's bfloat16 products add in another order than its float32 products, so that a sum near the midpoint of two
+    bfloat16 numbers may round to either.
+    """
+    _, exponent = torch.frexp(rounded.float())
+    half_unit = torch.exp2(exponent.float() - 9)  # 8 bits of precision, and the mantissa of frexp is below 1
+    return bool(((value - rounded.float()).abs() <= half_unit * (1 + 2.0**-8)).all())
 
 
 @pytest.mark.sampled

@@ -37,7 +37,7 @@ built = []
 
 
 def noted(build, fields):
-    built.append(build(Call._make(fields)))
+    built.append(build(Call(*fields)))
     return built[-1]
 
 
