@@ -65,7 +65,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.wo(heads.transpose(1, 2).flatten(2))
+        return y
 
 
 class Block(nn.Module):
@@ -79,7 +81,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         h = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+        mlp: Tensor = self.w2(F.silu(self.w1(h)) * self.w3(h))
+        return x + mlp
 
 
 class Llama(nn.Module):
@@ -93,7 +96,8 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x)
-        return self.output(self.norm(x))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
 
 
 def parallelize(model: Llama, compiled: bool) -> None:
