@@ -169,8 +169,8 @@ class autocast(ContextDecorator):
     ):
         self.state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
         flags = type(enabled) is bool and type(calibrating) is bool
-        complete = isinstance(recipe, Recipe) or (recipe is None and not (enabled or calibrating))
-        if others or not (flags and complete) or amax_reduction_group is not None:
+        complete = flags and (isinstance(recipe, Recipe) or (recipe is None and not (enabled or calibrating)))
+        if others or not complete or amax_reduction_group is not None:
             self.state = _checked_state(self.state, others)
         self._outer: AutocastState | None = None
 
