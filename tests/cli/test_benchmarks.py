@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 ON_A_GPU = sorted(
-    {"decode", "epilogues", "expert_step", "fused", "kv_cache", "norms", "products", "quantize"}
+    {"cast_plans", "decode", "epilogues", "expert_step", "fused", "kv_cache", "norms", "products", "quantize"}
 )
 
 
