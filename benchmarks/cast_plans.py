@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from record import GPU, chosen_of, machine, options, parser, write
@@ -99,18 +99,18 @@ def identity(
     """A cast in both directions with the column sums of every tile."""
     shape = (x.shape[0], x.shape[1])
     blocks = block_cast.Blocks(formats.E4M3, True, square, True, 0.0, formats.FLOAT32_MAX)
-    arguments: Any = ("identity", False, shape, (shape[1], 0), NO_CONSTANTS, blocks, True, computer)
+    build = partial(
+        block_fused.backward, "identity", False, shape, (shape[1], 0), NO_CONSTANTS, blocks, True, computer
+    )
     plan = block_fused._plan("identity", blocks, shape, computer)
-    launch = block_fused.backward(*arguments)
+    launch = build()
     plans = {f"{launch.warps} warps": launch}
     others = (
-        [FusedPlan(4, 2, 3), FusedPlan(8, 1, 3)]
+        (FusedPlan(4, 2, 3), FusedPlan(8, 1, 3))
         if plan.resident
-        else [FusedPlan(8, 0, 1), FusedPlan(16, 0, 1)]
+        else (FusedPlan(8, 0, 1), FusedPlan(16, 0, 1))
     )
-    plans |= {
-        f"{other.warps} warps": block_fused.backward(*arguments, other) for other in others if other != plan
-    }
+    plans |= {f"{other.warps} warps": build(plan=other) for other in others if other != plan}
     return Case(f"identity {'128x128' if square else '1x128'} {size}", plans, (x, None), expected)
 
 
