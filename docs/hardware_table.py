@@ -36,7 +36,7 @@ RECIPES = {
     "nvfp4": "NVFP4",
 }
 OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
-NOT_NATIVE = ("reference", "widen", "decoded")
+NOT_NATIVE = ("reference", "widen", "decode", "decoded")
 OTHERS = ("grouped", "cast")  # prefixes of the operations besides dense products
 # Architectures on which the kernels of this package are run before a release.
 RUN_HERE = ("9.0",)

@@ -134,7 +134,7 @@ def test_a_path_passes_by_a_native_backend_only():
         return SelfTest({}, tuple(SelfTestResult("p", "c", *each) for each in results), 1.0).paths["p"]
 
     assert paths(("cublaslt", "passed"), ("triton", "unsupported"))
-    assert not paths(("widen", "passed"), ("reference", "passed"))
+    assert not paths(("widen", "passed"), ("decode", "passed"), ("reference", "passed"))
     assert not paths(("cublaslt", "passed"), ("triton", "failed"))
 
 
@@ -183,6 +183,9 @@ def test_a_machine_without_a_gpu_runs_a_sample_of_every_path():
         "fp8 casts",
         "mxfp8 products",
         "nvfp4 products",
+        "mxfp8 products of swizzled scales",
+        "nvfp4 swizzled casts",
+        "fp8 block 128x128 casts of uneven sizes",
         "fp8 products in all layouts",
         "attention",
     } <= passed

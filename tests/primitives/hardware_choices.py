@@ -4,7 +4,7 @@
 
 A recipe has the three dense products of a linear layer and the two of a layer of groups. The libraries count as
 installed, and in a second column as absent: then torch and Triton remain. "layers" has the backends of all operations
-of whole layers, by `hardware_layers`.
+of whole layers, by `hardware_layers`. Triton has the first release whose products of MXFP8 and NVFP4 are native.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
     "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
     "nvfp4": ("nvfp4 products", (((NVFP4, PACKED), (NVFP4, PACKED)),) * 3),
 }
-# Keys of "layers": whether nvmath-python, cudnn-frontend and flash-attn-4 count as installed.
-LIBRARIES = {"with libraries": True, "with torch and Triton": False}
+# Keys of "layers", and options of `hardware_layers`: whether nvmath-python, cudnn-frontend and flash-attn-4 count as
+# installed, and whether the self-test has passed, which enables paths that no test has run on such a GPU.
+SIMULATIONS = {
+    "with libraries": (),
+    "with torch and Triton": ("--without",),
+    "with libraries, after the self-test": ("--tested",),
+}
 PASSES = ("output", "grad_input", "grad_weight")
 
 
@@ -136,7 +141,7 @@ def whole_table() -> dict[str, dict[str, Any]]:
     """The table of products, with the layers of a process per row and set of libraries."""
     return {
         architecture: products
-        | {"layers": {name: choices_on(architecture, libraries) for name, libraries in LIBRARIES.items()}}
+        | {"layers": {name: choices_on(architecture, *options) for name, options in SIMULATIONS.items()}}
         for architecture, products in table().items()
     }
 

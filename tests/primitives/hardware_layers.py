@@ -1,10 +1,11 @@
 """Backends of every operation of a training step of layers, on one simulated GPU of the table of hardware; print JSON.
 
-    PYTHONPATH=. python -m tests.primitives.hardware_layers 10.0 [--without]
+    PYTHONPATH=. python -m tests.primitives.hardware_layers 10.0 [--without] [--tested] [--triton 3.6]
 
 {layer: {recipe: {"forward" or "backward": {operation: backends}}}}, the backends joined by commas. With --without,
-nvmath-python, cudnn-frontend and flash-attn-4 count as absent: torch and Triton remain. Tables without callables, which
-only choose between ways to fuse, are left out.
+nvmath-python, cudnn-frontend and flash-attn-4 count as absent: torch and Triton remain. With --tested, the self-test
+has passed on the simulated GPU. Triton has the first release whose products of MXFP8 and NVFP4 are native, or the one
+given. Tables without callables, which only choose between ways to fuse, are left out.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import transformer_engine.pytorch as te
 from tests.support import forked
 from tests.support.programs import ROOT, search_path
 from tests.support.simulated_gpu import Simulation, simulate
+from transformer_engine.common import optional
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing, tables
-from transformer_engine.common.hardware import hardware_named
+from transformer_engine.common.hardware import Hardware, hardware_named
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantization.support import check_recipe_support
+from transformer_engine.pytorch.runtime import self_tested
 
 TOKENS, BATCH, WIDTH, HEADS, GROUPS = 1024, 2, 512, 4, 4
 ROWS = [512, 256, 1024, 256]  # of each group
@@ -145,9 +148,9 @@ def choices() -> Choices:
     return found
 
 
-def choices_on(architecture: str, libraries: bool = True) -> Choices:
+def choices_on(architecture: str, *options: str) -> Choices:
     """The choices on a simulated GPU, from a separate process."""
-    arguments = ["-W", "ignore", "-m", __name__, architecture, *["--without"] * (not libraries)]
+    arguments = ["-W", "ignore", "-m", __name__, architecture, *options]
     return json.loads(forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300))
 
 
@@ -157,6 +160,25 @@ def simulation(arguments: list[str]) -> Simulation:
     return simulate(hardware_named("nvidia", arguments[0]), libraries="--without" not in arguments)
 
 
+class Passed(dict[str, bool]):
+    """Stored results of a self-test in which every path has passed."""
+
+    def get(self, path: str, default: Any = None) -> bool:
+        return True
+
+
+def simulate_versions(hardware: Hardware, arguments: list[str]) -> None:
+    """Simulate the release of Triton, and the results of the self-test, that the arguments name."""
+    found = optional.release
+    release = hardware.scaled_dot
+    if "--triton" in arguments:
+        major, minor = arguments[arguments.index("--triton") + 1].split(".")
+        release = int(major), int(minor)
+    optional.release = lambda name: release if name == "triton" else found(name)
+    if "--tested" in arguments:
+        self_tested._stored = lambda index: Passed()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 if __name__ == "__main__":
-    simulation(sys.argv[1:])
+    simulate_versions(simulation(sys.argv[1:]).hardware, sys.argv[1:])
     print(json.dumps(choices()))

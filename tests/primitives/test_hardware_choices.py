@@ -9,9 +9,9 @@ import pytest
 
 from tests.primitives.hardware_choices import PRODUCTS, choices, table
 from transformer_engine.common.hardware import ROWS
+from transformer_engine.pytorch.primitives.gemm import DEQUANTIZING
 
 NVIDIA = [row for row in ROWS if row.vendor == "nvidia"]
-NOT_NATIVE = ("reference", "widen", "decode")
 
 
 @pytest.mark.parametrize("libraries", [True, False], ids=["nvmath", "torch and triton"])
@@ -19,7 +19,7 @@ NOT_NATIVE = ("reference", "widen", "decode")
 def test_no_product_that_the_hardware_has_is_dequantized(row, libraries):
     found = choices(row, libraries)
     for recipe, (capability, _) in PRODUCTS.items():
-        slow = {name: backend for name, backend in found[recipe].items() if backend in NOT_NATIVE}
+        slow = {name: backend for name, backend in found[recipe].items() if backend in DEQUANTIZING}
         if row.has(capability):
             assert slow == {}, recipe
         else:

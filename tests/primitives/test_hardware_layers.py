@@ -6,58 +6,87 @@ import json
 
 import pytest
 
-from tests.primitives.hardware_choices import LIBRARIES, PRODUCTS
-from tests.primitives.hardware_layers import LAYERS, RECIPES, choices_on
+from tests.primitives.hardware_choices import PRODUCTS, SIMULATIONS
+from tests.primitives.hardware_layers import LAYERS, RECIPES, Choices, choices_on
 from tests.support.programs import ROOT
 from transformer_engine.common.hardware import ROWS, Hardware
+from transformer_engine.pytorch.primitives.gemm import DEQUANTIZING
 
 NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
-NOT_NATIVE = {"reference", "widen", "emulated"}
+NOT_NATIVE = {*DEQUANTIZING, "emulated"}
+LIBRARIES, ALONE, TESTED = SIMULATIONS
 # One row of each generation; every row takes a process of seconds.
-COVER = (("8.0", True), ("8.9", False), ("10.0", True), ("12.0", True), ("12.1", False))
-EVERY = [(architecture, libraries) for architecture in NVIDIA for libraries in (True, False)]
+COVER = (("8.0", LIBRARIES), ("8.9", ALONE), ("10.0", TESTED), ("12.0", LIBRARIES))
+EVERY = [(architecture, name) for architecture in NVIDIA for name in SIMULATIONS]
 # A recipe's products in the table of products.
 FORMATS = {"delayed": "float8", "current": "float8"}
+# Triton before the release whose products of MXFP8 and NVFP4 are native: libraries multiply them.
+OLDER = [row for row in NVIDIA.values() if row.triton < row.scaled_dot]
 
 
-def needed(row: Hardware, libraries: bool, operation: str, recipe: str) -> bool:
-    """Whether the hardware, with these libraries, has an operation of a recipe."""
+def needed(row: Hardware, simulation: str, operation: str, recipe: str) -> bool:
+    """Whether the hardware, with the libraries of a simulation, has an operation of a recipe."""
     if operation in ("gemm", "grouped_gemm"):
         return row.has(PRODUCTS[FORMATS.get(recipe, recipe)][0])
     if operation == "fp8_attention":
-        formats = {"delayed": "cudnn fp8 attention", "current": "cudnn fp8 attention"}
-        return libraries and recipe in formats and row.has("cudnn fp8 attention")
+        if recipe == "mxfp8":
+            return simulation == TESTED and row.has("cudnn mxfp8 attention")
+        return simulation != ALONE and row.has("cudnn fp8 attention")
     return True
 
 
-@pytest.mark.parametrize(
-    ("architecture", "libraries"),
-    [pytest.param(*case, marks=[] if case in COVER else pytest.mark.slow) for case in EVERY],
-)
-def test_every_operation_of_a_training_step_is_native_where_the_hardware_has_it(architecture, libraries):
-    row = NVIDIA[architecture]
-    found = choices_on(architecture, libraries)
+def assert_native(row: Hardware, simulation: str, found: Choices) -> None:
+    """Check that no operation of the layers that the hardware has is emulated."""
     assert found.keys() == LAYERS.keys()
     for layer, of_layer in found.items():
         assert layer.endswith("fp8_dpa") or of_layer.keys() == RECIPES.keys()
         for recipe, passes in of_layer.items():
+            assert passes.keys() == {"forward", "backward"} and passes["forward"]
             for name, operations in passes.items():
                 slow = {
                     operation
                     for operation, backends in operations.items()
-                    if NOT_NATIVE & set(backends.split(", ")) and needed(row, libraries, operation, recipe)
+                    if NOT_NATIVE & set(backends.split(", ")) and needed(row, simulation, operation, recipe)
                 }
                 assert slow == set(), (layer, recipe, name)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "simulation"),
+    [pytest.param(*case, marks=[] if case in COVER else pytest.mark.slow) for case in EVERY],
+)
+def test_every_operation_of_a_training_step_is_native_where_the_hardware_has_it(architecture, simulation):
+    found = choices_on(architecture, *SIMULATIONS[simulation])
+    assert_native(NVIDIA[architecture], simulation, found)
     # Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
-    name = next(name for name, installed in LIBRARIES.items() if installed is libraries)
-    assert json.loads((ROOT / "docs/hardware.json").read_text())[architecture]["layers"][name] == found
+    assert json.loads((ROOT / "docs/hardware.json").read_text())[architecture]["layers"][simulation] == found
+
+
+def test_every_documented_layer_is_native_where_the_hardware_has_it():
+    written = json.loads((ROOT / "docs/hardware.json").read_text())
+    for architecture, of_row in written.items():
+        for simulation, found in of_row["layers"].items():
+            assert_native(NVIDIA[architecture], simulation, found)
+
+
+@pytest.mark.parametrize("row", OLDER, ids=lambda row: row.architecture)
+@pytest.mark.parametrize("simulation", [pytest.param(LIBRARIES, marks=pytest.mark.slow), ALONE])
+def test_libraries_multiply_where_the_oldest_triton_has_no_native_product(row, simulation):
+    oldest = ".".join(map(str, row.triton))
+    found = choices_on(row.architecture, *SIMULATIONS[simulation], "--triton", oldest)
+    assert_native(row, simulation, found)
+    for of_layer in found.values():
+        for recipe in of_layer.keys() & {"mxfp8", "nvfp4"}:
+            for operations in of_layer[recipe].values():
+                backends = [operations[name] for name in ("gemm", "grouped_gemm") if name in operations]
+                assert not any("triton" in backend for backend in backends), recipe
 
 
 def test_documented_layers_contain_every_simulated_gpu():
     written = json.loads((ROOT / "docs/hardware.json").read_text())
     assert written.keys() == NVIDIA.keys()
     for of_row in written.values():
-        assert of_row["layers"].keys() == LIBRARIES.keys()
+        assert of_row["layers"].keys() == SIMULATIONS.keys()
         for layers in of_row["layers"].values():
             assert layers.keys() == LAYERS.keys()
             steps = [passes for of_layer in layers.values() for passes in of_layer.values()]

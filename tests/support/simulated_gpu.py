@@ -276,7 +276,12 @@ def _simulate_products(libraries: bool) -> None:
 
 
 def _simulate_attention(libraries: bool) -> None:
-    from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, flash4
+    from transformer_engine.pytorch.primitives.attention.backends import (
+        cudnn,
+        cudnn_blocks,
+        cudnn_fp8,
+        flash4,
+    )
     from transformer_engine.pytorch.primitives.attention.call import Attended, Gradients
     from transformer_engine.pytorch.primitives.attention.passes import Passes
 
@@ -300,9 +305,14 @@ def _simulate_attention(libraries: bool) -> None:
         grads = [x.new_empty(x.shape, dtype=rest[-1]) for x in codes]
         return cudnn_fp8.CudnnFP8Gradients(*grads, codes[0].new_empty(4, dtype=torch.float32))
 
+    def forward_blocks(call: Any, q: Any, k: Any, v: Any) -> Any:
+        lse = q.codes.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)
+        return q.codes.new_empty((*q.codes.shape[:-1], call.head_dim_v), dtype=call.dtype), lse
+
     reason = None if libraries else "nvidia-cudnn-frontend is not installed"
-    cudnn.missing = cudnn_fp8.missing = lambda: reason
+    cudnn.missing = cudnn_fp8.missing = cudnn_blocks._unsupported_library = lambda: reason
     cudnn_fp8.forward, cudnn_fp8.backward = forward_fp8, backward_fp8
+    cudnn_blocks.forward = forward_blocks
     flash4.VERSION = FLASH_4 if libraries else None
     failure = optional.failure
     optional.failure = lambda module, *names: (

@@ -10,11 +10,9 @@ import torch
 from .. import pytorch as te
 from ..common.dispatch import Verdict, observing, tables
 from ..common.explanation import chosen_of
+from ..pytorch.primitives.gemm import DEQUANTIZING
 from ..pytorch.quantization import all_families, support_of
 from .demo.config import RECIPES, make_recipe
-
-# Backends that compute a quantized product in wider arithmetic than its operands.
-EMULATING = ("reference", "widen")
 
 KINDS = {family.name: family.kind for family in all_families() if family.kind is not None}
 
@@ -108,7 +106,7 @@ def _report(name: str, requests: list[tuple[str, Any]]) -> RecipeReport:
     support = support_of(KINDS[name])
     if not support.native:
         return RecipeReport(name, "emulated" if support.emulated else "on request", backends, support.reason)
-    emulated = [backend for backend in backends if backend in EMULATING]
+    emulated = [backend for backend in backends if backend in DEQUANTIZING]
     if emulated:
         reason = f"the hardware has the format, the backend {emulated[0]} does not use it"
         return RecipeReport(name, "emulated", backends, reason)

@@ -11,6 +11,7 @@ import torch
 
 from ...common.dispatch import Table, tables, use_backend
 from ...common.kernels import launch
+from ..primitives.gemm import DEQUANTIZING
 from ..quantization import emulate
 from ..runtime import self_tested
 from ..runtime.device import current_hardware, has_cuda
@@ -21,7 +22,7 @@ from .self_test_products import SAMPLE, SelfTestCase, SelfTestSizes, Tensors
 # The backend of an operation that the others are compared with.
 REFERENCES = {"gemm_epilogue": "composed", "fp8_attention": "emulated"}
 # Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
-EMULATING = ("reference", "widen", "emulated", "composed")
+EMULATING = (*DEQUANTIZING, "emulated", "composed")
 MOST_RUNS, TIMED_SECONDS = 20, 0.02
 SECONDS = 110.0
 CYCLES = 1.9e9  # of torch.cuda._sleep per second; a GPU with a slower clock sleeps longer

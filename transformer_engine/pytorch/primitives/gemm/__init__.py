@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
-from .product import TABLE, multiplies_natively
+from .product import DEQUANTIZING, TABLE, multiplies_natively
 from .product import product as multiply
 from .request import Epilogue, GemmRequest, as_matrix, undisturbed_in_eager_mode
 
 __all__ = [
+    "DEQUANTIZING",
     "TABLE",
     "Epilogue",
     "GemmRequest",

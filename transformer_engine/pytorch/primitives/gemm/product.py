@@ -113,7 +113,8 @@ TABLE: Table[GemmRequest] = Table(
     operator=lambda request: _OPERATOR,
 )
 
-_DEQUANTIZING = ("decode", "widen", "reference")
+# Backends that multiply decoded values in wider arithmetic than the operands have.
+DEQUANTIZING = ("decode", "widen", "reference")
 
 
 @functools.cache
@@ -141,4 +142,4 @@ def multiplies_natively(form: TensorFormat, hardware: Hardware) -> bool:
         tf32=False,
     )
     backends = TABLE.candidates(request)
-    return next(row.name for row in backends if row.rejection_reason(request) is None) not in _DEQUANTIZING
+    return next(row.name for row in backends if row.rejection_reason(request) is None) not in DEQUANTIZING
