@@ -21,6 +21,7 @@ from .self_test_products import (
     fp8_attention_recipes,
     grouped_cases,
     product_cases,
+    uneven_cases,
 )
 
 # P is rounded to bfloat16 before the second product, dP and dS in the backward pass too.
@@ -36,6 +37,7 @@ def cases(device: torch.device, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     yield from attention_cases(draw, sizes)
     yield from grouped_cases(draw, sizes)
     yield from linear_attention_cases(draw, sizes)
+    yield from uneven_cases(draw, sizes)
 
 
 def attention_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:

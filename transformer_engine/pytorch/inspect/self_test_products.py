@@ -82,6 +82,9 @@ SPECS = {
     "nvfp4 16x16": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
     "nvfp4 hadamard": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True),
     "nvfp4 stochastic": QuantizeSpec(NVFP4, E2M1, columnwise=True, stochastic=True),
+    # Scales in the order of matrix instructions, which layers write where products read it.
+    "mxfp8 swizzled": QuantizeSpec(MXFP8, E4M3, columnwise=True, tiled=True),
+    "nvfp4 swizzled": QuantizeSpec(NVFP4, E2M1, columnwise=True, tiled=True),
 }
 # Path: formats of the left and the right operand.
 PRODUCTS = {
@@ -96,7 +99,9 @@ PRODUCTS = {
     ),
     "mxfp8 products": (SPECS["mxfp8"], SPECS["mxfp8"]),
     "mxfp8 products of gradients": (SPECS["mxfp8 e5m2"], SPECS["mxfp8"]),
+    "mxfp8 products of swizzled scales": (SPECS["mxfp8 swizzled"], SPECS["mxfp8 swizzled"]),
     "nvfp4 products": (SPECS["nvfp4"], SPECS["nvfp4"]),
+    "nvfp4 products of swizzled scales": (SPECS["nvfp4 swizzled"], SPECS["nvfp4 swizzled"]),
 }
 
 
@@ -122,16 +127,33 @@ def _tensors(quantized: Quantized) -> Tensors:
     return tuple(tensor for tensor in quantized if tensor is not None)
 
 
+def uneven_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
+    """Yield casts of a matrix whose sizes are not multiples of the tiles, for which other kernels are compiled."""
+    extent = sizes.large // 4 - 16  # a multiple of 16, the rows of a Hadamard transform
+    x = draw(extent, extent)
+    for name, spec in SPECS.items():
+        call = partial(quantize, x, spec, random=_random(x, spec))
+        path = f"{name} casts of uneven sizes"
+        yield SelfTestCase(
+            path, f"{extent} x {extent}", "quantize", lambda call=call: _tensors(call()), baseline=x.clone
+        )
+
+
+def _random(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor] | None:
+    """Random numbers of both directions for stochastic rounding, or None."""
+    if not spec.stochastic:
+        return None
+    generator = torch.Generator(x.device).manual_seed(1)
+    rows, columns = x.shape
+    shapes = (rows, columns), (columns, rows)
+    first, second = (torch.rand(shape, device=x.device, generator=generator) for shape in shapes)
+    return first, second
+
+
 def _casts(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     x = draw(sizes.large, sizes.large)
     for name, spec in SPECS.items():
-        random = None
-        if spec.stochastic:
-            generator = torch.Generator(x.device).manual_seed(1)
-            random = tuple(
-                torch.rand(shape, device=x.device, generator=generator) for shape in (x.shape, x.shape[::-1])
-            )
-        call = partial(quantize, x, spec, random=random)  # pyright: ignore[reportArgumentType]
+        call = partial(quantize, x, spec, random=_random(x, spec))
         shape = f"{sizes.large} x {sizes.large}"
         yield SelfTestCase(
             f"{name} casts", shape, "quantize", lambda call=call: _tensors(call()), baseline=x.clone
