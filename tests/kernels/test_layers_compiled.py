@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.kernels.spills import SPILLS, stack_limit
 from tests.primitives.scaled_compile import INSTRUCTIONS
@@ -17,6 +19,7 @@ from transformer_engine.common import optional
 from transformer_engine.common.formats import E4M3
 from transformer_engine.common.hardware import ROWS, Hardware
 from transformer_engine.common.kernels.launch import Machine
+from transformer_engine.pytorch.runtime import launching
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
@@ -129,6 +132,19 @@ def test_blocks_of_both_directions_have_as_many_warps_as_need_no_stack(architect
     scaling = {"power_of_two": True, "epsilon": 0.0, "value_for_inf": 3.0e38}
     launch = block_cast.row_blocks((1024, 1024), E4M3, True, True, **scaling, machine=machine)
     assert launch.warps == warps and launch.grid[0] == min(132 * 8 // warps, 64)
+
+
+@pytest.mark.parametrize("operation", ["column_sums", "activation"])
+@pytest.mark.parametrize(("architecture", "threads"), [("9.0", 2048), ("11.0", 1536), ("12.0", 1536)])
+def test_plans_of_fused_casts_read_the_threads_of_the_gpu(monkeypatch, operation, architecture, threads):
+    backend = importlib.import_module(f"transformer_engine.pytorch.primitives.{operation}.triton")
+    row = NVIDIA[architecture]
+    monkeypatch.setattr(backend, "current_hardware", lambda: row)
+    processors = launching.Processors(20, row.shared_memory)
+    monkeypatch.setattr(launching, "processors", lambda device: processors)
+    request = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    machine = backend._machine(request, *[2] * (operation == "activation"))
+    assert machine == Machine(20, row.shared_memory, 2, threads)
 
 
 @pytest.mark.slow

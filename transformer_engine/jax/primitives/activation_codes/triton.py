@@ -18,9 +18,9 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
-from ....common.kernels.launch import LARGEST_EXTENT
+from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ....common.kernels.program import Program
-from ...platform import processors
+from ...platform import hardware, processors
 from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
 from ..launching import perform, run
@@ -98,12 +98,10 @@ class _ActivationCodes(ActivationKernel):
         summed = tuple(range(len(made), len(made) + len(sums)))
         return ShardingRule.of_extents(text, r, w, whole=("n",), summed=summed, maxed=maxed)
 
-    def machine(self, bytes_read: int) -> Any:
+    def machine(self, bytes_read: int) -> Machine:
         """Return the properties of the GPU that determine tile sizes."""
-        from ....common.kernels import block_fused  # it imports triton
-
         gpu = processors()
-        return block_fused.Machine(gpu.count, gpu.shared_memory, bytes_read)
+        return Machine(gpu.count, gpu.shared_memory, bytes_read, hardware().threads)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
-from ....common.kernels.launch import LARGEST_EXTENT
+from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ...runtime import launching
 from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
@@ -132,17 +132,22 @@ def _matrix(x: Tensor) -> Tensor:
     return rows_dense(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1))
 
 
+def _machine(request: ActivationRequest, bytes_read: int) -> Machine:
+    processors = launching.processors(request.device.index)
+    return Machine(*processors, bytes_read, current_hardware().threads)
+
+
 def _forward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], Quantized]:
     """Return x [M, F] or [M, 2F] -> quantize(y [M, F])."""
-    from ....common.kernels import activation_codes, block_fused  # they import triton
+    from ....common.kernels import activation_codes  # it imports triton
 
     shape, stride = request.made, _rows(request.shape, request.strides)[1]
     plain = (request.name, request.gated, shape, stride)
     if fused_codes.in_blocks(cast.spec):
         bytes_read = (2 if request.gated else 1) * request.dtype.itemsize
-        machine = block_fused.Machine(*launching.processors(request.device.index), bytes_read)
+        machine = _machine(request, bytes_read)
         blocks = fused_codes.blocks(cast.spec, request.dtype)
         program = activation_codes.forward_blocks(*plain, request.constants, blocks, machine)
     else:
@@ -162,7 +167,7 @@ def _backward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor | None]]:
     """Return the function that computes quantize(dx [M, N]) and its column sums [N]."""
-    from ....common.kernels import activation_codes, block_fused  # they import triton
+    from ....common.kernels import activation_codes  # it imports triton
 
     assert request.dy is not None
     dy_strides, dy_dtype = request.dy
@@ -175,7 +180,7 @@ def _backward_codes(
     sums = None if request.dbias is None else DTYPE_NAMES[request.dbias]
     if fused_codes.in_blocks(cast.spec):
         bytes_read = dy_dtype.itemsize + (2 if request.gated else 1) * request.dtype.itemsize
-        machine = block_fused.Machine(*launching.processors(request.device.index), bytes_read)
+        machine = _machine(request, bytes_read)
         blocks = fused_codes.blocks(cast.spec, request.dtype)
         program = activation_codes.backward_blocks(*plain, request.constants, blocks, sums, machine)
     else:

@@ -50,7 +50,8 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
 
 
 def _machine(request: ColumnSumsRequest) -> Machine:
-    return Machine(*launching.processors(request.device.index), request.dtype.itemsize)
+    processors = launching.processors(request.device.index)
+    return Machine(*processors, request.dtype.itemsize, current_hardware().threads)
 
 
 def _with_codes(
