@@ -27,8 +27,16 @@ from ..primitives.quantize import Quantized, QuantizeRequest, QuantizeSpec
 from ..primitives.quantize.backends import REFERENCE, TRITON
 from ..primitives.quantize.encodings import cast, encode_e2m1
 from ..runtime import self_tested
-from . import cast_oracle, self_test_products
-from .cast_kernels import conversions, decoded, encoded, flat_bytes, has_row_blocks, producers
+from . import cast_oracle
+from .cast_kernels import (
+    VERIFIED_SPECS,
+    conversions,
+    decoded,
+    encoded,
+    flat_bytes,
+    has_row_blocks,
+    producers,
+)
 
 PART = 1 << 26  # float32 numbers that are compared at once on a GPU; 64 parts are all of them
 PARTS = (1 << 32) // PART
@@ -37,11 +45,7 @@ MULTIPLIERS = {"1": 1.0, "2^127": 2.0**127, "2^-126": 2.0**-126}
 EXPONENTS = range(-126, 128)
 MIX = -1640531527  # odd, so that i * MIX visits all 2^32 patterns in an order without runs
 MIXER = 6364136223846793005  # the multiplier of Knuth's linear congruential generator, for digests
-SPECS = {
-    name: spec
-    for name, spec in self_test_products.SPECS.items()
-    if spec.format.block is not None and not spec.hadamard and not spec.stochastic
-}
+SPECS = dict(VERIFIED_SPECS)
 # Options that the self-test does not compute: a block's maximum mapped to 4 or 6, square blocks, E5M2.
 for _name, _spec in list(SPECS.items()):
     _variants = {}
