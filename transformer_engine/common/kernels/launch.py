@@ -80,6 +80,11 @@ class Machine(NamedTuple):
     bytes_read: int
     threads: int = 2048
 
+    @property
+    def fits_measured_plans(self) -> bool:
+        """Whether programs that were measured on an H200 fit: its shared memory, and threads per multiprocessor."""
+        return self.shared_memory >= MEASURED_MEMORY and self.threads >= MEASURED_THREADS
+
     def stages(self, tile: int, stages: int) -> int:
         """Largest number of pipeline stages, at most `stages`, for tiles of this many elements.
 
