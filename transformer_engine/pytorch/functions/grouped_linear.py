@@ -54,7 +54,7 @@ from .grouped_products import (
 )
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear_operands import dense_values
-from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED, Dtypes
+from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from .saving import backward_of, wait_for_saved
 
 
@@ -147,7 +147,7 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
 
 
 def grouped_linear_backward(
-    operands: list[Any], call: GroupedCall, dtypes: Dtypes, leading: tuple[int, ...] = ()
+    operands: list[Any], call: GroupedCall, leading: tuple[int, ...] = ()
 ) -> list[Any]:
     """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] of each group g.
 
@@ -155,7 +155,6 @@ def grouped_linear_backward(
         operands: dy [M, N], and the saved operands of x and the weights. The list is emptied, so that each saved buffer
             and the codes of dy are freed after their last reader.
         call: Settings and numbers of rows of the forward pass.
-        dtypes: ((dtype of a weight's gradient, dtype of a bias's gradient),).
         leading: Not used: x is a matrix.
 
     Returns:
@@ -164,10 +163,9 @@ def grouped_linear_backward(
     dy, x, w = operands
     operands.clear()
     layer = call.spec.layer
-    weight_dtype, bias_dtype = dtypes[0]
     dy = dense_values(dy)
     # db_g [N] = sum of dy_g [M_g, N] over M_g.
-    db = bias_gradients(dy, call, bias_dtype) if layer.needs_grad_bias else None
+    db = bias_gradients(dy, call, layer.grad_bias_dtype or layer.dtype) if layer.needs_grad_bias else None
     rows = columns = dy
     quantizes = layer.backward == QUANTIZED and not layer.plain
     if quantizes and (layer.needs_grad_input or layer.needs_grad_weight):
@@ -193,7 +191,7 @@ def grouped_linear_backward(
             x = _column_operand(x, call)
         # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both column-wise. It is returned, accumulated into main_grad, or
         # delayed.
-        dw = weight_gradients(columns, x, call, weight_dtype)
+        dw = weight_gradients(columns, x, call, layer.grad_weight_dtype or layer.dtype)
     return [dx, dw, db]
 
 
@@ -248,9 +246,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        dtypes = (weights[0].dtype, biases[0].dtype if biases else weights[0].dtype)
-        tensors = _tensors(x, weights, biases, call)
-        return record(FUNCTIONS, ctx, call, tensors, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
+        return record(FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     @backward_of("GroupedLinear")

@@ -20,7 +20,7 @@ from ..runtime.autograd import check_transforms, without_autocast
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Quantizer
-from .linear_spec import RECOMPUTED, SAVED, Dtypes, LayerSpec, LinearSpec
+from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved_before_transfer, unpack
 
 
@@ -32,14 +32,14 @@ class LayerFunctions(NamedTuple):
         forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and the operands and
             tensors that the backward pass reads. Without `saves` the second list is not used. `leading` are the
             dimensions of the input before its last one.
-        backward: Function (operands, spec, dtypes, leading) -> gradients of the tensors. The operands are the gradients
-            of the results, then the saved values; the function empties their list.
+        backward: Function (operands, spec, leading) -> gradients of the tensors. The operands are the gradients of the
+            results, then the saved values; the function empties their list.
         results: Number of results.
     """
 
     name: str
     forward: Callable[..., tuple[list[Any], list[Any]]]
-    backward: Callable[..., list[Any]]
+    backward: Callable[..., Sequence[Any]]
     results: int
 
 
@@ -57,7 +57,7 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
 
 
 def record(
-    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes
+    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]
 ) -> Sequence[Any]:
     """Run the forward pass of a node and save what its backward pass reads; return the results.
 
@@ -66,9 +66,8 @@ def record(
         ctx: The node.
         spec: Settings of the call.
         tensors: Input and parameters; None for absent ones.
-        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
     """
-    ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
+    ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
     ctx.scale_update = spec.scale_update
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
@@ -87,22 +86,21 @@ def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | N
     if spec.compiled is not None:
         return spec.compiled.backward(ctx, [*grads, *take_saved_before_transfer(ctx)], len(grads), spec)
     operands = [*grads, *unpack(take_saved_before_transfer(ctx), ctx.forms)]
-    return backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)
+    return backward_results(functions, spec, operands, ctx.input_shape)
 
 
 def backward_results(
-    functions: LayerFunctions, spec: LayerSpec, operands: list[Any], dtypes: Dtypes, shape: torch.Size
-) -> list[Any]:
+    functions: LayerFunctions, spec: LayerSpec, operands: list[Any], shape: torch.Size
+) -> Sequence[Any]:
     """Gradients of a layer's tensors; the gradient of the input gets the input's shape. `operands` is emptied."""
-    arguments = (operands, spec, dtypes, tuple(shape[:-1]))
+    arguments = (operands, spec, tuple(shape[:-1]))
     if runners:
-        results = runners[-1](f"backward pass of {functions.name}", functions.backward, arguments, False)
+        dx, *gradients = runners[-1](
+            f"backward pass of {functions.name}", functions.backward, arguments, False
+        )
     else:
-        results = functions.backward(*arguments)
-    dx = results[0]
-    if dx is not None and dx.shape != shape:
-        results[0] = dx.view(shape)
-    return results
+        dx, *gradients = functions.backward(*arguments)
+    return [dx if dx is None or dx.shape == shape else dx.view(shape), *gradients]
 
 
 def forward_results(
@@ -147,7 +145,7 @@ def compiled_functions(
         count = functions.results
         operands = tensors[:count] + unpack(tensors[count:], ctx.forms)
         tensors.clear()
-        return tuple(backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)), None
+        return tuple(backward_results(functions, spec, operands, ctx.input_shape)), None
 
     return compiled_passes(linears, device, forward, backward)
 

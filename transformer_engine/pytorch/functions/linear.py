@@ -66,7 +66,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 # `offloading.synchronizer` is not None while this thread has an offloading context open, which copies saved tensors to
@@ -101,7 +100,7 @@ from .linear_operands import (
     weight_operands,
 )
 from .linear_results import begin_input_gradient, compute_output, end_input_gradient
-from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, Dtypes, LinearSpec
+from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, LinearSpec
 from .saving import backward_of
 
 
@@ -220,8 +219,6 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
 def linear_backward(
     operands: list[Any],
     spec: LinearSpec,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
     leading: tuple[int, ...] = (),
     accumulate_into: Tensor | None = None,
     produce_input: Callable[[Any], tuple[Any, Any]] | None = None,
@@ -234,8 +231,6 @@ def linear_backward(
             of GELU at u in the epilogue of the product. The list is emptied, so that each saved buffer and the codes
             of dy are freed after their last reader. autograd holds dy itself until the node returns.
         spec: Quantizers, dtype, communication and required gradients of this kind of call.
-        weight_dtype: Dtype of dw.
-        bias_dtype: Dtype of db.
         leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
         produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise x). It
@@ -248,7 +243,7 @@ def linear_backward(
     if spec.communicates and gathers_saved_input(spec):
         x = begin_gather_saved(x, spec)  # rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
-    (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec, bias_dtype)
+    (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
     del dy
     dx: Any = None
     if spec.needs_grad_input:
@@ -277,8 +272,8 @@ def linear_backward(
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
         left, right = operand_of(dy_columns), operand_of(x)
         del dy_columns, x
-        exact = spec.accumulation.grad_weight
-        dw = spec.weight_gradient.compute(left, right, exact, weight_dtype, spec.inspector)
+        dtype, exact = spec.grad_weight_dtype or spec.dtype, spec.accumulation.grad_weight
+        dw = spec.weight_gradient.compute(left, right, exact, dtype, spec.inspector)
         del left, right
     else:
         del dy_rows, dy_columns
@@ -287,7 +282,7 @@ def linear_backward(
     return LinearGradients(dx, dw, db)
 
 
-def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> QuantizedGradient:
+def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
     """Quantize dy [M, N], row-wise for dx and column-wise for dw, and compute db [N], the sum of dy over M."""
     if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, QuantizedGradient):
         dy = begin_gather_gradient(dy, spec)
@@ -296,13 +291,13 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype)
     dy = dense_values(dy)
     db = None
     if spec.needs_grad_bias:
-        cast = gradient_cast(spec)
+        dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)
         if cast is not None:
             # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast` to the
             # kernels of other operations, and converts their codes to operands by `adopt`.
-            codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
+            codes, db = column_sums(as_matrix(dy), dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
-        db = column_sums(as_matrix(dy), bias_dtype)
+        db = column_sums(as_matrix(dy), dtype)
     return QuantizedGradient(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
 
 
@@ -316,24 +311,16 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-# Both passes as `layer.py` calls them: with lists of tensors, saved values and gradients. `saves` is not used, because
-# `spec.needs_grad_*` decide which operands are saved. `dtypes` has a pair (dtype of dw, dtype of db) per linear layer:
-# one here, two in an MLP.
-
-
 def _forward(
     tensors: Sequence[Any], spec: LinearSpec, saves: bool, leading: tuple[int, ...]
 ) -> tuple[list[Any], list[Any]]:
+    """`linear_forward` as `layer.py` calls it; `spec.needs_grad_*` decide which operands are saved, and not `saves`."""
     x, weight, bias = tensors
     y, *saved = linear_forward(x, weight, bias, spec, leading)
     return [y], saved
 
 
-def _backward(operands: list[Any], spec: LinearSpec, dtypes: Dtypes, leading: tuple[int, ...]) -> list[Any]:
-    return [*linear_backward(operands, spec, *dtypes[0], leading)]
-
-
-FUNCTIONS = LayerFunctions("Linear", _forward, _backward, results=1)
+FUNCTIONS = LayerFunctions("Linear", _forward, linear_backward, results=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -351,8 +338,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
-        dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return record(FUNCTIONS, ctx, spec, (x, weight, bias), (dtypes,))[0]
+        return record(FUNCTIONS, ctx, spec, (x, weight, bias))[0]
 
     @staticmethod
     @backward_of("Linear")

@@ -39,7 +39,7 @@ from .fusions import FUSED_CAST, SEPARATE
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
-from .linear_spec import PRODUCED, SAVED, Dtypes, LayerSpec, LinearSpec, replace_fields
+from .linear_spec import PRODUCED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .normalization import Norm, NormStatistics
 from .saving import DeferredColumns, backward_of, wait_for_saved
 
@@ -188,16 +188,13 @@ def norm_linear_forward(
     return [y, h if spec.returns_norm_output else None], [*saved_by_norm, *saved_by_linear]
 
 
-def norm_linear_backward(
-    operands: list[Any], spec: NormLinearSpec, dtypes: Dtypes, leading: tuple[int, ...]
-) -> list[Any]:
+def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tuple[int, ...]) -> list[Any]:
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
         operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is emptied, so that
             `linear_backward` frees the operands of h and of the weight after their last reader.
         spec: Norm, linear layer and fusion mode of this kind of call.
-        dtypes: ((dtype of dw, dtype of db),).
         leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
@@ -208,7 +205,7 @@ def norm_linear_backward(
         produce_input = norm_columns(saved_by_norm, h, spec.norm, spec.linear)
     del dy, h, weight
     # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
-    dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0], produce_input=produce_input)
+    dh, dw, db = linear_backward(linear_operands, spec.linear, produce_input=produce_input)
     if dh is None:  # neither x nor the norm's parameters need a gradient
         return [None, None, None, dw, db]
     # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
@@ -234,8 +231,7 @@ class _NormLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
+        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 

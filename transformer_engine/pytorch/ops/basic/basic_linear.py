@@ -221,11 +221,11 @@ class BasicLinear(PassOperation):
         quantized = isinstance(weight, QuantizedTensorStorage)
         gradient = WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()
         plain = quantizers is None and not quantized
-        spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain)
+        spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain, weight.dtype)
         if spec.communicates and parallel.sequence:
             rows = math.prod(x.shape[:-1])
             spec = with_gathering(spec, rows // parallel.size if parallel.mode == "row" else rows)
-        return LinearPasses(spec, weight.dtype, x.dtype), InputFacts(shape, dtype, x.device)
+        return LinearPasses(spec, x.dtype), InputFacts(shape, dtype, x.device)
 
     _functional_forward = staticmethod(functional_forward)
     _functional_backward = staticmethod(functional_backward)
