@@ -40,6 +40,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from .caller_buffers import copied_if_overlapping
 from .grouped_call import GroupedCall
 from .grouped_products import (
@@ -55,7 +56,7 @@ from .grouped_products import (
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear_operands import dense_values
 from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
-from .saving import backward_of, wait_for_saved
+from .saving import wait_for_saved
 
 
 def grouped_linear_forward(
@@ -249,7 +250,7 @@ class _GroupedLinear(Function):
         return record(FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
-    @backward_of("GroupedLinear")
+    @once_differentiable("GroupedLinear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: GroupedCall = ctx.spec
         buffer = call.buffers.grad_input

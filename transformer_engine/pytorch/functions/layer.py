@@ -21,7 +21,7 @@ from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Quantizer
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
-from .saving import keep, pack, take_saved_before_transfer, unpack
+from .saving import keep, pack, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
@@ -68,7 +68,6 @@ def record(
         tensors: Input and parameters; None for absent ones.
     """
     ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
-    ctx.scale_update = spec.scale_update
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
         keep(ctx, outputs[functions.results :])
@@ -81,12 +80,20 @@ def record(
 
 
 def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the backward pass of a node; return the gradients of its tensors."""
+    """Run the backward pass of a node; return the gradients of its tensors.
+
+    With delayed scaling, `scale_update` queues the update of the gradient multipliers for the end of the backward pass
+    of the whole graph.
+    """
     spec = ctx.spec
     if spec.compiled is not None:
-        return spec.compiled.backward(ctx, [*grads, *take_saved_before_transfer(ctx)], len(grads), spec)
-    operands = [*grads, *unpack(take_saved_before_transfer(ctx), ctx.forms)]
-    return backward_results(functions, spec, operands, ctx.input_shape)
+        gradients = spec.compiled.backward(ctx, [*grads, *take_saved(ctx, False)], len(grads), spec)
+    else:
+        operands = [*grads, *unpack(take_saved(ctx, False), ctx.forms)]
+        gradients = backward_results(functions, spec, operands, ctx.input_shape)
+    if spec.scale_update is not None:
+        spec.scale_update.run()
+    return gradients
 
 
 def backward_results(

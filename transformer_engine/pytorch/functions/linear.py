@@ -34,8 +34,8 @@ runs unquantized and warns (`precision.py`). Per-tensor scaling supports every s
 **Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its quantizer
 (`tensor/delayed_scale.py`). The multipliers change later: those of x and weight when the outermost enabled `autocast`
 block ends, if gradients are enabled or the call may be recomputed; those of dy when the backward pass of the whole
-graph ends, for which `backward_of` queues a callback. `quantizer.scale` is the multiplier, the inverse of the scale
-above. `quantization/delayed_scaling.py` computes it.
+graph ends, for which `run_backward` (`layer.py`) queues a callback. `quantizer.scale` is the multiplier, the inverse of
+the scale above. `quantization/delayed_scaling.py` computes it.
 
 **Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x, weight and dy
 are each read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise,
@@ -75,6 +75,7 @@ from ..offload.marks import keep_weight, mark_ready
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, multiply
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending
 from .deferred_columns import cast_columns, cast_rows
@@ -101,7 +102,6 @@ from .linear_operands import (
 )
 from .linear_results import begin_input_gradient, compute_output, end_input_gradient
 from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, LinearSpec
-from .saving import backward_of
 
 
 class LinearResult(NamedTuple):
@@ -331,16 +331,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 
 class _Linear(Function):
-    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`.
-
-    After the backward function, `backward_of` queues the update of delayed scaling; it also rejects second derivatives.
-    """
+    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
         return record(FUNCTIONS, ctx, spec, (x, weight, bias))[0]
 
     @staticmethod
-    @backward_of("Linear")
+    @once_differentiable("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *run_backward(FUNCTIONS, ctx, (grad_output,)), None  # no gradient of spec

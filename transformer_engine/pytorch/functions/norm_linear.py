@@ -32,6 +32,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..primitives.gemm import as_matrix
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from ..tensor.quantizer import Operands
 from . import fusions
 from .deferred_columns import cast_columns, scale_of_cast, with_norm_columns
@@ -41,7 +42,7 @@ from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
 from .linear_spec import PRODUCED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .normalization import Norm, NormStatistics
-from .saving import DeferredColumns, backward_of, wait_for_saved
+from .saving import DeferredColumns, wait_for_saved
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class _NormLinear(Function):
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    @backward_of("LayerNormLinear")
+    @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dx, dgamma, dbeta, dw, db = run_backward(FUNCTIONS, ctx, (grad_output, grad_norm_output))
         # beta is None in an RMSNorm; the spec has no gradient.

@@ -29,6 +29,7 @@ from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
 from ..primitives.operand import Operand
 from ..primitives.quantize import QuantizeSpec, quantize
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from . import fusions
 from .communication import Pending
 from .deferred_columns import with_norm_columns
@@ -46,7 +47,7 @@ from .linear_operands import copied, gradient_cast, input_cast, operand_of
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
-from .saving import backward_of, save, take_saved, wait_for_saved
+from .saving import keep, take_saved, wait_for_saved
 
 
 class FusionModes(NamedTuple):
@@ -351,7 +352,10 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
     operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
     del inputs
-    return backward_results(NORM_MLP, spec, operands, ctx.input_shape)
+    gradients = backward_results(NORM_MLP, spec, operands, ctx.input_shape)
+    if spec.scale_update is not None:
+        spec.scale_update.run()
+    return gradients
 
 
 class _NormMLP(Function):
@@ -360,7 +364,7 @@ class _NormMLP(Function):
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
             y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
-            save(ctx, (*tensors, *states), (), spec.scale_update)
+            keep(ctx, (*tensors, *states))
             ctx.spec, ctx.input_shape = spec, tensors[0].shape
         else:
             y, norm_output = record(NORM_MLP, ctx, spec, tensors)
@@ -368,7 +372,7 @@ class _NormMLP(Function):
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    @backward_of("LayerNormMLP")
+    @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
         gradients = _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
