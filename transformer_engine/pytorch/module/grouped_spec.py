@@ -104,8 +104,9 @@ def _groups(
     count = config.num_gemms
     weights = list(of_weights) * count if config.single_grouped_weight else of_weights
     biases = list(of_biases) * count if config.single_grouped_bias else of_biases
-    assert weights[0] is not None
-    first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, weights[0])
+    first_weight = weights[0]
+    assert first_weight is not None
+    first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight)
     made: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
         assert weight is not None
