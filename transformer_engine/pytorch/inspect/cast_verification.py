@@ -26,6 +26,7 @@ from ...common.formats import E2M1, E4M3, E5M2, FLOAT32_MAX, Element
 from ..primitives.quantize import Quantized, QuantizeRequest, QuantizeSpec
 from ..primitives.quantize.backends import REFERENCE, TRITON
 from ..primitives.quantize.encodings import cast, encode_e2m1
+from ..primitives.quantize.format_row import QuantizeInputs
 from ..runtime import self_tested
 from . import cast_oracle
 from .cast_kernels import (
@@ -290,7 +291,7 @@ def _quantize(backend: Backend[QuantizeRequest], x: Tensor, spec: QuantizeSpec) 
     assert backend.bind is not None
     call = backend.bind(request)
     assert callable(call), f"{backend.name} cannot quantize {request}: {call}"
-    return call(x, None, None, None, None, None)
+    return call(x, QuantizeInputs())
 
 
 def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
