@@ -149,7 +149,7 @@ def _unpack_other(form: Any, tensors: Sequence[Any], start: int) -> tuple[Any, i
     if form is None:
         return None, 0
     if callable(form):  # of an operand that took itself apart
-        return form(list(tensors[start:]))
+        return form(list(tensors[start:]))  # pyright: ignore[reportReturnType]
     if form is _VALUES:
         return tensors[start], 1
     if form is _TRANSPOSED:
