@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
+from ..compat.argument_orders import accepts_older_orders, call_of
 from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
 from ..functions.split_heads import parts_of
-from ..module.argument_orders import accepts_older_orders, call_of
 from ..module.arguments import accepts
 from ..module.config import configured, write_private
 from ..module.layernorm_linear import LayerNormLinear

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ...common.numbers import to_bool
+from ..compat.argument_orders import call_of
+from ..compat.by_name import NormByName
 from ..distributed.tensor_parallel import (
     TensorParallel,
     set_tensor_model_parallel_attributes,
@@ -22,7 +24,6 @@ from ..distributed.tensor_parallel import (
 )
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.by_name import NormByName
 from ..functions.linear_spec import LinearSpec, replace_fields
 from ..functions.norm_mlp import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
@@ -33,7 +34,6 @@ from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..compat.argument_orders import call_of
+from ..compat.by_name import LinearByName as _Linear
+from ..compat.by_name import called_by_name, check_unquantized, general_gemm
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.by_name import LinearByName as _Linear
-from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
@@ -41,7 +42,6 @@ from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
-from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products

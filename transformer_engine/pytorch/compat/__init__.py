@@ -1,0 +1,25 @@
+"""Names, signatures and paths of the original and of earlier releases, apart from the code that computes.
+
+| file | content |
+| --- | --- |
+| `by_name.py` | layers that call names which programs monkey-patch |
+| `argument_orders.py` | positional calls in the argument order of an earlier release |
+| `functional_linear.py` | the static functions of the original's `BasicLinear` |
+
+`OLD_PATHS` lists modules that have moved. Both paths import the same module.
+"""
+
+from ...common import absent
+
+_PACKAGE = "transformer_engine.pytorch"
+OLD_PATHS = {
+    f"{_PACKAGE}.{old}": f"{_PACKAGE}.{new}"
+    for old, new in {
+        "functions.by_name": "compat.by_name",
+        "functions.multi_tensor": "optimizers.multi_tensor",
+        "module.argument_orders": "compat.argument_orders",
+        "module.userbuffers": "distributed.userbuffers",
+        "ops.basic.functional_linear": "compat.functional_linear",
+    }.items()
+}
+absent.moved.update(OLD_PATHS)
