@@ -70,10 +70,7 @@ def missing(hardware: Hardware) -> str | None:
 
 
 class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, and threads.
-
-    The last field is the number of threads of a multiprocessor.
-    """
+    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, threads per processor."""
 
     processors: int
     shared_memory: int
@@ -82,7 +79,7 @@ class Machine(NamedTuple):
 
     @property
     def fits_measured_plans(self) -> bool:
-        """Whether programs that were measured on an H200 fit: its shared memory, and threads per multiprocessor."""
+        """Whether the programs that were measured on an H200 fit."""
         return self.shared_memory >= MEASURED_MEMORY and self.threads >= MEASURED_THREADS
 
     def stages(self, tile: int, stages: int) -> int:

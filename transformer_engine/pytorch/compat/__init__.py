@@ -17,6 +17,7 @@ OLD_PATHS = {
     for old, new in {
         "functions.by_name": "compat.by_name",
         "functions.multi_tensor": "optimizers.multi_tensor",
+        "functions.sequence": "functions.communication",
         "module.argument_orders": "compat.argument_orders",
         "module.userbuffers": "distributed.userbuffers",
         "ops.basic.functional_linear": "compat.functional_linear",

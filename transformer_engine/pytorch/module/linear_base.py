@@ -21,9 +21,9 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
+from ..functions.communication import gather_sequence
 from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
-from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import begin_first_microbatch
 from ..quantization import QuantizerRole, delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state

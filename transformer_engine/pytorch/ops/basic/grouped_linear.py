@@ -299,24 +299,17 @@ class GroupedLinear(PassOperation):
         if call.traced:
             return traced_passes(self, x, call)
         bias_dtype = None if bias is None else bias.dtype
-        spec = self._spec(call, x, dtype, grad_bias, bias_dtype)
+        of_bias = {"needs_grad_bias": grad_bias and not self._scale_bias, "grad_bias_dtype": bias_dtype}
+        spec = self._spec(call, x, dtype, of_bias)
         kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
-        parameters = GroupedParameters(
-            self.parameter_names,
-            self.single_grouped_weight,
-            self.single_grouped_bias,
-        )
+        stacks = self.single_grouped_weight, self.single_grouped_bias
+        parameters = GroupedParameters(self.parameter_names, *stacks)
         buffers = accepted_buffers(x, self.out_features, call.options, dtype)
         made = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
         return made, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def _spec(
-        self,
-        call: OperationCall,
-        x: InputFacts,
-        dtype: torch.dtype,
-        grad_bias: bool,
-        bias_dtype: torch.dtype | None,
+        self, call: OperationCall, x: InputFacts, dtype: torch.dtype, of_bias: dict[str, Any]
     ) -> GroupedSpec:
         """Return the settings of a kind of call."""
         weights, first = self._weights(), getattr(self, self.parameter_names[0])
@@ -326,7 +319,6 @@ class GroupedLinear(PassOperation):
         backward = self._quantizers["backward"]
         plain = not isinstance(memory_of(first), QuantizedTensorStorage)
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
-        of_bias = {"needs_grad_bias": grad_bias and not self._scale_bias, "grad_bias_dtype": bias_dtype}
         groups: list[LinearSpec] = []
         unquantized: list[LinearSpec] = []
         for i, weight in enumerate(weights):
