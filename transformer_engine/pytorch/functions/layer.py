@@ -91,8 +91,9 @@ def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | N
     else:
         operands = [*grads, *unpack(take_saved(ctx, False), ctx.forms)]
         gradients = backward_results(functions, spec, operands, ctx.input_shape)
-    if spec.scale_update is not None:
-        spec.scale_update.run()
+    update = spec.scale_update
+    if update is not None:
+        update.run()
     return gradients
 
 
