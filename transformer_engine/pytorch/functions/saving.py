@@ -83,16 +83,14 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
         else:
-            parts, form = _pack_other(operand)
+            parts, form = operand.split_tensors() if isinstance(operand, _OWNED) else _pack_other(operand)  # pyright: ignore
             tensors += parts
             forms.append(form)
     return tensors, forms
 
 
 def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
-    """Return the tensors and the form of a saved value that is not an `Operand`."""
-    if isinstance(operand, _OWNED):
-        return operand.split_tensors()  # pyright: ignore
+    """Return the tensors and the form of a saved value that does not take itself apart."""
     if operand is None:
         return (), None
     if isinstance(operand, _AS_VALUES):
@@ -138,22 +136,21 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
             operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]
             start += 3
         else:
-            operand, count = _unpack_other(form, tensors, start)
+            rest = tensors[start:]
+            operand, count = form(list(rest)) if callable(form) else _unpack_other(form, rest)  # pyright: ignore
             operands.append(operand)
             start += count
     return operands
 
 
-def _unpack_other(form: Any, tensors: Sequence[Any], start: int) -> tuple[Any, int]:
-    """Return the value that `_pack_other` took apart into tensors[start:], and the number of its tensors."""
+def _unpack_other(form: Any, tensors: Sequence[Any]) -> tuple[Any, int]:
+    """Return the value that `_pack_other` took apart into the first of the tensors, and the number of its tensors."""
     if form is None:
         return None, 0
-    if callable(form):  # of an operand that took itself apart
-        return form(list(tensors[start:]))  # pyright: ignore[reportReturnType]
     if form is _VALUES:
-        return tensors[start], 1
+        return tensors[0], 1
     if form is _TRANSPOSED:
-        return Matrix(tensors[start]), 1  # pyright: ignore[reportArgumentType]
+        return Matrix(tensors[0]), 1
     count, of_groups = form  # of a list
-    members = tensors[start : start + count]
+    members = tensors[:count]
     return [*members] if of_groups is None else unpack(members, of_groups), count
