@@ -28,14 +28,15 @@ as with bfloat16 values, accumulates in float32, and applies both scales:
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
 y and dx have the dtype `spec.dtype`, unless the caller requests them quantized. Parameters are in high precision,
-unless the caller created them quantized. A block format rejects shapes that its blocks do not divide; the layer then
-runs unquantized and warns (`precision.py`). Per-tensor scaling supports every shape.
+unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
+shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape.
 
 **Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its quantizer
 (`tensor/delayed_scale.py`). The multipliers change later: those of x and weight when the outermost enabled `autocast`
 block ends, if gradients are enabled or the call may be recomputed; those of dy when the backward pass of the whole
 graph ends, for which `run_backward` (`layer.py`) queues a callback. `quantizer.scale` is the multiplier, the inverse of
-the scale above. `quantization/delayed_scaling.py` computes it.
+the scale above. `quantization/delayed_scaling.py` computes it, and explains what differs under torch.compile, where
+`spec.traced` is set.
 
 **Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x, weight and dy
 are each read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise,
@@ -156,7 +157,7 @@ def linear_forward(
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: both row-wise.
     more_follows = spec.communicates or spec.inspector is not None or spec.output is not None
-    if more_follows:
+    if more_follows:  # y is summed over ranks, inspected or returned quantized
         operands = [x_rows, w_rows]
         del x_rows, w_rows
         y = compute_output(operands, epilogue, spec, leading)
@@ -171,7 +172,8 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     Returns:
         (operand of y, or the `Pending` gather of it; operand saved for dw). By default the saved operand is the
         column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an unquantized
-        layer, the row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns. If the input is
+        layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it is a `DeferredColumns`: the values of
+        x, which are in memory in any case, and the scale by which the backward pass casts them. If the input is
         gathered, it may be the shard of this rank.
     """
     if spec.communicates and spec.parallel.gathers_input:
@@ -254,7 +256,9 @@ def linear_backward(
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
         more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if more_follows or len(weight_and_u) > 1:  # the second case: u is given
+        if (
+            more_follows or len(weight_and_u) > 1
+        ):  # dx is summed, inspected, returned quantized, or multiplied by GELU'
             dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
         else:
             dx = multiply(operand_of(dy_rows), operand_of(weight_and_u.pop()), epilogue)
@@ -288,7 +292,7 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
         dy = begin_gather_gradient(dy, spec)
     if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy, or from the other ranks
         return dy
-    dy = dense_values(dy)
+    dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None
     if spec.needs_grad_bias:
         dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)

@@ -18,6 +18,10 @@ codes and no h in high precision, which saves a write and a read of M * K values
 h, and the linear layer quantizes it. `fusions.py` chooses the mode once per kind of call: a caller that also receives
 h, for example, requires SEPARATE.
 
+**Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
+"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, only the
+scale of h is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 """
 
