@@ -256,9 +256,7 @@ def linear_backward(
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
         more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if (
-            more_follows or len(weight_and_u) > 1
-        ):  # dx is summed, inspected, returned quantized, or multiplied by GELU'
+        if more_follows or len(weight_and_u) > 1:  # in the second case, u follows the weight
             dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
         else:
             dx = multiply(operand_of(dy_rows), operand_of(weight_and_u.pop()), epilogue)

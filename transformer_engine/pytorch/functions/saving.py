@@ -117,13 +117,14 @@ def take_saved(ctx: Any, waits: bool = True) -> tuple[Any, ...]:
     """
     if torch.compiler.is_compiling():  # a compiler plans memory itself, and traces no such call
         return ctx.saved_tensors
-    if waits or not offloading.used:
-        tensors = ctx.saved_tensors
-    else:
-        with deferred_waits():
-            tensors = ctx.saved_tensors
+    tensors = ctx.saved_tensors if waits or not offloading.used else _before_transfer(ctx)
     ctx.maybe_clear_saved_tensors()
     return tensors
+
+
+def _before_transfer(ctx: Any) -> tuple[Any, ...]:
+    with deferred_waits():
+        return ctx.saved_tensors
 
 
 def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
