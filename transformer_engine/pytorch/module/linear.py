@@ -80,12 +80,11 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    # The condition of `Linear._output_of`, which passes the bias to the product.
-    adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
+    added = None if config.adds_bias_late else bias  # the bias that `Linear._output_of` passes to the product
     needs = (
         call.records and call.input.requires_grad,
         call.records and weight.requires_grad,
-        call.records and adds_bias and bias is not None and bias.requires_grad,
+        call.records and added is not None and added.requires_grad,
     )
     spec = product_spec(
         call,
@@ -290,12 +289,12 @@ class Linear(ProductsModule):
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
-        # A row-parallel layer sums y over the ranks and adds the bias once, after the sum, as `build` assumes.
-        in_product = bias is not None and not (config.return_bias or config.adds_bias_late)
-        y = product(inp, weight, bias if in_product else None, spec)
+        added = None if config.adds_bias_late else bias
+        y = product(inp, weight, added, spec)
         if config.return_bias:
             return y, bias
-        return y if in_product or bias is None else y + bias
+        # A row-parallel layer adds the bias once, to the sum over ranks.
+        return y if added is not None or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the columns of the weight, of a shard if the parameters are DTensors."""

@@ -118,8 +118,8 @@ class LinearConfig(ProductsConfig):
 
     @property
     def adds_bias_late(self) -> bool:
-        """Whether the bias is added after the reduction, because a row-parallel shard computes a partial sum."""
-        return self.parallel_mode == "row" and self.tp_size > 1
+        """Whether the bias is returned to the caller, or added after the sum over ranks of a row-parallel layer."""
+        return self.return_bias or (self.parallel_mode == "row" and self.tp_size > 1)
 
     def parallel(self) -> TensorParallel:
         return self.boundary(self.parallel_mode)
