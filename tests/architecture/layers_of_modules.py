@@ -103,8 +103,8 @@ PYTORCH = (
     ),
     (
         3,
-        "transformer_engine.pytorch.compat.functional_linear",
-        "the static functions of the original's `BasicLinear`",
+        "transformer_engine.pytorch.compat.functional_linear transformer_engine.pytorch.compat.combined_quantization",
+        "functions of the original that no layer calls",
     ),
     (
         1,

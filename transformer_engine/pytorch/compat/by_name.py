@@ -22,8 +22,8 @@ from ..functions.normalization import Norm, NormStatistics
 from ..primitives.column_sums import column_sums
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from ..runtime.replaceable import ReplaceableFunction
 from ..runtime.tracing import result_in
+from .replaceable import ReplaceableFunction
 
 _extensions: list[Callable[[], Any]] = []
 

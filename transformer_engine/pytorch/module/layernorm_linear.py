@@ -19,6 +19,7 @@ from ..compat.by_name import (
     check_unquantized,
     general_gemm,
 )
+from ..compat.replaceable import watched
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import replace_fields
@@ -27,7 +28,6 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import canonical_device, is_meta
-from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common

@@ -17,6 +17,7 @@ from ...common.checks import switch
 from ...common.numbers import to_bool
 from ..compat.argument_orders import call_of
 from ..compat.by_name import NormByName
+from ..compat.replaceable import watched
 from ..distributed.tensor_parallel import (
     TensorParallel,
     set_tensor_model_parallel_attributes,
@@ -30,7 +31,6 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
-from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization

@@ -32,6 +32,7 @@ from ...common.numbers import to_bool
 from ..compat.argument_orders import call_of
 from ..compat.by_name import LinearByName as _Linear
 from ..compat.by_name import called_by_name, check_unquantized, general_gemm
+from ..compat.replaceable import watched
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear import FUNCTIONS, linear
@@ -40,7 +41,6 @@ from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
-from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
