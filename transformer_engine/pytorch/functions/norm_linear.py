@@ -79,7 +79,7 @@ class NormLinearSpec(LayerSpec):
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with another norm, whose kernel cannot quantize.
 
-        `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`by_name.py`).
+        `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`compat/by_name.py`).
         """
         linear = replace_fields(self.linear, input_columns=SAVED)
         return replace(self, norm=norm, linear=linear, compiled=None, norm_mode=SEPARATE)

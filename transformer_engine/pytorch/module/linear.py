@@ -321,7 +321,7 @@ class Linear(ProductsModule):
 
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """Compute `linear` unquantized, by the names of this file that a program has replaced; see `by_name.py`."""
+    """Compute `linear` unquantized, by the names of this file that a program has replaced; see `compat/by_name.py`."""
     check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
