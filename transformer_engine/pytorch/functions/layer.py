@@ -74,8 +74,8 @@ def record(
         spec.compiled.save_kind(ctx, kind)
         return outputs[: functions.results]
     results, saved = forward_results(functions, spec, tensors, True)
-    kept, ctx.forms = pack(*saved)
-    keep(ctx, kept)
+    parts, ctx.forms = pack(*saved)
+    keep(ctx, parts)
     return results
 
 
@@ -146,8 +146,8 @@ def compiled_functions(
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
         results, saved = _forward_without_autocast(functions, spec, tensors, spec.needs_grad)
-        kept, forms = pack(*saved) if spec.needs_grad else ([], [])
-        return (*results, *kept), forms
+        parts, forms = pack(*saved) if spec.needs_grad else ([], [])
+        return (*results, *parts), forms
 
     def backward(tensors: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
         count = functions.results
@@ -208,29 +208,30 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """Results with the leading dimensions of the input, and the saved buffers."""
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
-    # autograd notices when the caller writes to it. A view of it, kept by the node that it comes from, would keep the
+    # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
     # node alive.
     traced = torch.compiler.is_compiling()
-    made: Any
-    for i, made in enumerate(results):
-        if made is None or isinstance(made, QuantizedTensorStorage):
+    result: Any
+    for i, result in enumerate(results):
+        if result is None or isinstance(result, QuantizedTensorStorage):
             continue
-        shape = (*leading_shape(leading, made.shape[0]), made.shape[-1])
+        shape = (*leading_shape(leading, result.shape[0]), result.shape[-1])
         # torch 2.11 traces a backward of zeros for an output that is the product itself.
-        if made.shape == shape and not traced:
+        if result.shape == shape and not traced:
             continue
-        results[i] = made.view(shape) if type(made) is Symbol else result_in(made, shape)
+        results[i] = result.view(shape) if type(result) is Symbol else result_in(result, shape)
         if not traced:
-            saved = [_renamed(value, made, results[i]) for value in saved]
+            saved = [_replace_result(value, result, results[i]) for value in saved]
     return results, saved
 
 
-def _renamed(saved: Any, made: Any, returned: Any) -> Any:
-    kept: Any = saved
-    if saved is made:
-        kept = returned
-    elif isinstance(saved, Matrix) and saved.values is made:
-        kept = Matrix(returned)
-    if kept is not saved:
-        mark_ready(kept)
-    return kept
+def _replace_result(saved: Any, result: Any, returned: Any) -> Any:
+    """Return a saved value, or `returned` in its place if it is the result, or a `Matrix` of the result."""
+    value: Any = saved
+    if saved is result:
+        value = returned
+    elif isinstance(saved, Matrix) and saved.values is result:
+        value = Matrix(returned)
+    if value is not saved:
+        mark_ready(value)
+    return value
