@@ -9,7 +9,7 @@ Thin adapters over the primitives of transformer_engine.pytorch.
 from transformer_engine.pytorch import requirements  # isort: skip  (reports missing dependencies first)
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.functions.multi_tensor import (
+from transformer_engine.pytorch.optimizers.multi_tensor import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,

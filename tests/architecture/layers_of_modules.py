@@ -66,6 +66,11 @@ PYTORCH = (
     ),
     (
         7,
+        "transformer_engine.pytorch.compat.by_name",
+        "layers that call names which programs monkey-patch",
+    ),
+    (
+        7,
         "transformer_engine.pytorch.functions",
         "forward and backward passes as plain functions, in thin `autograd.Function` classes",
     ),
@@ -95,6 +100,16 @@ PYTORCH = (
         2,
         "transformer_engine.pytorch.primitives",
         "stateless operations on plain tensors and operands, one table of backends for each",
+    ),
+    (
+        3,
+        "transformer_engine.pytorch.compat.functional_linear transformer_engine.pytorch.compat.combined_quantization",
+        "functions of the original that no layer calls",
+    ),
+    (
+        1,
+        "transformer_engine.pytorch.compat",
+        "names, signatures and paths of the original and of earlier releases",
     ),
     (
         1,

@@ -51,7 +51,7 @@ def autograd_functions() -> dict[str, ast.FunctionDef]:
 
 
 def rejects(backward: ast.FunctionDef) -> bool:
-    decorators = ("once_differentiable(", "backward_of(")
+    decorators = ("once_differentiable(",)
     return any(ast.unparse(d).startswith(decorators) for d in backward.decorator_list)
 
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.distributed import (
     initialize_affine_weight_gpu,
     set_tensor_model_parallel_attributes,
 )
-from transformer_engine.pytorch.functions.sequence import gather_sequence
+from transformer_engine.pytorch.functions.communication import gather_sequence
 
 SIZE, TOKENS, WIDTH, INNER = 2, 6, 4, 8
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed.userbuffers import get_ub, get_ub_is_fp8, is_ub_initialized
 from transformer_engine.pytorch.module import base
-from transformer_engine.pytorch.module.userbuffers import get_ub, get_ub_is_fp8, is_ub_initialized
 
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import transformer_engine.pytorch as te
+from tests.support.training import same, train
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.functions import deferred_columns
@@ -20,6 +21,7 @@ from transformer_engine.pytorch.functions.deferred_columns import (
 )
 
 TOKENS, HIDDEN, INNER, HEADS = 48, 64, 128, 4
+SHAPE = (TOKENS, 1, HIDDEN)
 RECIPES: dict[str, Callable[[], recipes.Recipe]] = {
     "delayed": recipes.DelayedScaling,
     "current": recipes.Float8CurrentScaling,
@@ -48,52 +50,15 @@ def made(name: str, device: torch.device, **options) -> torch.nn.Module:
     return LAYERS[name](device=device, **options)
 
 
-def train(
-    layer: torch.nn.Module,
-    recipe: recipes.Recipe,
-    steps: int = 3,
-    run: Callable[..., Tensor] = lambda layer, x: layer(x),
-) -> tuple[list[Tensor], int]:
-    """Return outputs and gradients of some steps, and the bytes of the tensors that the last forward pass saved."""
-    found: list[Tensor] = []
-    saved: dict[tuple[int, int], int] = {}
-    device = next(layer.parameters()).device
-    for step in range(steps):
-        torch.manual_seed(step)
-        x = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device=device) * (1 + step)
-        x.requires_grad_()
-        saved.clear()
-
-        def pack(tensor: Tensor) -> Tensor:
-            parameter = any(tensor.data_ptr() == p.data_ptr() for p in layer.parameters())
-            saved[tensor.data_ptr(), tensor.nbytes] = 0 if parameter else tensor.nbytes
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            te.autocast(recipe=recipe),
-        ):
-            y = run(layer, x)
-        y.float().sin().sum().backward()
-        assert x.grad is not None
-        found += [y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters() if p.grad is not None]]
-        layer.zero_grad()
-    return found, sum(saved.values())
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, name, device):
     """The scales of delayed scaling change between the forward and the backward pass of each step."""
     with columns("saved"):
-        theirs, more = train(made(name, device), RECIPES[recipe]())
+        theirs, more = train(made(name, device), RECIPES[recipe](), SHAPE)
     request = {"weight_columns": "recomputed"} | ({} if name == "layer" else {"input_columns": "saved"})
     with te.emulate(), use_backend(**request):
-        ours, less = train(made(name, device), RECIPES[recipe]())
+        ours, less = train(made(name, device), RECIPES[recipe](), SHAPE)
     assert same(ours, theirs)
     if torch.cuda.is_available() or name == "layer":
         return  # products of some GPUs read the codes by rows in both directions
@@ -110,9 +75,9 @@ def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, name, device):
 def test_an_rms_norm_is_computed_again_with_the_bits_of_saved_columns(recipe, name, device):
     options = {"normalization": "RMSNorm"}
     with te.emulate(), use_backend(norm_columns="recomputed", weight_columns="saved"):
-        ours, less = train(made(name, device, **options), RECIPES[recipe]())
+        ours, less = train(made(name, device, **options), RECIPES[recipe](), SHAPE)
     with columns("saved"):
-        theirs, more = train(made(name, device, **options), RECIPES[recipe]())
+        theirs, more = train(made(name, device, **options), RECIPES[recipe](), SHAPE)
     assert same(ours, theirs)
     if not torch.cuda.is_available():
         # One byte per element, and the scale of the codes; the multiplier or the maximum instead.
@@ -126,14 +91,14 @@ def test_an_attentions_output_is_saved_once(recipe, device):
     for mode in ("recomputed", "saved"):
         with te.emulate(), use_backend(input_columns=mode, weight_columns="saved"):
             if mode == "saved":
-                results[mode] = train(made("layer", device), RECIPES[recipe]())
+                results[mode] = train(made("layer", device), RECIPES[recipe](), SHAPE)
                 continue
         with te.emulate():
             layer = made("layer", device)
             INPUT_COLUMNS.forget()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("transformer_engine.pytorch.functions.deferred_columns._FEWEST_ELEMENTS", 1)
-                results[mode] = train(layer, RECIPES[recipe]())
+                results[mode] = train(layer, RECIPES[recipe](), SHAPE)
             INPUT_COLUMNS.forget()
     assert same(results["recomputed"][0], results["saved"][0])
     if not torch.cuda.is_available():
@@ -154,7 +119,7 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
                 return te.checkpoint(layer, x, use_reentrant=way == "reentrant")
             return layer(x.detach() if way == "frozen input" else x) + 0 * x
 
-        found = train(layer, RECIPES[recipe](), run=run)[0]
+        found = train(layer, RECIPES[recipe](), SHAPE, run=run)[0]
         if way == "delay_wgrad":
             layer.backward_dw()
             found += [p.grad for p in layer.parameters() if p.grad is not None]

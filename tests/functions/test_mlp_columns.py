@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 import transformer_engine.pytorch as te
+from tests.support.training import same, train
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.fusions import MLP_COLUMNS, MLP_INPUT, CachedInput, Columns
 
 TOKENS, HIDDEN, INNER = 48, 64, 128
+SHAPE = (TOKENS, HIDDEN)
 RECIPES: dict[str, Callable[[], recipes.Recipe]] = {
     "delayed": recipes.DelayedScaling,
     "current": recipes.Float8CurrentScaling,
@@ -28,48 +30,15 @@ def mlp(activation: str, device: torch.device, **options) -> te.LayerNormMLP:
     return te.LayerNormMLP(HIDDEN, INNER, activation=activation, **options)
 
 
-def train(
-    layer: te.LayerNormMLP, recipe: recipes.Recipe, steps: int = 3, run: Callable = lambda layer, x: layer(x)
-) -> tuple[list[Tensor], int]:
-    """Return outputs and gradients of some steps, and the bytes that the last forward pass saved."""
-    found: list[Tensor] = []
-    saved: list[int] = []
-    device = next(layer.parameters()).device
-    for step in range(steps):
-        torch.manual_seed(step)
-        x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) * (1 + step)
-        x.requires_grad_()
-        saved.clear()
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.append(tensor.nbytes)
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            te.autocast(recipe=recipe),
-        ):
-            y = run(layer, x)
-        y.float().sin().sum().backward()
-        assert x.grad is not None
-        found += [y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters() if p.grad is not None]]
-        layer.zero_grad()
-    return found, sum(saved)
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "clamped_swiglu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, activation, bias, device):
     """The scales of delayed scaling change between the forward and the backward pass of each step."""
     with te.emulate():
-        ours, less = train(mlp(activation, device, bias=bias), RECIPES[recipe]())
+        ours, less = train(mlp(activation, device, bias=bias), RECIPES[recipe](), SHAPE)
         with use_backend(mlp_columns="saved"):
-            theirs, more = train(mlp(activation, device, bias=bias), RECIPES[recipe]())
+            theirs, more = train(mlp(activation, device, bias=bias), RECIPES[recipe](), SHAPE)
     assert same(ours, theirs)
     summed = bias and (recipe == "delayed" or activation == "gelu")
     if torch.cuda.is_available():
@@ -96,7 +65,7 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
                 return te.checkpoint(layer, x, use_reentrant=way == "reentrant")
             return layer(x)
 
-        found = train(layer, RECIPES[recipe](), run=run)[0]
+        found = train(layer, RECIPES[recipe](), SHAPE, run=run)[0]
         if way == "delay_wgrad":
             layer.backward_dw()
             found += [p.grad for p in layer.parameters() if p.grad is not None]
@@ -146,8 +115,8 @@ def test_a_cached_quantized_input_leaves_the_output_and_halves_its_bytes(recipe,
     """E4M3 rounds to 2^-4 of a value: gradients differ by less than that from those of unrounded inputs."""
     with te.emulate():
         options = {"cache_quantized_activation_input": True}
-        (y, *ours), less = train(mlp(activation, device, **options), RECIPES[recipe](), 1)
-        (expected, *theirs), more = train(mlp(activation, device), RECIPES[recipe](), 1)
+        (y, *ours), less = train(mlp(activation, device, **options), RECIPES[recipe](), SHAPE, 1)
+        (expected, *theirs), more = train(mlp(activation, device), RECIPES[recipe](), SHAPE, 1)
     assert torch.equal(y, expected)
     assert 0 < gradient_difference(ours, theirs) < 2**-3
     if not torch.cuda.is_available():
@@ -187,9 +156,9 @@ def test_an_input_saved_as_values_has_a_reason(request_, reason):
 def test_a_cached_quantized_input_is_an_attribute_that_takes_effect_in_the_next_call(device):
     with te.emulate():
         layer = mlp("swiglu", device)
-        _, more = train(layer, recipes.Float8CurrentScaling(), 1)
+        _, more = train(layer, recipes.Float8CurrentScaling(), SHAPE, 1)
         layer.cache_quantized_activation_input = True
-        _, less = train(layer, recipes.Float8CurrentScaling(), 1)
+        _, less = train(layer, recipes.Float8CurrentScaling(), SHAPE, 1)
     assert less < more
 
 

@@ -59,6 +59,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_
 from transformer_engine.pytorch.primitives.grouped_quantize import GroupedQuantizeRequest
 from transformer_engine.pytorch.primitives.quantize import FORMATS, QuantizeRequest, QuantizeSpec
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
+from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 from transformer_engine.pytorch.runtime import launching
 
 WAY, DEVICE, *OPTIONS = sys.argv[1:]
@@ -110,8 +111,8 @@ def both(spec: QuantizeSpec, x: Tensor, scale: Tensor | None = None) -> tuple[Re
     request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
-    inputs = (x, scale, None, None, None, random)
-    return plan(request)(*inputs), REFERENCE.bind(request)(*inputs)  # pyright: ignore[reportArgumentType]
+    inputs = QuantizeInputs(scale, random=random)  # pyright: ignore[reportArgumentType]
+    return plan(request)(x, inputs), REFERENCE.bind(request)(x, inputs)
 
 
 def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str, Results]]:
@@ -224,7 +225,7 @@ def measured() -> Iterator[tuple[str, Results]]:
         "nvfp4": SPECS["nvfp4-both"],
     }.items():
         request = QuantizeRequest(spec, (130, 256), x.dtype, x.device)
-        made = REFERENCE.bind(request)(x, None, None, None, None, None)
+        made = REFERENCE.bind(request)(x, QuantizeInputs())
         assert made.codes is not None and made.scale is not None
         scalings = {
             FLOAT8: statistics.ONE_SCALE,

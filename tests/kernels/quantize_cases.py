@@ -26,6 +26,7 @@ from transformer_engine.pytorch.primitives.quantize import (
     QuantizeSpec,
 )
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
+from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
@@ -75,10 +76,10 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
     request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
-    expected = REFERENCE.bind(request)(x, scale, None, None, None, random)
+    expected = REFERENCE.bind(request)(x, QuantizeInputs(scale, random=random))
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
-    actual = plan(request)(x, scale, None, None, None, random)
+    actual = plan(request)(x, QuantizeInputs(scale, random=random))
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )
@@ -94,7 +95,7 @@ def of_nothing() -> dict[tuple[float, str], bool]:
         for zero_is_one, read in ((False, zero), (True, one)):
             program = cast.one_scale(shape, *directions, cast.MEASURED, zero_is_one=zero_is_one)
             actual = Quantized(*launching.Performed(program, x.device)(x, zero))
-            expected = REFERENCE.bind(request)(x, read, None, None, None, None)
+            expected = REFERENCE.bind(request)(x, QuantizeInputs(read))
             equal[float(read), "both" if spec.columnwise else "rows"] = all(
                 interpreter.same_bits(getattr(actual, name), getattr(expected, name))
                 for name in Quantized._fields

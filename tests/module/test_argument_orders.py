@@ -14,8 +14,8 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import warning
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
+from transformer_engine.pytorch.compat.argument_orders import accepts_older_orders
 from transformer_engine.pytorch.cpp_extensions import fused_attn
-from transformer_engine.pytorch.module.argument_orders import accepts_older_orders
 
 
 @pytest.fixture(autouse=True)

@@ -9,24 +9,9 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.layers import layer_of
+from tests.support.training import Fails
 
 KINDS = ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]
-
-
-class Fails(torch.autograd.Function):
-    """y = x, whose backward raises while `Fails.now` is set."""
-
-    now = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Fails.now:
-            raise KeyError("backward failed")
-        return grad
 
 
 def made(kind, device, **options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.link import RecordedLink
+from tests.support.training import Fails
 from transformer_engine.pytorch.offload import hooks, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
@@ -24,22 +25,6 @@ LAYERS, WIDTH = 4, 64
 @pytest.fixture(autouse=True)
 def _every_size_moves(monkeypatch):
     monkeypatch.setattr(marks, "SMALLEST", 512)
-
-
-class Fails(torch.autograd.Function):
-    """y = x, whose backward raises while `Fails.now` is set."""
-
-    now = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Fails.now:
-            raise KeyError("backward failed")
-        return grad
 
 
 def fail_now(grad):

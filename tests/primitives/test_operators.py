@@ -20,6 +20,7 @@ from transformer_engine.pytorch.primitives.gemm import Epilogue, fused, plain, p
 from transformer_engine.pytorch.primitives.gemm.composed import GELU, GELU_GRADIENT, FusedRequest
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
+from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 
 M, N, K = 64, 48, 32
 HALF = torch.bfloat16
@@ -62,7 +63,7 @@ def gradient_case() -> Case:
 def quantize_case(name: str, scaled: bool = False) -> Case:
     x, scale = torch.randn(M, N, dtype=HALF), torch.ones(1) if scaled else None
     request = quantization.QuantizeRequest(SPECS[name], (M, N), HALF, x.device, scaled)
-    return quantization.TABLE, request, (x, scale, None, None, None)
+    return quantization.TABLE, request, (x, QuantizeInputs(scale))
 
 
 def loss_case(operation: str) -> Case:

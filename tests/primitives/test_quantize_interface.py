@@ -29,6 +29,7 @@ from transformer_engine.pytorch.primitives.quantize import (
     quantize,
     torch_dtype,
 )
+from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 
 SPECS = {name: spec for name, spec in quantized.SPECS.items() if name not in ("block2d-float32-scale",)}
 every_spec = pytest.mark.parametrize("name", SPECS)
@@ -196,7 +197,7 @@ class TestChoices:
         reference = TABLE.named("reference")
         assert reference.rejection_reason(request) is None
         with use_backend(quantize="reference"):
-            assert_same(quantize(x, SPECS["mxfp8"]), reference.bind(request)(x, *[None] * 4))
+            assert_same(quantize(x, SPECS["mxfp8"]), reference.bind(request)(x, QuantizeInputs()))
 
 
 class TestDequantize:

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.primitives.quantize import (
     QuantizeSpec,
 )
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
+from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 
 DIRECTIONS = ((True, True), (True, False), (False, True))
 # Around blocks of 16 and tiles of 64; a direction needs an even number of contracted elements.
@@ -94,8 +95,8 @@ def differing(spec: QuantizeSpec, x: torch.Tensor) -> list[str]:
     request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
-    actual = plan(request)(x, None, None, None, None, None)
-    expected = REFERENCE.bind(request)(x, None, None, None, None, None)
+    actual = plan(request)(x, QuantizeInputs())
+    expected = REFERENCE.bind(request)(x, QuantizeInputs())
     return [
         name for name in Quantized._fields if not _same_bits(getattr(actual, name), getattr(expected, name))
     ]

@@ -226,11 +226,32 @@ def _imports(frame: Any) -> bool:
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
+# Old path of a module that has moved: its present path.
+moved: dict[str, str] = {}
+
+
+class _MovedLoader:
+    """Loads the module of another path, which keeps its name and its spec."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self.path)
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec  # importlib has replaced it
+
+
 class Finder:
-    """The last finder, which reports modules of this package that all other finders miss."""
+    """The last finder, which loads modules that have moved, and reports modules that all other finders miss."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return None, or raise ModuleNotFoundError if the caller imports the module instead of looking for it."""
+        if name in moved:
+            return ModuleSpec(name, _MovedLoader(moved[name]))  # pyright: ignore[reportArgumentType]
         asker = sys._getframe(2).f_code.co_name if name.startswith(PACKAGES) else ""
         if asker != "_find_and_load_unlocked" or name.partition(".")[0] not in PACKAGES:
             return None

@@ -28,12 +28,13 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .attention.mla_projection import FusedMLAQUpProjFunction, FusedMLAQUpProjRopeQuant
+from .compat import by_name
 from .constants import CPLoadBalancingStrategy, DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .distributed.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from .export import onnx_export
-from .functions import by_name
 from .graph import graphed, make_graphed_callables
 from .inspect.algorithms import autotune, deterministic
 from .inspect.explain import explain
@@ -51,7 +52,6 @@ from .module import (
     Linear,
     RMSNorm,
 )
-from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from .newton_schulz import CusolverMpCtx, newton_schulz, newton_schulz_tp
 from .permutation import (
     moe_permute,

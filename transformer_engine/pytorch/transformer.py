@@ -14,10 +14,11 @@ from .attention.dot_product_attention.settings import AttentionArguments, pack_a
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
+from .compat.argument_orders import accepts_older_orders, call_of
+from .compat.replaceable import is_bare
 from .constants import CPLoadBalancingStrategy
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
-from .module.argument_orders import accepts_older_orders, call_of
 from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
@@ -28,7 +29,6 @@ from .module.shared_settings import hand_down_settings
 from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype, autocast_is_active
-from .runtime.replaceable import is_bare
 from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
 

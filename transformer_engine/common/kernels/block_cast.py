@@ -11,7 +11,7 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from . import tile
 from .conversion import NATIVE
-from .launch import MEASURED_MEMORY, MEASURED_THREADS, Launch, Machine, Output, codes_dtype
+from .launch import Launch, Machine, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
 
 _WIDTH = 128
@@ -338,8 +338,7 @@ def row_blocks(
     # bytes of stack with Triton 3.9. Predicated tiles have 16 warps of 128 registers: 8 warps of an odd number of rows
     # need up to 136 bytes of stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    as_measured = machine.shared_memory >= MEASURED_MEMORY and machine.threads >= MEASURED_THREADS
-    resident, warps = (2, 4) if as_measured and even else (1, 8 if even else 16)
+    resident, warps = (2, 4) if machine.fits_measured_plans and even else (1, 8 if even else 16)
     tiles = tiles_m * tiles_k
     programs = min(resident * machine.processors, tiles) if even else tiles
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1

@@ -19,7 +19,7 @@ from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
 from .block_cast import Blocks, tile_blocks, tile_square
 from .conversion import NATIVE
-from .launch import MEASURED_MEMORY, MEASURED_THREADS, Launch, Machine, Output, codes_dtype
+from .launch import Launch, Machine, Output, codes_dtype
 
 _WIDTH = 128
 WIDTH = tl.constexpr(_WIDTH)
@@ -326,5 +326,4 @@ def _plan(name: str, blocks: Blocks, shape: tuple[int, int], machine: Machine) -
         return _ROWS
     if not _has_whole_tiles(shape, blocks):
         return _PREDICATED_SQUARE if blocks.square else _PREDICATED
-    as_measured = machine.shared_memory >= MEASURED_MEMORY and machine.threads >= MEASURED_THREADS
-    return _IDENTITY if name == "identity" and as_measured else _BOTH
+    return _IDENTITY if name == "identity" and machine.fits_measured_plans else _BOTH

@@ -70,15 +70,17 @@ def missing(hardware: Hardware) -> str | None:
 
 
 class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, and threads.
-
-    The last field is the number of threads of a multiprocessor.
-    """
+    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, threads per processor."""
 
     processors: int
     shared_memory: int
     bytes_read: int
     threads: int = 2048
+
+    @property
+    def fits_measured_plans(self) -> bool:
+        """Whether the programs that were measured on an H200 fit."""
+        return self.shared_memory >= MEASURED_MEMORY and self.threads >= MEASURED_THREADS
 
     def stages(self, tile: int, stages: int) -> int:
         """Largest number of pipeline stages, at most `stages`, for tiles of this many elements.

@@ -183,6 +183,7 @@ def _product_spec(y: Tensor, w_q: Tensor, store: Any, fused: bool) -> LinearSpec
         needs_grad_weight=records and w_q.requires_grad,
         needs_grad=records and (y.requires_grad or w_q.requires_grad),
         traced=torch.compiler.is_compiling(),
+        grad_weight_dtype=w_q.dtype,
         communicates=False,
         plain=not quantized,
     )

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
+from ..compat.argument_orders import accepts_older_orders, call_of
+from ..compat.replaceable import is_bare
 from ..constants import CPLoadBalancingStrategy
 from ..functions.attention.autograd import Projection
 from ..functions.split_heads import parts_of
-from ..module.argument_orders import accepts_older_orders, call_of
 from ..module.arguments import accepts
 from ..module.config import configured, write_private
 from ..module.layernorm_linear import LayerNormLinear
@@ -22,7 +23,6 @@ from ..module.shared_settings import hand_down_settings
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.resizable_state import CheckedLoading
-from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...common.checks import number, positive
 from ...common.numbers import to_bool, to_float, to_int
-from ..module.argument_orders import call_of
+from ..compat.argument_orders import call_of
 from ..primitives.rope import (
     Positions,
     RopeSpec,

@@ -23,8 +23,8 @@ from transformer_engine_torch import (
 from transformer_engine_torch.checks import member, with_axes
 
 from ...common.checks import drop_rate, number_or_none, one_of, switch
+from ..compat.argument_orders import accepts_older_orders
 from ..constants import TE_DType
-from ..module.argument_orders import accepts_older_orders
 from ..runtime.checks import floating
 
 

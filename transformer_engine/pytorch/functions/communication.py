@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.collectives import allreduce, gather_rows, reduce_scatter_along_first_dim
+from ..constants import dist_group_type
+from ..distributed.collectives import (
+    allreduce,
+    gather_along_first_dim,
+    gather_rows,
+    reduce_scatter_along_first_dim,
+)
 from ..distributed.faults import check_collective
 from ..distributed.operands import PendingOperand, gather_operand
 from ..distributed.overlapped_rows import GatheredRows, ScatteredRows
@@ -29,6 +35,8 @@ from ..fast.recorded_collectives import (
 )
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
+from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from .linear_operands import dense_values, operand_of
 from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
@@ -176,3 +184,20 @@ def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParall
     if rows is not None:
         return Pending(rows, parallel)
     return begin("reduce_scatter", gemm(left, right, epilogue), parallel)
+
+
+def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
+    """Gather x [M, ...] from all ranks of the group in rank order; the gradients of all ranks are summed."""
+    return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_along_first_dim(x, group)[0]
+
+    @staticmethod
+    @once_differentiable("the gathering of a sequence over ranks")
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return reduce_scatter_along_first_dim(dy, ctx.group)[0], None

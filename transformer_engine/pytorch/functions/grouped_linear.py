@@ -40,6 +40,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from .caller_buffers import copied_if_overlapping
 from .grouped_call import GroupedCall
 from .grouped_products import (
@@ -54,8 +55,8 @@ from .grouped_products import (
 )
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear_operands import dense_values
-from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED, Dtypes
-from .saving import backward_of, wait_for_saved
+from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
+from .saving import wait_for_saved
 
 
 def grouped_linear_forward(
@@ -147,7 +148,7 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
 
 
 def grouped_linear_backward(
-    operands: list[Any], call: GroupedCall, dtypes: Dtypes, leading: tuple[int, ...] = ()
+    operands: list[Any], call: GroupedCall, leading: tuple[int, ...] = ()
 ) -> list[Any]:
     """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] of each group g.
 
@@ -155,7 +156,6 @@ def grouped_linear_backward(
         operands: dy [M, N], and the saved operands of x and the weights. The list is emptied, so that each saved buffer
             and the codes of dy are freed after their last reader.
         call: Settings and numbers of rows of the forward pass.
-        dtypes: ((dtype of a weight's gradient, dtype of a bias's gradient),).
         leading: Not used: x is a matrix.
 
     Returns:
@@ -164,10 +164,9 @@ def grouped_linear_backward(
     dy, x, w = operands
     operands.clear()
     layer = call.spec.layer
-    weight_dtype, bias_dtype = dtypes[0]
     dy = dense_values(dy)
     # db_g [N] = sum of dy_g [M_g, N] over M_g.
-    db = bias_gradients(dy, call, bias_dtype) if layer.needs_grad_bias else None
+    db = bias_gradients(dy, call, layer.grad_bias_dtype or layer.dtype) if layer.needs_grad_bias else None
     rows = columns = dy
     quantizes = layer.backward == QUANTIZED and not layer.plain
     if quantizes and (layer.needs_grad_input or layer.needs_grad_weight):
@@ -193,7 +192,7 @@ def grouped_linear_backward(
             x = _column_operand(x, call)
         # dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K]: both column-wise. It is returned, accumulated into main_grad, or
         # delayed.
-        dw = weight_gradients(columns, x, call, weight_dtype)
+        dw = weight_gradients(columns, x, call, layer.grad_weight_dtype or layer.dtype)
     return [dx, dw, db]
 
 
@@ -248,12 +247,10 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        dtypes = (weights[0].dtype, biases[0].dtype if biases else weights[0].dtype)
-        tensors = _tensors(x, weights, biases, call)
-        return record(FUNCTIONS, ctx, call, tensors, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
+        return record(FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
-    @backward_of("GroupedLinear")
+    @once_differentiable("GroupedLinear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: GroupedCall = ctx.spec
         buffer = call.buffers.grad_input

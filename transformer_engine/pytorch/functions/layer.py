@@ -20,8 +20,8 @@ from ..runtime.autograd import check_transforms, without_autocast
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Quantizer
-from .linear_spec import RECOMPUTED, SAVED, Dtypes, LayerSpec, LinearSpec
-from .saving import keep, pack, take_saved_before_transfer, unpack
+from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
+from .saving import keep, pack, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
@@ -32,14 +32,14 @@ class LayerFunctions(NamedTuple):
         forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and the operands and
             tensors that the backward pass reads. Without `saves` the second list is not used. `leading` are the
             dimensions of the input before its last one.
-        backward: Function (operands, spec, dtypes, leading) -> gradients of the tensors. The operands are the gradients
-            of the results, then the saved values; the function empties their list.
+        backward: Function (operands, spec, leading) -> gradients of the tensors. The operands are the gradients of the
+            results, then the saved values; the function empties their list.
         results: Number of results.
     """
 
     name: str
     forward: Callable[..., tuple[list[Any], list[Any]]]
-    backward: Callable[..., list[Any]]
+    backward: Callable[..., Sequence[Any]]
     results: int
 
 
@@ -57,7 +57,7 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
 
 
 def record(
-    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes
+    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]
 ) -> Sequence[Any]:
     """Run the forward pass of a node and save what its backward pass reads; return the results.
 
@@ -66,43 +66,49 @@ def record(
         ctx: The node.
         spec: Settings of the call.
         tensors: Input and parameters; None for absent ones.
-        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
     """
-    ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
-    ctx.scale_update = spec.scale_update
+    ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
         keep(ctx, outputs[functions.results :])
         spec.compiled.save_kind(ctx, kind)
         return outputs[: functions.results]
     results, saved = forward_results(functions, spec, tensors, True)
-    kept, ctx.forms = pack(*saved)
-    keep(ctx, kept)
+    parts, ctx.forms = pack(*saved)
+    keep(ctx, parts)
     return results
 
 
 def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the backward pass of a node; return the gradients of its tensors."""
+    """Run the backward pass of a node; return the gradients of its tensors.
+
+    With delayed scaling, `scale_update` queues the update of the gradient multipliers for the end of the backward pass
+    of the whole graph.
+    """
     spec = ctx.spec
     if spec.compiled is not None:
-        return spec.compiled.backward(ctx, [*grads, *take_saved_before_transfer(ctx)], len(grads), spec)
-    operands = [*grads, *unpack(take_saved_before_transfer(ctx), ctx.forms)]
-    return backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)
+        gradients = spec.compiled.backward(ctx, [*grads, *take_saved(ctx, False)], len(grads), spec)
+    else:
+        operands = [*grads, *unpack(take_saved(ctx, False), ctx.forms)]
+        gradients = backward_results(functions, spec, operands, ctx.input_shape)
+    update = spec.scale_update
+    if update is not None:
+        update.run()
+    return gradients
 
 
 def backward_results(
-    functions: LayerFunctions, spec: LayerSpec, operands: list[Any], dtypes: Dtypes, shape: torch.Size
-) -> list[Any]:
+    functions: LayerFunctions, spec: LayerSpec, operands: list[Any], shape: torch.Size
+) -> Sequence[Any]:
     """Gradients of a layer's tensors; the gradient of the input gets the input's shape. `operands` is emptied."""
-    arguments = (operands, spec, dtypes, tuple(shape[:-1]))
+    arguments = (operands, spec, tuple(shape[:-1]))
     if runners:
-        results = runners[-1](f"backward pass of {functions.name}", functions.backward, arguments, False)
+        dx, *gradients = runners[-1](
+            f"backward pass of {functions.name}", functions.backward, arguments, False
+        )
     else:
-        results = functions.backward(*arguments)
-    dx = results[0]
-    if dx is not None and dx.shape != shape:
-        results[0] = dx.view(shape)
-    return results
+        dx, *gradients = functions.backward(*arguments)
+    return [dx if dx is None or dx.shape == shape else dx.view(shape), *gradients]
 
 
 def forward_results(
@@ -140,14 +146,14 @@ def compiled_functions(
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
         results, saved = _forward_without_autocast(functions, spec, tensors, spec.needs_grad)
-        kept, forms = pack(*saved) if spec.needs_grad else ([], [])
-        return (*results, *kept), forms
+        parts, forms = pack(*saved) if spec.needs_grad else ([], [])
+        return (*results, *parts), forms
 
     def backward(tensors: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
         count = functions.results
         operands = tensors[:count] + unpack(tensors[count:], ctx.forms)
         tensors.clear()
-        return tuple(backward_results(functions, spec, operands, ctx.dtypes, ctx.input_shape)), None
+        return tuple(backward_results(functions, spec, operands, ctx.input_shape)), None
 
     return compiled_passes(linears, device, forward, backward)
 
@@ -202,29 +208,30 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """Results with the leading dimensions of the input, and the saved buffers."""
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
-    # autograd notices when the caller writes to it. A view of it, kept by the node that it comes from, would keep the
+    # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
     # node alive.
     traced = torch.compiler.is_compiling()
-    made: Any
-    for i, made in enumerate(results):
-        if made is None or isinstance(made, QuantizedTensorStorage):
+    result: Any
+    for i, result in enumerate(results):
+        if result is None or isinstance(result, QuantizedTensorStorage):
             continue
-        shape = (*leading_shape(leading, made.shape[0]), made.shape[-1])
+        shape = (*leading_shape(leading, result.shape[0]), result.shape[-1])
         # torch 2.11 traces a backward of zeros for an output that is the product itself.
-        if made.shape == shape and not traced:
+        if result.shape == shape and not traced:
             continue
-        results[i] = made.view(shape) if type(made) is Symbol else result_in(made, shape)
+        results[i] = result.view(shape) if type(result) is Symbol else result_in(result, shape)
         if not traced:
-            saved = [_renamed(value, made, results[i]) for value in saved]
+            saved = [_replace_result(value, result, results[i]) for value in saved]
     return results, saved
 
 
-def _renamed(saved: Any, made: Any, returned: Any) -> Any:
-    kept: Any = saved
-    if saved is made:
-        kept = returned
-    elif isinstance(saved, Matrix) and saved.values is made:
-        kept = Matrix(returned)
-    if kept is not saved:
-        mark_ready(kept)
-    return kept
+def _replace_result(saved: Any, result: Any, returned: Any) -> Any:
+    """Return a saved value, or `returned` in its place if it is the result, or a `Matrix` of the result."""
+    value: Any = saved
+    if saved is result:
+        value = returned
+    elif isinstance(saved, Matrix) and saved.values is result:
+        value = Matrix(returned)
+    if value is not saved:
+        mark_ready(value)
+    return value

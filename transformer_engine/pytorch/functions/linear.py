@@ -28,14 +28,15 @@ as with bfloat16 values, accumulates in float32, and applies both scales:
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
 y and dx have the dtype `spec.dtype`, unless the caller requests them quantized. Parameters are in high precision,
-unless the caller created them quantized. A block format rejects shapes that its blocks do not divide; the layer then
-runs unquantized and warns (`precision.py`). Per-tensor scaling supports every shape.
+unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
+shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape.
 
 **Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its quantizer
 (`tensor/delayed_scale.py`). The multipliers change later: those of x and weight when the outermost enabled `autocast`
 block ends, if gradients are enabled or the call may be recomputed; those of dy when the backward pass of the whole
-graph ends, for which `backward_of` queues a callback. `quantizer.scale` is the multiplier, the inverse of the scale
-above. `quantization/delayed_scaling.py` computes it.
+graph ends, for which `run_backward` (`layer.py`) queues a callback. `quantizer.scale` is the multiplier, the inverse of
+the scale above. `quantization/delayed_scaling.py` computes it, and explains what differs under torch.compile, where
+`spec.traced` is set.
 
 **Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x, weight and dy
 are each read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise,
@@ -66,7 +67,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 # `offloading.synchronizer` is not None while this thread has an offloading context open, which copies saved tensors to
@@ -76,6 +76,7 @@ from ..offload.marks import keep_weight, mark_ready
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, multiply
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from ..tensor.quantizer import Matrix, Operands
 from .communication import Pending
 from .deferred_columns import cast_columns, cast_rows
@@ -101,8 +102,7 @@ from .linear_operands import (
     weight_operands,
 )
 from .linear_results import begin_input_gradient, compute_output, end_input_gradient
-from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, Dtypes, LinearSpec
-from .saving import backward_of
+from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, LinearSpec
 
 
 class LinearResult(NamedTuple):
@@ -157,7 +157,7 @@ def linear_forward(
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: both row-wise.
     more_follows = spec.communicates or spec.inspector is not None or spec.output is not None
-    if more_follows:
+    if more_follows:  # y is summed over ranks, inspected or returned quantized
         operands = [x_rows, w_rows]
         del x_rows, w_rows
         y = compute_output(operands, epilogue, spec, leading)
@@ -172,7 +172,8 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     Returns:
         (operand of y, or the `Pending` gather of it; operand saved for dw). By default the saved operand is the
         column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an unquantized
-        layer, the row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns. If the input is
+        layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it is a `DeferredColumns`: the values of
+        x, which are in memory in any case, and the scale by which the backward pass casts them. If the input is
         gathered, it may be the shard of this rank.
     """
     if spec.communicates and spec.parallel.gathers_input:
@@ -220,8 +221,6 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
 def linear_backward(
     operands: list[Any],
     spec: LinearSpec,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
     leading: tuple[int, ...] = (),
     accumulate_into: Tensor | None = None,
     produce_input: Callable[[Any], tuple[Any, Any]] | None = None,
@@ -234,8 +233,6 @@ def linear_backward(
             of GELU at u in the epilogue of the product. The list is emptied, so that each saved buffer and the codes
             of dy are freed after their last reader. autograd holds dy itself until the node returns.
         spec: Quantizers, dtype, communication and required gradients of this kind of call.
-        weight_dtype: Dtype of dw.
-        bias_dtype: Dtype of db.
         leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
         produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise x). It
@@ -248,7 +245,7 @@ def linear_backward(
     if spec.communicates and gathers_saved_input(spec):
         x = begin_gather_saved(x, spec)  # rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
-    (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec, bias_dtype)
+    (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
     del dy
     dx: Any = None
     if spec.needs_grad_input:
@@ -259,7 +256,7 @@ def linear_backward(
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
         more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if more_follows or len(weight_and_u) > 1:  # the second case: u is given
+        if more_follows or len(weight_and_u) > 1:  # in the second case, u follows the weight
             dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
         else:
             dx = multiply(operand_of(dy_rows), operand_of(weight_and_u.pop()), epilogue)
@@ -277,8 +274,8 @@ def linear_backward(
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
         left, right = operand_of(dy_columns), operand_of(x)
         del dy_columns, x
-        exact = spec.accumulation.grad_weight
-        dw = spec.weight_gradient.compute(left, right, exact, weight_dtype, spec.inspector)
+        dtype, exact = spec.grad_weight_dtype or spec.dtype, spec.accumulation.grad_weight
+        dw = spec.weight_gradient.compute(left, right, exact, dtype, spec.inspector)
         del left, right
     else:
         del dy_rows, dy_columns
@@ -287,22 +284,22 @@ def linear_backward(
     return LinearGradients(dx, dw, db)
 
 
-def quantize_output_gradient(dy: Any, spec: LinearSpec, bias_dtype: torch.dtype) -> QuantizedGradient:
+def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
     """Quantize dy [M, N], row-wise for dx and column-wise for dw, and compute db [N], the sum of dy over M."""
     if spec.communicates and spec.parallel.gathers_gradient and not isinstance(dy, QuantizedGradient):
         dy = begin_gather_gradient(dy, spec)
     if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy, or from the other ranks
         return dy
-    dy = dense_values(dy)
+    dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None
     if spec.needs_grad_bias:
-        cast = gradient_cast(spec)
+        dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)
         if cast is not None:
             # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast` to the
             # kernels of other operations, and converts their codes to operands by `adopt`.
-            codes, db = column_sums(as_matrix(dy), bias_dtype, cast)
+            codes, db = column_sums(as_matrix(dy), dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
-        db = column_sums(as_matrix(dy), bias_dtype)
+        db = column_sums(as_matrix(dy), dtype)
     return QuantizedGradient(cast_gradient(dy, spec, spec.needs_grad_input, spec.needs_grad_weight), db)
 
 
@@ -316,24 +313,16 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-# Both passes as `layer.py` calls them: with lists of tensors, saved values and gradients. `saves` is not used, because
-# `spec.needs_grad_*` decide which operands are saved. `dtypes` has a pair (dtype of dw, dtype of db) per linear layer:
-# one here, two in an MLP.
-
-
 def _forward(
     tensors: Sequence[Any], spec: LinearSpec, saves: bool, leading: tuple[int, ...]
 ) -> tuple[list[Any], list[Any]]:
+    """`linear_forward` as `layer.py` calls it; `spec.needs_grad_*` decide which operands are saved, and not `saves`."""
     x, weight, bias = tensors
     y, *saved = linear_forward(x, weight, bias, spec, leading)
     return [y], saved
 
 
-def _backward(operands: list[Any], spec: LinearSpec, dtypes: Dtypes, leading: tuple[int, ...]) -> list[Any]:
-    return [*linear_backward(operands, spec, *dtypes[0], leading)]
-
-
-FUNCTIONS = LayerFunctions("Linear", _forward, _backward, results=1)
+FUNCTIONS = LayerFunctions("Linear", _forward, linear_backward, results=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -344,17 +333,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 
 class _Linear(Function):
-    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`.
-
-    After the backward function, `backward_of` queues the update of delayed scaling; it also rejects second derivatives.
-    """
+    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
-        dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        return record(FUNCTIONS, ctx, spec, (x, weight, bias), (dtypes,))[0]
+        return record(FUNCTIONS, ctx, spec, (x, weight, bias))[0]
 
     @staticmethod
-    @backward_of("Linear")
+    @once_differentiable("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *run_backward(FUNCTIONS, ctx, (grad_output,)), None  # no gradient of spec

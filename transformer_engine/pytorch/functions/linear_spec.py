@@ -29,7 +29,6 @@ Gather = Literal["values", "codes", "row_codes", "once"]
 # Where the columns of an operand are computed: `LinearSpec.weight_columns`; see `deferred_columns`.
 RECOMPUTED, SAVED, PRODUCED = "recomputed", "saved", "produced"
 IDENTITY = IdentityQuantizer()
-Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,7 @@ class LinearSpec(LayerSpec):
         weight_columns, input_columns: "recomputed" casts the columns in the backward pass; "saved" in the forward pass;
             "produced": the backward pass of the fused layer passes the columns of the input to `linear_backward`.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
+        grad_weight_dtype, grad_bias_dtype: Dtypes of dw and db, those of the parameters; None: `dtype`.
         traced: A compiler is tracing.
         communicates: `parallel` sends something.
         plain: Input, weight and gradients are multiplied unquantized.
@@ -145,6 +145,8 @@ class LinearSpec(LayerSpec):
     needs_grad_input: bool = True
     needs_grad_weight: bool = True
     needs_grad_bias: bool = False
+    grad_weight_dtype: torch.dtype | None = None
+    grad_bias_dtype: torch.dtype | None = None
     traced: bool = False
     communicates: bool = True
     plain: bool = False

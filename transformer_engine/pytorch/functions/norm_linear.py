@@ -18,6 +18,10 @@ codes and no h in high precision, which saves a write and a read of M * K values
 h, and the linear layer quantizes it. `fusions.py` chooses the mode once per kind of call: a caller that also receives
 h, for example, requires SEPARATE.
 
+**Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
+"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, only the
+scale of h is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 """
 
@@ -32,6 +36,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..primitives.gemm import as_matrix
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from ..tensor.quantizer import Operands
 from . import fusions
 from .deferred_columns import cast_columns, scale_of_cast, with_norm_columns
@@ -39,9 +44,9 @@ from .fusions import FUSED_CAST, SEPARATE
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
-from .linear_spec import PRODUCED, SAVED, Dtypes, LayerSpec, LinearSpec, replace_fields
+from .linear_spec import PRODUCED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .normalization import Norm, NormStatistics
-from .saving import DeferredColumns, backward_of, wait_for_saved
+from .saving import DeferredColumns, wait_for_saved
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class NormLinearSpec(LayerSpec):
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with another norm, whose kernel cannot quantize.
 
-        `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`by_name.py`).
+        `module/layernorm_linear.py` calls it if a program has monkey-patched the norm function (`compat/by_name.py`).
         """
         linear = replace_fields(self.linear, input_columns=SAVED)
         return replace(self, norm=norm, linear=linear, compiled=None, norm_mode=SEPARATE)
@@ -188,16 +193,13 @@ def norm_linear_forward(
     return [y, h if spec.returns_norm_output else None], [*saved_by_norm, *saved_by_linear]
 
 
-def norm_linear_backward(
-    operands: list[Any], spec: NormLinearSpec, dtypes: Dtypes, leading: tuple[int, ...]
-) -> list[Any]:
+def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tuple[int, ...]) -> list[Any]:
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
         operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is emptied, so that
             `linear_backward` frees the operands of h and of the weight after their last reader.
         spec: Norm, linear layer and fusion mode of this kind of call.
-        dtypes: ((dtype of dw, dtype of db),).
         leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
@@ -208,7 +210,7 @@ def norm_linear_backward(
         produce_input = norm_columns(saved_by_norm, h, spec.norm, spec.linear)
     del dy, h, weight
     # dh [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ h [M, K], db [N] = sum of dy over M
-    dh, dw, db = linear_backward(linear_operands, spec.linear, *dtypes[0], produce_input=produce_input)
+    dh, dw, db = linear_backward(linear_operands, spec.linear, produce_input=produce_input)
     if dh is None:  # neither x nor the norm's parameters need a gradient
         return [None, None, None, dw, db]
     # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
@@ -234,13 +236,12 @@ class _NormLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
-        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
+        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    @backward_of("LayerNormLinear")
+    @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dx, dgamma, dbeta, dw, db = run_backward(FUNCTIONS, ctx, (grad_output, grad_norm_output))
         # beta is None in an RMSNorm; the spec has no gradient.

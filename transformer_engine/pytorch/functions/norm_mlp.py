@@ -29,6 +29,7 @@ from ..primitives.gemm import Epilogue, as_matrix, gemm_gelu
 from ..primitives.operand import Operand
 from ..primitives.quantize import QuantizeSpec, quantize
 from ..runtime.autograd import Function
+from ..runtime.double_backward import once_differentiable
 from . import fusions
 from .communication import Pending
 from .deferred_columns import with_norm_columns
@@ -43,10 +44,10 @@ from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
 from .linear_operands import copied, gradient_cast, input_cast, operand_of
-from .linear_spec import PRODUCED, RECOMPUTED, SAVED, Dtypes, LayerSpec, LinearSpec, replace_fields
+from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
-from .saving import backward_of, save, take_saved, wait_for_saved
+from .saving import keep, take_saved, wait_for_saved
 
 
 class FusionModes(NamedTuple):
@@ -220,15 +221,12 @@ def _gelu_product(
     return a, u if saves else None, saved_input, saved_weight
 
 
-def norm_mlp_backward(
-    operands: list[Any], spec: NormMLPSpec, dtypes: Dtypes, leading: tuple[int, ...]
-) -> list[Any]:
+def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec, leading: tuple[int, ...]) -> list[Any]:
     """Compute the gradients of the tensors of `norm_mlp_forward`.
 
     Args:
         operands: dy [.., H], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes of this kind of call.
-        dtypes: Dtypes of the gradients of weight and bias of fc1 and of fc2.
         leading: Shape of x without H.
     """
     grad_norm_output, *saved_by_norm = operands[1:6]
@@ -249,24 +247,24 @@ def norm_mlp_backward(
         produce_input = _gradient_and_columns(u, a, spec)
         is_du, u = True, None
     del a
-    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, *dtypes[1], produce_input=produce_input)
+    da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, produce_input=produce_input)
     del produce_input
     if isinstance(da, MeasuredGradient):
         da = _quantized_gradient(da, spec.fc1)
-    fc1_operands = [da if is_du else _activation_gradient(da, u, spec, dtypes[0][1]), h, fc1_weight]
+    fc1_operands = [da if is_du else _activation_gradient(da, u, spec), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
     produce_input = None
     if spec.fc1.input_columns == PRODUCED:
         produce_input = norm_columns(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
-    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, *dtypes[0], produce_input=produce_input)
+    dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_input)
     norm_gradients = (
         [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
     )
     return [*norm_gradients, dw1, db1, dw2, db2]
 
 
-def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec, bias_dtype: Any) -> Any:
+def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     """Compute du = da * act'(u), or its codes and db1 [F or 2F] where the same kernel quantizes it."""
     fc1 = spec.fc1
     if spec.fusion_modes.gradient != FUSED_CAST:
@@ -274,7 +272,7 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec, bias_dtype: Any)
     # One kernel reads da and u, and writes row-wise codes of du for dh, column-wise codes for dfc1, and db1.
     cast = gradient_cast(fc1)
     assert cast is not None
-    sums = bias_dtype if fc1.needs_grad_bias else None
+    sums = (fc1.grad_bias_dtype or fc1.dtype) if fc1.needs_grad_bias else None
     codes, db = activation_backward(spec.activation, da, u, spec.activation_params, cast, sums)
     return QuantizedGradient(fc1.grad_output.adopt(codes, u.dtype), db)
 
@@ -354,26 +352,27 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
     operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
     del inputs
-    return backward_results(NORM_MLP, spec, operands, ctx.dtypes, ctx.input_shape)
+    gradients = backward_results(NORM_MLP, spec, operands, ctx.input_shape)
+    if spec.scale_update is not None:
+        spec.scale_update.run()
+    return gradients
 
 
 class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        *_, fc1_weight, _, fc2_weight, _ = tensors  # `NormMLPTensors`; biases have the dtype of their weight
-        dtypes = ((fc1_weight.dtype, fc1_weight.dtype), (fc2_weight.dtype, fc2_weight.dtype))
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
             y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
-            save(ctx, (*tensors, *states), (), spec.scale_update)
-            ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape
+            keep(ctx, (*tensors, *states))
+            ctx.spec, ctx.input_shape = spec, tensors[0].shape
         else:
-            y, norm_output = record(NORM_MLP, ctx, spec, tensors, dtypes)
+            y, norm_output = record(NORM_MLP, ctx, spec, tensors)
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    @backward_of("LayerNormMLP")
+    @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
         gradients = _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)

@@ -1,7 +1,17 @@
 """The choice of quantized or high-precision computation: by the recipe, by shapes, or by time with NVTE_FP8_AUTO=1.
 
-A product whose shapes the format does not support runs in high precision. Of the built-in formats, only block formats
-have unsupported shapes; per-tensor scaling supports every shape.
+A product y [M, N] = x [M, K] @ w [N, K].T whose shapes the format does not support runs in high precision, with a
+warning. `runs_quantized` decides; the rule of a format is its quantizer's `unsupported_shape_reason` (`tensor/`):
+
+| format | M, K and N must be multiples of | because |
+| --- | --- | --- |
+| FP8 with one scale per tensor, blocks of 128 | 1 | a last, smaller block has a scale of its own |
+| MXFP8 | 32 | each matrix is quantized in blocks of 32 along both of its axes |
+| NVFP4 | 16 | the same with blocks of 16 |
+| hybrid quantizers | those of both formats | each direction has a format |
+| custom quantizers | what they report; by default 1 | |
+
+A fused MLP quantizes both products or none; GroupedLinear runs single groups unquantized (`grouped_products.py`).
 
 For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three products, in proportion to
 M N K. Quantizing x, w and dy in both directions costs time in proportion to the number of their elements, and each

@@ -18,10 +18,8 @@ from ..offload.marks import active as offloading
 from ..offload.marks import countable, deferred_waits, save_deferred, tensors_of, wait_for
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
-from ..runtime.double_backward import once_differentiable
 from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
-from .scale_update import ScaleUpdate
 
 
 class DeferredColumns(NamedTuple):
@@ -55,15 +53,6 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def save(
-    ctx: Any, tensors: Sequence[Tensor | None], operands: Sequence[Saved], update: ScaleUpdate | None
-) -> None:
-    """Save tensors and operands, and the scale update that follows the backward pass."""
-    parts, ctx.forms = pack(*operands)
-    keep(ctx, (*tensors, *parts))
-    ctx.scale_update = update
-
-
 def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Call save_for_backward, for a backward pass that may unpack the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
@@ -74,7 +63,7 @@ def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
 
 
 def wait_for_saved(*saved: Saved) -> None:
-    """Make the computation wait for the values of buffers from `take_saved_before_transfer`."""
+    """Make the computation wait for the values of buffers from `take_saved(ctx, waits=False)`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
             if isinstance(operand, list):
@@ -82,27 +71,6 @@ def wait_for_saved(*saved: Saved) -> None:
                 continue
             for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
                 wait_for(tensor)
-
-
-def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the backward function of a node that called `save` or `layer.record`.
-
-    After the function, `ctx.scale_update` queues the update of the gradient multipliers of delayed scaling for the end
-    of the whole backward pass; without delayed scaling it is None. A second derivative raises an error that names the
-    operation.
-    """
-
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def ended(ctx: Any, *grads: Any) -> Any:
-            results = backward(ctx, *grads)
-            if ctx.scale_update is not None:
-                ctx.scale_update.run()
-            return results
-
-        ended.__doc__ = backward.__doc__
-        return once_differentiable(operation)(ended)
-
-    return decorate
 
 
 def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
@@ -115,15 +83,14 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
         else:
-            owned = isinstance(operand, _OWNED)
-            parts, form = operand.split_tensors() if owned else _pack_other(operand)  # pyright: ignore
+            parts, form = operand.split_tensors() if isinstance(operand, _OWNED) else _pack_other(operand)  # pyright: ignore
             tensors += parts
             forms.append(form)
     return tensors, forms
 
 
 def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
-    """Return the tensors and the form of a saved value that is not an operand."""
+    """Return the tensors and the form of a saved value that does not take itself apart."""
     if operand is None:
         return (), None
     if isinstance(operand, _AS_VALUES):
@@ -137,25 +104,27 @@ def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
     return parts, [len(parts), of_groups]
 
 
-def take_saved(ctx: Any) -> tuple[Any, ...]:
+def take_saved(ctx: Any, waits: bool = True) -> tuple[Any, ...]:
     """Return ctx.saved_tensors and clear them in the node, unless the graph is retained for another backward pass.
 
     torch clears them only after the node's backward function has returned, while everything that it allocated is still
     alive. A backward function that calls this one frees each saved tensor after its last use. With retain_graph=True,
     and in a backward function that is called directly, the node keeps its tensors.
+
+    Args:
+        ctx: The node.
+        waits: Wait for tensors that were moved to the host. Otherwise call `wait_for_saved` before reading a tensor.
     """
-    tensors = ctx.saved_tensors
-    if not torch.compiler.is_compiling():  # a compiler plans memory itself, and traces no such call
-        ctx.maybe_clear_saved_tensors()
+    if torch.compiler.is_compiling():  # a compiler plans memory itself, and traces no such call
+        return ctx.saved_tensors
+    tensors = ctx.saved_tensors if waits or not offloading.used else _before_transfer(ctx)
+    ctx.maybe_clear_saved_tensors()
     return tensors
 
 
-def take_saved_before_transfer(ctx: Any) -> tuple[Any, ...]:
-    """Return `take_saved` of tensors that may still be on the host: call `wait_for_saved` before reading them."""
-    if offloading.used and not torch.compiler.is_compiling():
-        with deferred_waits():
-            return take_saved(ctx)
-    return take_saved(ctx)
+def _before_transfer(ctx: Any) -> tuple[Any, ...]:
+    with deferred_waits():
+        return ctx.saved_tensors
 
 
 def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
@@ -168,23 +137,21 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
             operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]
             start += 3
         else:
-            joined: Any = (
-                form(list(tensors[start:])) if callable(form) else _unpack_other(form, tensors, start)
-            )
-            operand, taken = joined
+            rest = tensors[start:]
+            operand, count = form(list(rest)) if callable(form) else _unpack_other(form, rest)  # pyright: ignore
             operands.append(operand)
-            start += taken
+            start += count
     return operands
 
 
-def _unpack_other(form: Any, tensors: Sequence[Any], start: int) -> tuple[Any, int]:
-    """Return the value that `_pack_other` took apart into tensors[start:], and the number of its tensors."""
+def _unpack_other(form: Any, tensors: Sequence[Any]) -> tuple[Any, int]:
+    """Return the value that `_pack_other` took apart into the first of the tensors, and the number of its tensors."""
     if form is None:
         return None, 0
     if form is _VALUES:
-        return tensors[start], 1
+        return tensors[0], 1
     if form is _TRANSPOSED:
-        return Matrix(tensors[start]), 1  # pyright: ignore[reportArgumentType]
+        return Matrix(tensors[0]), 1
     count, of_groups = form  # of a list
-    members = tensors[start : start + count]
+    members = tensors[:count]
     return [*members] if of_groups is None else unpack(members, of_groups), count

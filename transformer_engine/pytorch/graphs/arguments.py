@@ -15,7 +15,7 @@ from ...common.checks import described, function_or_none
 from ...common.numbers import to_bool, to_float, to_int, with_article
 from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
-from ..runtime.checks import group_or_none
+from ..runtime.checks import MODULE_HOOKS, group_or_none
 from ..runtime.warn_once import warn_once
 from .order import ModelChunks, ScheduledStep, chunks_of, ordered_steps, plain_steps
 from .signature import CONSTANTS, ArgumentLeaves
@@ -132,12 +132,7 @@ def callables_of(modules: Any) -> tuple[tuple[Any, ...], bool]:
 def obstacle(module: torch.nn.Module) -> str | None:
     """Return why a graph cannot replay the module, or None."""
     for name, layer in module.named_modules():
-        if (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-        ):
+        if any(getattr(layer, hooks) for hooks in MODULE_HOOKS):
             where = name or type(layer).__name__
             return f"{where} has hooks, which a replayed graph would not call; register them afterwards, or remove them"
     for name, buffer in module.named_buffers():

@@ -17,6 +17,7 @@ from ...common import env
 from ...common.numbers import with_article
 from ...common.recipe import description_of
 from ..quantization.autocast import AutocastState
+from ..runtime.checks import MODULE_HOOKS
 from ..runtime.determinism import torch_determinism
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -24,7 +25,6 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 # Types of non-tensor arguments. Equal values of one type are interchangeable.
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The bookkeeping of torch.nn.Module. Of these only parameters, buffers, children and the mode belong to a signature.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
 PLAIN_TYPES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
@@ -107,7 +107,7 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
     while waiting:
         layer = waiting.pop()
         own = layer.__dict__
-        if layer is not module and any(own[kind] for kind in _HOOKS):
+        if layer is not module and any(own[kind] for kind in MODULE_HOOKS):
             return Standing(
                 (), f"{with_article(type(layer))} inside has hooks, which a replay would not call"
             )

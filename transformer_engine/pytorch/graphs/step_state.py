@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...common.numbers import with_article
+from ..runtime.checks import MODULE_HOOKS, PARAMETER_HOOKS
 from .references import References
 from .signature import PLAIN_TYPES, SameObject, address_of, standing_of
 
 Facts = list[tuple[str, Any]]
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class StepState:
         obstacle: str | None = None
         for module in found.modules:
             standing = standing_of(module)
-            if any(module.__dict__[kind] for kind in _MODULE_HOOKS):
+            if any(module.__dict__[kind] for kind in MODULE_HOOKS):
                 obstacle = (
                     obstacle or f"{with_article(type(module))} has hooks, which a replay would not call"
                 )
@@ -79,7 +78,7 @@ class StepState:
         ]
         candidates += [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters = list({id(p): p for p in candidates}.values())
-        if any(getattr(p, kind, None) for p in parameters for kind in _PARAMETER_HOOKS):
+        if any(getattr(p, kind, None) for p in parameters for kind in PARAMETER_HOOKS):
             obstacle = obstacle or "a parameter has hooks, which a replay would not call"
         sums = [getattr(parameter, "main_grad", None) for parameter in parameters]
         facts += [("main_grad of a parameter", address_of(s)) for s in sums if isinstance(s, Tensor)]

@@ -30,11 +30,13 @@ def has_row_blocks(spec: QuantizeSpec) -> bool:
     return block is not None and block[0] == 1 and not spec.two_dimensional
 
 
-BLOCK_SPECS = {
+# Quantizations with block scales that one operation per element defines.
+VERIFIED_SPECS = {
     name: spec
     for name, spec in self_test_products.SPECS.items()
-    if has_row_blocks(spec) and not spec.hadamard and not spec.stochastic
+    if spec.format.block is not None and not spec.hadamard and not spec.stochastic
 }
+BLOCK_SPECS = {name: spec for name, spec in VERIFIED_SPECS.items() if has_row_blocks(spec)}
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -26,9 +26,18 @@ from ...common.formats import E2M1, E4M3, E5M2, FLOAT32_MAX, Element
 from ..primitives.quantize import Quantized, QuantizeRequest, QuantizeSpec
 from ..primitives.quantize.backends import REFERENCE, TRITON
 from ..primitives.quantize.encodings import cast, encode_e2m1
+from ..primitives.quantize.format_row import QuantizeInputs
 from ..runtime import self_tested
-from . import cast_oracle, self_test_products
-from .cast_kernels import conversions, decoded, encoded, flat_bytes, has_row_blocks, producers
+from . import cast_oracle
+from .cast_kernels import (
+    VERIFIED_SPECS,
+    conversions,
+    decoded,
+    encoded,
+    flat_bytes,
+    has_row_blocks,
+    producers,
+)
 
 PART = 1 << 26  # float32 numbers that are compared at once on a GPU; 64 parts are all of them
 PARTS = (1 << 32) // PART
@@ -37,11 +46,7 @@ MULTIPLIERS = {"1": 1.0, "2^127": 2.0**127, "2^-126": 2.0**-126}
 EXPONENTS = range(-126, 128)
 MIX = -1640531527  # odd, so that i * MIX visits all 2^32 patterns in an order without runs
 MIXER = 6364136223846793005  # the multiplier of Knuth's linear congruential generator, for digests
-SPECS = {
-    name: spec
-    for name, spec in self_test_products.SPECS.items()
-    if spec.format.block is not None and not spec.hadamard and not spec.stochastic
-}
+SPECS = dict(VERIFIED_SPECS)
 # Options that the self-test does not compute: a block's maximum mapped to 4 or 6, square blocks, E5M2.
 for _name, _spec in list(SPECS.items()):
     _variants = {}
@@ -286,7 +291,7 @@ def _quantize(backend: Backend[QuantizeRequest], x: Tensor, spec: QuantizeSpec) 
     assert backend.bind is not None
     call = backend.bind(request)
     assert callable(call), f"{backend.name} cannot quantize {request}: {call}"
-    return call(x, None, None, None, None, None)
+    return call(x, QuantizeInputs())
 
 
 def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:

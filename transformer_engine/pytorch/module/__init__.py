@@ -1,5 +1,6 @@
 """The layers: nn.Modules that hold parameters and turn their state into the specs that functions take."""
 
+from ..distributed.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from .base import TransformerEngineBaseModule
 from .fp8_padding import Fp8Padding
 from .fp8_unpadding import Fp8Unpadding
@@ -9,7 +10,6 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .rmsnorm import RMSNorm
-from .userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 __all__ = [
     "Fp8Padding",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...common.checks import one_of
+from ..compat.replaceable import watched
 from ..functions.normalization import NORMALIZATIONS, Norm
 from ..functions.weight_gradient import WeightGradStore as WeightGradStore
-from ..runtime.replaceable import watched
 
 
 def apply_normalization(

@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 from ..distributed.recompute import state_without_gradients
+from ..distributed.userbuffers import (
+    UserBufferQuantizationMode,
+    destroy_ub,
+    get_ub,
+    get_ub_is_fp8,
+    initialize_ub,
+    is_ub_initialized,
+)
 from ..distributed_weight import finalize_delayed_grads
 from ..functions.linear_spec import ProductQuantizers
 from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
@@ -36,14 +44,6 @@ from .parameters import InitMethod, ParameterInit, default_init_method, empty_li
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS
 from .repetition import may_be_recomputed, repeatable
 from .shared_settings import Entries, settings_of
-from .userbuffers import (
-    UserBufferQuantizationMode,
-    destroy_ub,
-    get_ub,
-    get_ub_is_fp8,
-    initialize_ub,
-    is_ub_initialized,
-)
 from .weight_cache import WeightCache
 
 # Names of the original that other libraries import from here.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...common.numbers import to_ints
+from ..compat.argument_orders import call_of
 from ..functions.permutation import pad_rows
 from ..runtime.autograd import check_transforms
-from .argument_orders import call_of
 from .row_groups import RowGroups, as_rows
 
 

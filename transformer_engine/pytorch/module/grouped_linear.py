@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool, to_ints
+from ..compat.argument_orders import call_of
+from ..compat.by_name import GroupedLinearByName as _GroupedLinear
+from ..compat.by_name import called_by_name, check_unquantized, general_gemm
+from ..compat.replaceable import watched
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed_weight import whole_weights
-from ..functions.by_name import GroupedLinearByName as _GroupedLinear
-from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
 from ..functions.grouped_linear import grouped_linear
@@ -32,9 +34,7 @@ from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, groups_of
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
-from ..runtime.replaceable import watched
 from ..tensor.grouped_tensor import plain_stack
-from .argument_orders import call_of
 from .arguments import accepts, switch
 from .config import configured
 from .grouped_parameters import (

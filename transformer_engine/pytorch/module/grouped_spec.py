@@ -104,7 +104,9 @@ def _groups(
     count = config.num_gemms
     weights = list(of_weights) * count if config.single_grouped_weight else of_weights
     biases = list(of_biases) * count if config.single_grouped_bias else of_biases
-    first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, weights[0])
+    first_weight = weights[0]
+    assert first_weight is not None
+    first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight)
     made: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
         assert weight is not None
@@ -288,8 +290,6 @@ def _registered_while_tracing(
     def states_of(key: str) -> tuple[Any, ...]:
         return module.numerics.delayed_states(key) if recipe is not None else ()
 
-    dtypes = ((held[0].dtype, groups[0].dtype),)
-
     def padded(inputs: list[Any]) -> list[Any]:
         return [*inputs, *[None] * (3 - len(inputs))]  # a layer without biases
 
@@ -297,7 +297,7 @@ def _registered_while_tracing(
         spec=spec,
         inference=lambda call, inputs: grouped_linear_forward(padded(inputs), call, False)[0][0],
         again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, compute_y=False)[1],
-        backward=lambda call, operands: grouped_linear_backward(operands, call, dtypes),
+        backward=lambda call, operands: grouped_linear_backward(operands, call),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,

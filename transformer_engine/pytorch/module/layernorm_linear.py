@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
-from ..distributed_weight import whole_weights
-from ..functions import exported
-from ..functions.by_name import LayerNormLinearByName as _LayerNormLinear
-from ..functions.by_name import (
+from ..compat.argument_orders import call_of
+from ..compat.by_name import LayerNormLinearByName as _LayerNormLinear
+from ..compat.by_name import (
     NormByName,
     called_by_name,
     check_unquantized,
     general_gemm,
 )
+from ..compat.replaceable import watched
+from ..distributed_weight import whole_weights
+from ..functions import exported
 from ..functions.linear_spec import replace_fields
 from ..functions.norm_linear import FUNCTIONS, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import canonical_device, is_meta
-from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured, early
 from .exported import exported_products

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ...common.numbers import to_bool
+from ..compat.argument_orders import call_of
+from ..compat.by_name import NormByName
+from ..compat.replaceable import watched
 from ..distributed.tensor_parallel import (
     TensorParallel,
     set_tensor_model_parallel_attributes,
@@ -22,18 +25,15 @@ from ..distributed.tensor_parallel import (
 )
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.by_name import NormByName
 from ..functions.linear_spec import LinearSpec, replace_fields
 from ..functions.norm_mlp import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
-from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products

@@ -29,19 +29,19 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..compat.argument_orders import call_of
+from ..compat.by_name import LinearByName as _Linear
+from ..compat.by_name import called_by_name, check_unquantized, general_gemm
+from ..compat.replaceable import watched
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.by_name import LinearByName as _Linear
-from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.linear import FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
-from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
-from .argument_orders import call_of
 from .arguments import accepts, overlap_flags, warn_unless_reduced
 from .config import configured
 from .exported import exported_products
@@ -80,12 +80,11 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    # The condition of `Linear._output_of`, which passes the bias to the product.
-    adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
+    added = None if config.adds_bias_late else bias  # the bias that `Linear._output_of` passes to the product
     needs = (
         call.records and call.input.requires_grad,
         call.records and weight.requires_grad,
-        call.records and adds_bias and bias is not None and bias.requires_grad,
+        call.records and added is not None and added.requires_grad,
     )
     spec = product_spec(
         call,
@@ -290,12 +289,12 @@ class Linear(ProductsModule):
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
-        # A row-parallel layer sums y over the ranks and adds the bias once, after the sum, as `build` assumes.
-        in_product = bias is not None and not (config.return_bias or config.adds_bias_late)
-        y = product(inp, weight, bias if in_product else None, spec)
+        added = None if config.adds_bias_late else bias
+        y = product(inp, weight, added, spec)
         if config.return_bias:
             return y, bias
-        return y if in_product or bias is None else y + bias
+        # A row-parallel layer adds the bias once, to the sum over ranks.
+        return y if added is not None or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the columns of the weight, of a shard if the parameters are DTensors."""
@@ -322,7 +321,7 @@ class Linear(ProductsModule):
 
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """Compute `linear` unquantized, by the names of this file that a program has replaced; see `by_name.py`."""
+    """Compute `linear` unquantized, by the names of this file that a program has replaced; see `compat/by_name.py`."""
     check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])

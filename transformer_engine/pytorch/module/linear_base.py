@@ -21,9 +21,9 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
+from ..functions.communication import gather_sequence
 from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
-from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import begin_first_microbatch
 from ..quantization import QuantizerRole, delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
@@ -118,8 +118,8 @@ class LinearConfig(ProductsConfig):
 
     @property
     def adds_bias_late(self) -> bool:
-        """Whether the bias is added after the reduction, because a row-parallel shard computes a partial sum."""
-        return self.parallel_mode == "row" and self.tp_size > 1
+        """Whether the bias is returned to the caller, or added after the sum over ranks of a row-parallel layer."""
+        return self.return_bias or (self.parallel_mode == "row" and self.tp_size > 1)
 
     def parallel(self) -> TensorParallel:
         return self.boundary(self.parallel_mode)
@@ -263,7 +263,14 @@ class ProductsModule(TransformerEngineBaseModule):
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
         if state.enabled or state.calibrating:
-            active = self._active_of(inp, tensors, options, state)
+            active = numerics.cached.recipe
+            if active is None or not active.serves(state):  # a rejected call creates no quantizers
+                self._check_call(inp, tensors, options)
+                self._check_parameter_recipe(state.recipe)
+                active = None
+            unregistered = active and active.has_state and active.pools is not delayed_scaling.registry.pools
+            if active is None or unregistered or not state.enabled:
+                active = numerics.of_call(self, state)
             if active.has_state and (thread.recomputes or in_backward_pass()):
                 return self._spec_of_pass(inp, tensors, options, active)
         else:
@@ -314,19 +321,6 @@ class ProductsModule(TransformerEngineBaseModule):
             tuple([facts_of(tensor) for tensor in tensors]),
             traced=compiling,
         )
-
-    def _active_of(
-        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], state: AutocastState
-    ) -> ModuleRecipe:
-        """Return the settings of the computation; a rejected call creates nothing."""
-        numerics = self.numerics
-        active = numerics.cached.recipe
-        if active is None or not active.serves(state):
-            self._check_call(inp, tensors, options)
-            self._check_parameter_recipe(state.recipe)
-        elif state.enabled and (not active.has_state or active.pools is delayed_scaling.registry.pools):
-            return active
-        return numerics.of_call(self, state)
 
     def _spec_of_pass(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe

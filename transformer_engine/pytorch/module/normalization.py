@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...common import env
 from ...common.numbers import to_int
+from ..compat.argument_orders import call_of
 from ..functions import exported
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
@@ -20,7 +21,6 @@ from ..runtime.checks import is_distributed, same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
-from .argument_orders import call_of
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
 from .config import Config, configured

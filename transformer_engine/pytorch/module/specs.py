@@ -330,7 +330,7 @@ def product_spec(
     parallel: TensorParallel,
     needs: tuple[bool, bool, bool],
     update: ScaleUpdate | None,
-    weight: Facts | None = None,
+    weight: Facts,
     results: tuple[Any, Any] = (False, False),
     shard: int | None = None,
 ) -> LinearSpec:
@@ -343,7 +343,7 @@ def product_spec(
         parallel: Its boundary to the tensor-parallel group.
         needs: Which gradients are needed: of its input, its weight and the bias that it adds.
         update: What delayed scaling updates after the backward pass.
-        weight: Facts of the weight; None if it is not one tensor.
+        weight: Facts of the weight, or of one of the weights of a group.
         results: Which results are quantized: its output and its input's gradient.
         shard: Rows of its sharded matrix on this rank, with sequence parallelism.
     """
@@ -360,19 +360,17 @@ def product_spec(
         needs,
         output=output,
         grad_input=grad_input,
+        grad_weight_dtype=weight.dtype,
         keep_input=keeps_input(call),
         scale_update=update,
         traced=call.traced,
-        plain=(
-            quantizers is UNQUANTIZED and weight is not None and not (weight.is_quantized or inp.is_quantized)
-        ),
+        plain=(quantizers is UNQUANTIZED and not (weight.is_quantized or inp.is_quantized)),
         may_run_again=call.gradients is None,
     )
-    if weight is not None:
-        is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
-        is_shared = call.config._shares_input and not inp.is_quantized
-        caches = call.options[0] is not None  # is_first_microbatch
-        spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
+    is_parameter = weight.kind in _PARAMETERS and len(call.config._weights[number]) == 1
+    is_shared = call.config._shares_input and not inp.is_quantized
+    caches = call.options[0] is not None  # is_first_microbatch
+    spec = with_deferred_columns(spec, call.rows, weight.shape, is_parameter, is_shared, caches)
     if shard is None or not (spec.communicates and parallel.sequence):
         return spec
     agree = (

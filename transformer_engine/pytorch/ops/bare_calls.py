@@ -7,12 +7,7 @@ from typing import Any
 
 from torch.nn.modules import module as every_module
 
-_HOOKS = {
-    "_forward_hooks": "forward hooks",
-    "_forward_pre_hooks": "forward pre-hooks",
-    "_backward_hooks": "backward hooks",
-    "_backward_pre_hooks": "backward pre-hooks",
-}
+from ..runtime.checks import MODULE_HOOKS
 
 
 def are_bare(operations: Sequence[Any]) -> bool:
@@ -52,9 +47,9 @@ def unfused_reason(operation: Any) -> str | None:
     parts = [operation, *(operation.basic_operations() if operation.is_fused_op else ())]
     for part in parts:
         name = "it" if part is operation else f"its {type(part).__name__}"
-        for attribute, hooks in _HOOKS.items():
+        for attribute in MODULE_HOOKS:
             if getattr(part, attribute):
-                return f"{name} has {hooks}"
+                return f"{name} has {attribute[1:].replace('pre_', 'pre-').replace('_', ' ')}"
         if part._compiled_call_impl is not None:
             return f"{name} is compiled"
         if "forward" in part.__dict__:

@@ -1,9 +1,16 @@
 """Run consecutive operations as one forward and one backward pass, with fused kernels where they exist.
 
 An `OperationPasses` holds the forward and the backward function of one operation for one kind of call. `forward` and
-`backward` call these functions one after another. Each function is asked to quantize its result for the next operation,
-and the pairs in `passes/patterns.py` are computed together. A single operation runs by the same functions, so that
-tests compare a chain with its operations.
+`backward` call these functions one after another. What fuses is decided in four steps, the last two in this file:
+
+1. `Sequential._find_parts` collects consecutive operations. Other modules end a chain, and operations with hooks, with
+   `compile()` or with a replaced `forward` are called alone (`bare_calls.py`; `te.explain` prints `unfused_reason`).
+2. A chain with operations of users runs in segments between them (`fuser.py`, `chain_run.py`).
+3. Two neighbors in `FORWARD_PAIRS` or `BACKWARD_PAIRS` (`passes/patterns.py`) are computed together, unless the
+   function of the pair returns None for this call.
+4. Otherwise the reader may request a cast (`input_request`, `gradient_request`). Linear products do under a recipe,
+   unless `input_cast` or `gradient_cast` (`functions/linear_operands.py`) returns None. The producer quantizes its
+   result if its kernel can (`casts_output`, `casts_gradient`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
-from ..functions.saving import keep, take_saved_before_transfer
+from ..functions.saving import keep, take_saved
 from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
@@ -284,7 +284,7 @@ class _PreparedChain(Function):
         if grads[0] is None:  # only extra outputs were used
             shape, dtype, device = ctx.output
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
-        inputs = [*grads, *take_saved_before_transfer(ctx)]  # both calls empty this list
+        inputs = [*grads, *take_saved(ctx, waits=False)]  # both calls empty this list
         if chain.compiled is None:
             results = _backward_pass(inputs, chain, ctx)[0]
         else:

@@ -1,6 +1,9 @@
 """Optimizers that step all parameters at once, and the operations on lists of tensors that they are made of."""
 
-from ..functions.multi_tensor import (
+from .fused_adam import FusedAdam
+from .fused_muon import FusedMuon
+from .fused_sgd import FusedSGD
+from .multi_tensor import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
@@ -12,9 +15,6 @@ from ..functions.multi_tensor import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
-from .fused_adam import FusedAdam
-from .fused_muon import FusedMuon
-from .fused_sgd import FusedSGD
 from .multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 __all__ = [

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...common.operation_settings import Adam
-from ..functions.multi_tensor import adam_checked
 from ..primitives.multi_tensor import Extents, adam_step
 from ..tensor.quantized_tensor import QuantizedTensor
+from .multi_tensor import adam_checked
 from .multi_tensor_apply import Checked, local_of, local_tensors, worked_on
 
 

@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import OptState
 
 from ...common.numbers import to_bool
 from ...common.operation_settings import Adam
-from ..functions.multi_tensor import device_rates
 from ..primitives.multi_tensor import adam_rates, on_device
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
@@ -29,6 +28,7 @@ from .checks import (
     check_states,
     pair_of,
 )
+from .multi_tensor import device_rates
 from .multi_tensor_apply import Checked, local_of
 from .multi_tensor_apply import multi_tensor_applier as multi_tensor_applier
 

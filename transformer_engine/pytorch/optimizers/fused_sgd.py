@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...common.checks import described
 from ...common.numbers import to_bool, to_float, with_article
-from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
 from .checks import GroupChecks, one_number, reject_unsupported
+from .multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
 from .multi_tensor_apply import like, local_of, multi_tensor_applier
 from .states import CopiedWhole
 

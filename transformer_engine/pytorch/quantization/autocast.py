@@ -68,10 +68,18 @@ class _ThreadState:
         self.recomputes = False
         self.recomputing = False
 
-    def update_context(self) -> None:
-        """Write the state to the context, which tasks copy; torch.compile cannot trace this write."""
-        self.entered = entered = (self.state, self.enabled_blocks)
-        _entered.set(entered)
+    def enter(self, state: AutocastState, enabled_blocks: int, traced: bool) -> None:
+        """Set the innermost record and the number of open enabled blocks, also in the context, which tasks copy."""
+        self.state, self.enabled_blocks = state, enabled_blocks
+        if not traced:  # torch.compile cannot trace the write to the context
+            self.entered = (state, enabled_blocks)
+            _entered.set(self.entered)
+
+    def follow(self, entered: _Entered) -> None:
+        """Take the state of another context, to which the thread has switched."""
+        self.entered = entered
+        self.state, self.enabled_blocks = entered
+        self.first_module = False
 
 
 class _AutocastThread(threading.local):
@@ -95,9 +103,7 @@ def eager_thread_state() -> _ThreadState:
     holder = _thread.holder
     entered = _entered.get()
     if holder.entered is not entered:
-        holder.entered = entered
-        holder.state, holder.enabled_blocks = entered
-        holder.first_module = False
+        holder.follow(entered)
     return holder
 
 
@@ -121,10 +127,8 @@ def reinstate(moment: tuple[AutocastState, bool]) -> None:
 def reset() -> None:
     """Drop all blocks of this thread, also open ones."""
     holder = here()
-    holder.state, holder.enabled_blocks = OUTSIDE, 0
+    holder.enter(OUTSIDE, 0, _is_compiling())
     holder.first_module = False
-    if not _is_compiling():
-        holder.update_context()
 
 
 class autocast(ContextDecorator):
@@ -194,27 +198,19 @@ class autocast(ContextDecorator):
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
         traced = _is_compiling()
         holder = _thread.holder if traced else eager_thread_state()
-        self._outer = holder.state
-        if state.enabled:
-            if holder.enabled_blocks == 0:
-                holder.first_module = True
-            holder.enabled_blocks += 1
-        holder.state = state
-        if not traced:
-            holder.update_context()
+        self._outer, blocks = holder.state, holder.enabled_blocks
+        if state.enabled and blocks == 0:
+            holder.first_module = True
+        holder.enter(state, blocks + state.enabled, traced)
 
     def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
-        outer = self._outer
+        state, outer, self._outer = self.state, self._outer, None
         assert outer is not None, "left without having been entered"
-        self._outer = None
         traced = _is_compiling()
         holder = _thread.holder if traced else eager_thread_state()
-        state, holder.state = self.state, outer
-        if state.enabled:
-            holder.enabled_blocks -= 1
-        if not traced:
-            holder.update_context()
-        outermost = state.enabled and holder.enabled_blocks == 0
+        blocks = holder.enabled_blocks - state.enabled
+        holder.enter(outer, blocks, traced)
+        outermost = state.enabled and blocks == 0
         if outermost and exception_type is None and (traced or delayed_scaling.registry.pools):
             _update_scales(holder, state, traced)
 

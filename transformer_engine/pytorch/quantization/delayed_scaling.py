@@ -9,6 +9,20 @@ share a pool: one reduction over the group and one set of kernels for all. Nothi
 A pool holds weak references to its states, so that a deleted module costs nothing. Ranks that reduce together must
 agree on the layout of the reduced tensor, but collect garbage at different times: the columns of a deleted state remain
 as a gap of zeros, at its index in the order of registration. A state that a module replaces leaves no gap.
+
+**torch.compile.** Scales have the bits of eager mode. These steps differ:
+
+- **States.** A module creates them in its first call under the recipe (`module/numerics.py`). While it is traced,
+  `of_traced_call` creates them outside of the graph, whose backward pass writes to them.
+- **Maxima.** In eager mode the kernel that quantizes records the maximum. In a graph, a separate operation does, which
+  the compiler sees: `spec.traced` excludes casts in other kernels (`input_cast` in `functions/linear_operands.py`).
+- **Forward scales** change at the end of the outermost `autocast` block in both modes (`_update_scales` in
+  `autocast.py`), in a graph if the block is in it.
+- **Gradient scales.** In eager mode a callback at the end of the backward pass updates those of all modules
+  (`functions/scale_update.py`). In a graph each module updates its own, in the backward pass of its first call there,
+  which runs last (`traced_update` in `module/numerics.py`).
+- **Checkpoints.** A second run reads the scales of the first (`recompute_states.py`), in a graph by the operator
+  `repeated_scale` (`compiled_runs.py`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ from ...common.numbers import to_int, with_article
 from .device import canonical_device
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+# Attributes with the hooks of a module and of a parameter.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DISTRIBUTED = "torch.distributed.tensor"
 _NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch.dtype)
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ....common.numbers import to_bool
+from ...compat.argument_orders import accepts_older_orders, call_of
 from ...constants import CPLoadBalancingStrategy
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
-from ...module.argument_orders import accepts_older_orders, call_of
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured

@@ -17,9 +17,9 @@ from packaging.version import Version
 
 from ....common import env
 from ....common.hardware import NO_GPU
+from ...compat.argument_orders import accepts_older_orders
+from ...compat.combined_quantization import combine_and_quantize as combine_and_quantize
 from ...functions.attention import fp8
-from ...functions.attention.combined import combine_and_quantize as combine_and_quantize
-from ...module.argument_orders import accepts_older_orders
 from ...primitives.attention.backends import flash2, flash3, flash4
 from ...primitives.attention.call import AttentionCall, Switches
 from ...primitives.attention.choose import TABLE, logger

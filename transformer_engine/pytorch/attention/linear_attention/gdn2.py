@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...module.argument_orders import call_of
+from ...compat.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from .base import DeltaRule, LinearAttentionBase, flags, missing_gates
 from .inputs import check_dtype

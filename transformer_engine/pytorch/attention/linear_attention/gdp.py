@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import one_of
-from ...module.argument_orders import call_of
+from ...compat.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
 from .base import DeltaRule, LinearAttentionBase, flags, householders, missing_gates

@@ -23,9 +23,8 @@ from ....common.recipe import Recipe
 from ...distributed import checkpoint
 from ...quantization import autocast
 from ...quantization.autocast import current
+from ...runtime.checks import MODULE_HOOKS, PARAMETER_HOOKS
 
-_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # The module of transformers' recorders of hidden states and attentions, and the flag of a model that has them.
 _RECORDERS, _RECORDS = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 
@@ -41,10 +40,10 @@ def drop_hooks(hooks: MutableMapping[int, Any], is_ours: Callable[[Any], bool]) 
 def hooked_by_callers(module: nn.Module) -> Iterator[str]:
     """Iterate over submodules and parameters with a hook other than transformers' recorders."""
     for name, part in module.named_modules():
-        if any(not _is_recorder(hook) for kind in _OF_MODULES for hook in getattr(part, kind).values()):
+        if any(not _is_recorder(hook) for kind in MODULE_HOOKS for hook in getattr(part, kind).values()):
             yield name
     for name, parameter in module.named_parameters():
-        if any(getattr(parameter, kind, None) for kind in _OF_PARAMETERS):
+        if any(getattr(parameter, kind, None) for kind in PARAMETER_HOOKS):
             yield name
 
 

@@ -26,7 +26,7 @@ from .eligibility import Eligibility, Filter, candidates, check_filter, check_re
 from .layers import CONVERTED, Converter, restore_module
 from .sample import Sample, SampleCall, SampleCalls, in_shards, record, run, tensors_of, unchanged_state
 from .table import ConversionTable, LayerChoice
-from .timing import Comparison, compare, time_functions
+from .timing import Comparison, compare, time_functions, wait_for_device
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -320,17 +320,12 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
     times = []
     with unchanged_state(model), torch.enable_grad():
         for _ in range(8):
-            _synchronize()
+            wait_for_device()
             begin = time.perf_counter()
             step()
-            _synchronize()
+            wait_for_device()
             times.append(1e3 * (time.perf_counter() - begin))
     return sorted(times[3:])[2]
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _keep_if_faster(model: nn.Module, table: ConversionTable, before: float, after: float | None) -> None:

@@ -16,19 +16,13 @@ from ...functions.linear_spec import unsupported_product_reason
 from ...module import Linear
 from ...quantization.autocast import AutocastState
 from ...quantization.family import family_of
-from ...runtime.checks import is_distributed
+from ...runtime.checks import MODULE_HOOKS, is_distributed
 from .layers import CONVERTED
 
 Filter = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 CONVERTIBLE = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 
 
 def matches(rule: Filter, name: str, module: nn.Module) -> bool:
@@ -125,7 +119,7 @@ def _modified(module: nn.Module) -> str | None:
         return f"{type(module).__name__} is a subclass of {_base(module)}, which may compute something else"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if any(getattr(module, kind, None) for kind in _HOOKS):
+    if any(getattr(module, kind, None) for kind in MODULE_HOOKS):
         return "has hooks, which may depend on its computation"
     return None
 

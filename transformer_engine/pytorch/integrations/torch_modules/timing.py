@@ -113,11 +113,11 @@ def _step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[],
 
 def _elapsed(step: Callable[[], Any], repeats: int, device: torch.device) -> float:
     """Seconds of some steps, including the host's time."""
-    _wait(device)
+    wait_for_device(device)
     begin = time.perf_counter()
     for _ in range(repeats):
         step()
-    _wait(device)
+    wait_for_device(device)
     return time.perf_counter() - begin
 
 
@@ -135,6 +135,7 @@ def _held(function: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:
     return held
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+def wait_for_device(device: torch.device | None = None) -> None:
+    """Wait for the work of a GPU, by default of the current one; without a GPU there is nothing to wait for."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
         torch.cuda.synchronize(device)

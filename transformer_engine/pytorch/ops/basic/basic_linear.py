@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
+from ...compat.functional_linear import functional_backward, functional_forward
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import Overlap, TensorParallel, warn_of_unused_overlap
 from ...distributed_weight import is_distributed_weight
@@ -27,7 +28,6 @@ from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..pass_operation import PassOperation
 from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.linear import LinearPasses, fitting, linear_spec
-from .functional_linear import functional_backward, functional_forward
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -221,11 +221,11 @@ class BasicLinear(PassOperation):
         quantized = isinstance(weight, QuantizedTensorStorage)
         gradient = WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()
         plain = quantizers is None and not quantized
-        spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain)
+        spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain, weight.dtype)
         if spec.communicates and parallel.sequence:
             rows = math.prod(x.shape[:-1])
             spec = with_gathering(spec, rows // parallel.size if parallel.mode == "row" else rows)
-        return LinearPasses(spec, weight.dtype, x.dtype), InputFacts(shape, dtype, x.device)
+        return LinearPasses(spec, x.dtype), InputFacts(shape, dtype, x.device)
 
     _functional_forward = staticmethod(functional_forward)
     _functional_backward = staticmethod(functional_backward)

@@ -298,20 +298,19 @@ class GroupedLinear(PassOperation):
         grad_bias = call.saves and bias is not None and bias.requires_grad
         if call.traced:
             return traced_passes(self, x, call)
-        spec = self._spec(call, x, dtype, grad_bias)
-        kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
         bias_dtype = None if bias is None else bias.dtype
-        parameters = GroupedParameters(
-            self.parameter_names,
-            self.single_grouped_weight,
-            self.single_grouped_bias,
-            (first.dtype, bias_dtype or first.dtype),
-        )
+        of_bias = {"needs_grad_bias": grad_bias and not self._scale_bias, "grad_bias_dtype": bias_dtype}
+        spec = self._spec(call, x, dtype, of_bias)
+        kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
+        stacks = self.single_grouped_weight, self.single_grouped_bias
+        parameters = GroupedParameters(self.parameter_names, *stacks)
         buffers = accepted_buffers(x, self.out_features, call.options, dtype)
         made = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
         return made, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
-    def _spec(self, call: OperationCall, x: InputFacts, dtype: torch.dtype, grad_bias: bool) -> GroupedSpec:
+    def _spec(
+        self, call: OperationCall, x: InputFacts, dtype: torch.dtype, of_bias: dict[str, Any]
+    ) -> GroupedSpec:
         """Return the settings of a kind of call."""
         weights, first = self._weights(), getattr(self, self.parameter_names[0])
         needs = (call.saves and call.grad_input, call.saves and first.requires_grad)
@@ -320,17 +319,17 @@ class GroupedLinear(PassOperation):
         backward = self._quantizers["backward"]
         plain = not isinstance(memory_of(first), QuantizedTensorStorage)
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
-        sums = grad_bias and not self._scale_bias
         groups: list[LinearSpec] = []
         unquantized: list[LinearSpec] = []
         for i, weight in enumerate(weights):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
             gradient = WeightGradient((weight,), self._accumulate_into_main_grad, False, store)
-            spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, given is None and plain)
-            groups.append(replace_fields(spec, needs_grad_bias=sums))
+            product = (TensorParallel(), gradient, needs)
+            spec = linear_spec(call, dtype, given, *product, given is None and plain, first.dtype)
+            groups.append(replace_fields(spec, **of_bias))
             if given is not None and enabled:
-                spec = linear_spec(call, dtype, None, TensorParallel(), gradient, needs, plain)
-                unquantized.append(replace_fields(spec, needs_grad_bias=sums, backward=groups[-1].backward))
+                spec = linear_spec(call, dtype, None, *product, plain, first.dtype)
+                unquantized.append(replace_fields(spec, **of_bias, backward=groups[-1].backward))
         quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)

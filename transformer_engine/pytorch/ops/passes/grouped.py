@@ -119,13 +119,11 @@ class GroupedParameters:
         names: Their names in order: weight0, bias0, weight1, .., or stacks.
         stacked_weight: All weights are one parameter.
         stacked_bias: All biases are one parameter.
-        dtypes: Dtypes of weights and biases.
     """
 
     names: tuple[str, ...]
     stacked_weight: bool
     stacked_bias: bool
-    dtypes: tuple[torch.dtype, torch.dtype]
 
     def of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
         """The weights or biases: one stack, or a list of one per group."""
@@ -224,15 +222,13 @@ class GroupedPasses(OperationPasses):
         of_biases = None
         if self.scale_bias:
             scales, biases, shape = operands[3:]
-            of_biases, grad_scales = scaled_bias_backward(
-                dy.data, biases, scales, call, self.parameters.dtypes[1]
-            )
+            of_biases, grad_scales = scaled_bias_backward(dy.data, biases, scales, call)
             extra = (None, Value(grad_scales.reshape(shape)))
         products = [dy.data, *operands[1:3]]
         operands.clear()
         leading = dy.leading
         del dy
-        dx, of_weights, sums = grouped_linear_backward(products, call, (self.parameters.dtypes,))
+        dx, of_weights, sums = grouped_linear_backward(products, call)
         if not self.scale_bias:
             of_biases = sums
         elif not self.grad_bias:
@@ -254,15 +250,13 @@ def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Te
     )
 
 
-def scaled_bias_backward(
-    dy: Tensor, biases: Any, scales: Tensor, call: GroupedCall, dtype: torch.dtype
-) -> tuple[Any, Tensor]:
-    """Gradients of the biases [N] in a dtype, and of the scales [M, 1]."""
+def scaled_bias_backward(dy: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> tuple[Any, Tensor]:
+    """Gradients of the biases [N], and of the scales [M, 1]."""
     grads: list[Tensor | None] = []
     grad_scales: list[Tensor] = []
     for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):
         wide = part.float()
-        grads.append((wide * rows.float()).sum(0).to(dtype))
+        grads.append((wide * rows.float()).sum(0).to(bias.dtype))
         grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
     of_biases = stacked_gradient(grads, WeightGradient()) if call.spec.stacked_bias else grads
     return of_biases, call.joined(grad_scales)

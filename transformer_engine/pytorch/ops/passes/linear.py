@@ -42,12 +42,11 @@ class LinearPasses(OperationPasses):
 
     Args:
         spec: Settings of the product.
-        dtype: Dtype of the weight's gradient.
         x_dtype: Dtype of the input, which is converted to the dtype of the product.
     """
 
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(self, spec: LinearSpec, x_dtype: torch.dtype) -> None:
+        self.spec = spec
         self.converts_to = None if x_dtype == spec.dtype else spec.dtype
         self.gradient_dtype = None if x_dtype == spec.dtype else x_dtype
         dequantizes = spec.backward == HIGH_PRECISION and spec.needs_grad_weight
@@ -94,7 +93,7 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        gradients = linear_backward(operands, self.spec, self.dtype, self.dtype, accumulate_into=total)
+        gradients = linear_backward(operands, self.spec, accumulate_into=total)
         if gradients.input is None:
             return BackwardResult(None, (gradients.weight,))
         return BackwardResult(
@@ -132,6 +131,7 @@ def linear_spec(
     gradient: WeightGradient,
     needs: tuple[bool, bool],
     plain: bool,
+    grad_weight_dtype: torch.dtype,
 ) -> LinearSpec:
     """Return the spec of a product.
 
@@ -143,6 +143,7 @@ def linear_spec(
         gradient: Destination of the weight gradient.
         needs: Whether the gradients of input and weight are needed.
         plain: Matrices are multiplied unquantized.
+        grad_weight_dtype: Dtype of the weight gradient.
     """
     product, recipe, state = UNQUANTIZED, None, call.state
     if quantizers is not None and state.enabled:
@@ -160,5 +161,6 @@ def linear_spec(
         (*needs, False),
         traced=call.traced,
         plain=plain,
+        grad_weight_dtype=grad_weight_dtype,
         may_run_again=not (call.traced or call.saves),
     )

@@ -22,7 +22,7 @@ from .encodings import (
     scale_from_amax,
     unpack_fp4,
 )
-from .format_row import FormatRow
+from .format_row import FormatRow, QuantizeInputs
 from .formats import FORMATS
 from .operator import operator_of
 from .spec import Cast, CastRequest, Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
@@ -81,7 +81,7 @@ def quantize(
     if spec.stochastic:
         _check_random(x, spec, random)
     key = (spec, x.shape, x.dtype, x.device, multiplier is not None, amax is not None)
-    return TABLE.bound(key)(x, multiplier, amax, amax_t, record, random)
+    return TABLE.bound(key)(x, QuantizeInputs(multiplier, amax, amax_t, random, record))
 
 
 def _check_random(x: Tensor, spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,18 +60,11 @@ def _unsupported_by_reference(request: QuantizeRequest) -> str | None:
 def _bind_reference(request: QuantizeRequest) -> PlannedCall:
     spec, encode = request.spec, FORMATS[request.spec.format.name].quantize
 
-    def call(
-        x: Tensor,
-        multiplier: Tensor | None,
-        amax: Tensor | None,
-        amax_t: Tensor | None,
-        record: Tensor | None,
-        random: tuple[Tensor, Tensor] | None = None,
-    ) -> Quantized:
-        return encode(x, spec, QuantizeInputs(multiplier, amax, amax_t, random, record))
+    def call(x: Tensor, inputs: QuantizeInputs) -> Quantized:
+        return encode(x, spec, inputs)
 
-    def call_with_tiled_scales(*arguments: Any, **keywords: Any) -> Quantized:
-        codes = call(*arguments, **keywords)
+    def call_with_tiled_scales(x: Tensor, inputs: QuantizeInputs) -> Quantized:
+        codes = encode(x, spec, inputs)
         in_tiles = [s if s is None else swizzled(s).view(s.dtype) for s in (codes.scale, codes.scale_t)]
         return codes._replace(scale=in_tiles[0], scale_t=in_tiles[1])
 

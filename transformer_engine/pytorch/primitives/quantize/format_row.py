@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,20 +27,8 @@ class QuantizeInputs(NamedTuple):
     record: Tensor | None = None
 
 
-class PlannedCall(Protocol):
-    """Quantize matrices of one request's shape, dtype and device."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        multiplier: Tensor | None,
-        amax: Tensor | None,
-        amax_t: Tensor | None,
-        record: Tensor | None,
-        random: tuple[Tensor, Tensor] | None = None,
-    ) -> Quantized: ...
-
-
+# Quantize matrices of one request's shape, dtype and device.
+PlannedCall = Callable[[Tensor, QuantizeInputs], Quantized]
 Plan = Callable[[QuantizeRequest], PlannedCall]
 Maxima = Callable[
     [Tensor, QuantizeSpec, "Tensor | None", "Tensor | None"], "tuple[Tensor | None, Tensor | None]"

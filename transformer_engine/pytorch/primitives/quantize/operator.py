@@ -13,6 +13,7 @@ from ....common.dispatch import Operator
 from ....common.formats import E2M1, E4M3, E5M2
 from ...runtime import launching
 from ..scale_order import tiled_shape
+from .format_row import QuantizeInputs
 from .formats import FORMATS
 from .spec import Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
 
@@ -89,13 +90,10 @@ def _as_operator(
     operator: Callable[..., list[Tensor]],
     spec: QuantizeSpec,
     x: Tensor,
-    multiplier: Tensor | None,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    record: Tensor | None,
-    random: tuple[Tensor, Tensor] | None = None,
+    inputs: QuantizeInputs,
 ) -> Quantized:
     """Return the result of `quantize` from the operator's results; record is None, because a graph writes it."""
+    multiplier, amax, amax_t, random, _ = inputs
     form, maxima = spec.format, FORMATS[spec.format.name].maxima
     if maxima is not None:
         amax, amax_t = maxima(x, spec, amax, amax_t)

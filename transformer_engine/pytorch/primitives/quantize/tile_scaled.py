@@ -69,9 +69,7 @@ def tile_scaled(
         first = launch(request.spec, request.shape, request.dtype, request.device)
         only = step(first, ("x",), ("codes", "scale", "codes_t", "scale_t")[: len(first.outputs)])
         performed = Performed(Program(("x",), (only,), only.outputs), request.device)
-        return lambda x, multiplier, amax, amax_t, record, random=None: Quantized(
-            *performed(x if x.is_contiguous() else x.contiguous())
-        )
+        return lambda x, inputs: Quantized(*performed(x if x.is_contiguous() else x.contiguous()))
 
     planned = None if launch is None else plan
     return FormatRow(form, quantize, dequantize, plan=planned, empty_scale=empty_scale, matrices=matrices)

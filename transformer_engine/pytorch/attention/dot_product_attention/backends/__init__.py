@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .....common import absent
-from ....functions import by_name
+from ....compat import by_name
 from ....runtime.warn_once import warn_once
 from ..unfused import UnfusedDotProductAttention as UnfusedDotProductAttention
 

@@ -60,32 +60,25 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     if request.amax_given:
         given = performed(kernels.GIVEN)
 
-        def by_amax(
-            x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
-            record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
-        ) -> Quantized:  # fmt: skip
+        def by_amax(x: Tensor, inputs: QuantizeInputs) -> Quantized:
             x = x if x.is_contiguous() else x.contiguous()
-            return Quantized(*given(x, as_float32(multiplier), as_float32(amax)))._replace(amax=amax)
+            amax = inputs.amax
+            return Quantized(*given(x, as_float32(inputs.multiplier), as_float32(amax)))._replace(amax=amax)
 
         return by_amax
     if request.multiplier_given:
         recorded, measured = performed(kernels.RECORDED), performed(kernels.MEASURED)
 
-        def by_multiplier(
-            x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
-            record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
-        ) -> Quantized:  # fmt: skip
+        def by_multiplier(x: Tensor, inputs: QuantizeInputs) -> Quantized:
             x = x if x.is_contiguous() else x.contiguous()
-            multiplier = as_float32(multiplier)
+            multiplier, record = as_float32(inputs.multiplier), inputs.record
             return Quantized(
                 *(measured(x, multiplier) if record is None else recorded(x, multiplier, record))
             )
 
         return by_multiplier
     scales = performed(kernels.SCALES)
-    return lambda x, multiplier, amax, amax_t, record, random=None: Quantized(
-        *scales(x if x.is_contiguous() else x.contiguous())
-    )
+    return lambda x, inputs: Quantized(*scales(x if x.is_contiguous() else x.contiguous()))
 
 
 ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=_plan),)

@@ -279,10 +279,8 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
         program = nvfp4.program(request.shape, *directions, options, amax_given, amax_t_given)
         return Performed(program, request.device)
 
-    def call(
-        x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
-        record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
-    ) -> Quantized:  # fmt: skip
+    def call(x: Tensor, inputs: QuantizeInputs) -> Quantized:
+        _, amax, amax_t, random, _ = inputs
         rows, columns = random if spec.stochastic and random is not None else (None, None)
         if spec.transposes and rows is not None:
             columns = rows.t()

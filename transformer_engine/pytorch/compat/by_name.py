@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..functions.layer import leading_shape
+from ..functions.linear_spec import LinearSpec
+from ..functions.norm_linear import NormLinearSpec
+from ..functions.normalization import Norm, NormStatistics
 from ..primitives.column_sums import column_sums
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from ..runtime.replaceable import ReplaceableFunction
 from ..runtime.tracing import result_in
-from .layer import leading_shape
-from .linear_spec import LinearSpec
-from .norm_linear import NormLinearSpec
-from .normalization import Norm, NormStatistics
+from .replaceable import ReplaceableFunction
 
 _extensions: list[Callable[[], Any]] = []
 

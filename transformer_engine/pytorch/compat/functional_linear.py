@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.gemm import Epilogue, as_matrix, gemm
-from ...primitives.operand import COLS, ROWS, Operand, plain
-from ...tensor.quantized_tensor import QuantizedTensorStorage
-from ...tensor.quantizer import Quantizer
-from ...tensor.storage.quantized_tensor_storage import plain_values
+from ..primitives.gemm import Epilogue, as_matrix, gemm
+from ..primitives.operand import COLS, ROWS, Operand, plain
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Quantizer
+from ..tensor.storage.quantized_tensor_storage import plain_values
 
 
 def functional_forward(

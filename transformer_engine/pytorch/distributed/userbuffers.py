@@ -18,7 +18,7 @@ import torch
 
 from ...common.checks import described
 from ...common.numbers import to_bool, to_int
-from ..distributed.overlap import reserve
+from .overlap import reserve
 
 
 class UserBufferQuantizationMode(Enum):
