@@ -231,8 +231,8 @@ def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, A
             "ep_prepare requires the rows of the receive buffer; call ep_bootstrap first, or ep_dispatch with them"
         )
     check_sizes_of_bootstrap(topk_idx.shape[0], capacity, 1)
-    plan = planned(placement, topk_idx, capacity, align_size)
-    return _rows_within(plan.counts, align_size, capacity), plan.counts.sum(), plan.handle
+    handle, counts = planned(placement, topk_idx, align_size)
+    return _rows_within(counts, align_size, capacity), counts.sum(), handle
 
 
 def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
