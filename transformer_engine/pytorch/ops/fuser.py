@@ -219,9 +219,9 @@ class OperationFuser:
         # A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
         # gradients may be a first run, so its state is stored. A later call with another state may be the second run:
         # `state_without_gradients` finds out and raises the error.
-        before = self._state_without_gradients
-        if before is not state and (before is not None or not torch.is_grad_enabled()):
-            self._state_without_gradients = state_without_gradients("te.ops", before, state)
+        previous = self._state_without_gradients
+        if previous is not state and (previous is not None or not torch.is_grad_enabled()):
+            self._state_without_gradients = state_without_gradients("te.ops", previous, state)
         recipe = state.recipe if state.enabled or state.calibrating else None
         if self._applied_recipe.is_current(recipe, state.group, self._basic_ops):
             return
@@ -307,11 +307,11 @@ class OperationFuser:
             return self._num_basic_ops
         if x.requires_grad:
             return 0
-        given = self._links.by_operation(extra_inputs)
-        for i, own_parameters in enumerate(parameters):
-            tensors = [*own_parameters, *[tensor for tensor in given[i] if tensor is not None]]
+        extra_by_operation = self._links.by_operation(extra_inputs)
+        for index, (own_parameters, own_extra) in enumerate(zip(parameters, extra_by_operation, strict=True)):
+            tensors = [*own_parameters, *[tensor for tensor in own_extra if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):
-                return i
+                return index
         return self._num_basic_ops
 
     def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:

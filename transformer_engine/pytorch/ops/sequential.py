@@ -99,37 +99,39 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         fusion would skip them.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
-        before = self._cached_parts
-        if before is not None and before.modules != modules:
-            before = None
+        cached = self._cached_parts
+        if cached is not None and cached.modules != modules:
+            cached = None
         # Usually nothing has changed and all operations fuse; this is found in few steps, because each call asks.
-        if before and len(before.fusible) == len(before.operations) and are_bare(before.operations):
-            return before.parts
+        if cached and len(cached.fusible) == len(cached.operations) and are_bare(cached.operations):
+            return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         fusible = [operation for operation in operations if are_bare([operation])]
         if is_explaining():
             self._note_unfused()
-        if before and before.fusible == fusible:
-            return before.parts
-        members: list[list[Any]] = []  # modules of each part
+        if cached and cached.fusible == fusible:
+            return cached.parts
+        part_modules: list[list[Any]] = []
         for module in self:
-            if members and module in fusible and members[-1][-1] in fusible:
-                members[-1].append(module)
+            if part_modules and module in fusible and part_modules[-1][-1] in fusible:
+                part_modules[-1].append(module)
             else:
-                members.append([module])
+                part_modules.append([module])
         basic_ops = [
-            [basic for module in part if module in operations for basic in module.basic_operations()]
-            for part in members
+            [basic for module in group if module in operations for basic in module.basic_operations()]
+            for group in part_modules
         ]
         parts: list[ChainPart] = []
-        for part, part_ops, channels in zip(members, basic_ops, connecting_channels(basic_ops), strict=True):
-            module: Any = part[0]
+        for group, group_ops, channels in zip(
+            part_modules, basic_ops, connecting_channels(basic_ops), strict=True
+        ):
+            module: Any = group[0]
             if module in fusible:
-                for op in part:
+                for op in group:
                     # Undo `ChainPart.call`, which has connected operations that were single modules before.
                     op.connect(NO_CHANNELS)
-                module = OperationFuser(part, channels)
-            parts.append(ChainPart(module, part_ops, channels))
+                module = OperationFuser(group, channels)
+            parts.append(ChainPart(module, group_ops, channels))
         self._cached_parts = _Parts(modules, operations, fusible, parts)
         return parts
 
@@ -159,7 +161,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             ValueError: A key is not a basic operation in this container.
         """
         result: dict[int, dict[str, Any]] = {}
-        members = {id(module) for module in self}
+        module_ids = {id(module) for module in self}
         for target, kwargs in (op_kwargs or {}).items():
             if isinstance(target, int) and not -len(self) <= target < len(self):
                 raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
@@ -168,7 +170,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 raise ValueError(
                     f"op_kwargs names {with_article(type(op))}; only basic operations take keyword arguments"
                 )
-            if id(op) not in members:
+            if id(op) not in module_ids:
                 raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
             result[id(op)] = dict(kwargs)
         return result
