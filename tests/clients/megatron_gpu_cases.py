@@ -136,6 +136,7 @@ def gpt(run: Run) -> Any:
         num_experts=made.num_moe_experts,
         moe_grouped_gemm=made.moe_grouped_gemm,
         multi_latent_attention=made.multi_latent_attention,
+        use_te_op_fuser=made.use_transformer_engine_op_fuser,
     )
     model = GPTModel(
         config=made,
@@ -237,6 +238,18 @@ def engine_layers(run: Run) -> dict[str, int]:
     return dict(found)
 
 
+def operations(run: Run) -> dict[str, Any]:
+    """Losses, and how many MLPs run as chains of operations."""
+    import transformer_engine.pytorch as te
+
+    training = Training(run)
+    losses = training.losses()
+    # Megatron hides the chain from `modules()` in a tuple.
+    chains = [getattr(module, "_fused_impl", None) for module in training.model.modules()]
+    count = sum(isinstance(chain, tuple) and isinstance(chain[0], te.ops.Sequential) for chain in chains)
+    return {"chains": count, "losses": losses}
+
+
 def quantized_parameters(run: Run) -> dict[str, Any]:
     """Losses, and the classes of the layers' weights."""
     training = Training(run)
@@ -321,6 +334,7 @@ def recipe(name: str, **more: Any) -> dict[str, Any]:
 
 
 PARAMETERS = {"fp8_param": True}
+FUSER = {"use_transformer_engine_op_fuser": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRAPHS = {"cuda_graph_warmup_steps": 2}
 
@@ -329,6 +343,11 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     "layers": (engine_layers, Run(model=EXPERTS)),
     **{f"train {name}": (trained, Run(model=recipe(name))) for name in RECIPES},
     **{f"llama {name}": (trained, Run(model={**LLAMA, **recipe(name)})) for name in ("bfloat16", "delayed")},
+    **{f"op fuser {name}": (operations, Run(model=recipe(name, **FUSER))) for name in RECIPES},
+    **{
+        f"op fuser llama {name}": (operations, Run(model={**LLAMA, **recipe(name, **FUSER)}))
+        for name in ("bfloat16", "delayed")
+    },
     "recompute bfloat16": (trained, Run(model=recipe("bfloat16", **FULL_RECOMPUTE))),
     "recompute delayed": (trained, Run(model=recipe("delayed", **FULL_RECOMPUTE))),
     "cross entropy": (

@@ -61,6 +61,21 @@ def test_gated_layers_with_grouped_heads_train(recipe):
     assert_trains(of(f"llama {recipe}"))
 
 
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED])
+def test_the_op_fuser_has_the_losses_of_modules(recipe):
+    found = of(f"op fuser {recipe}")
+    assert found["chains"] == 2
+    assert_trains(found["losses"])
+    assert_alike(found["losses"], of(f"train {recipe}"), 0.02)
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
+def test_the_op_fuser_has_the_losses_of_gated_modules(recipe):
+    found = of(f"op fuser llama {recipe}")
+    assert found["chains"] == 2
+    assert_alike(found["losses"], of(f"llama {recipe}"), 0.02)
+
+
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_recomputation_changes_no_loss(recipe):
     assert_alike(of(f"recompute {recipe}"), of(f"train {recipe}"), 1e-3)

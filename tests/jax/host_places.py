@@ -18,10 +18,12 @@ import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import drawn_variables, normal, start_on_host_devices, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep
+from transformer_engine.jax.cpp_extensions import ep as ep_passes
 
 LENGTHS = np.asarray([[5, 4, 7], [16, -1, -1]], np.int32)
 OFFSETS = np.asarray([[0, 5, 9, 16], [0, 16, -1, -1]], np.int32)
 EXPERTS, TOKENS, WIDTH = 4, 3, 4
+PASSES = ("recv", "recv weights", "dtokens", "dweights", "combined", "dexpert_out")
 
 
 def attend(query, key, value, **options):
@@ -134,6 +136,46 @@ def dispatched(mesh: Mesh, choices) -> dict[str, object]:
     }
 
 
+def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
+    """Compare passes of dispatch and combine with JAX's gradients of both; small capacities drop rows."""
+    tokens, dout = normal(jax.random.key(1), (2, 2 * TOKENS, WIDTH))
+    weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
+    choices = jnp.stack((jnp.arange(2 * TOKENS) % EXPERTS, (jnp.arange(2 * TOKENS) + 1) % EXPERTS), axis=1)
+    factors = jax.random.uniform(jax.random.key(3), (2 * capacity, WIDTH))
+    ep.ep_finalize()
+    ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, capacity, WIDTH, jnp.float32)
+    cfg = ep.EpLayerConfig(2, alignment)
+    specs = PartitionSpec("ep")
+
+    def of_jax(choices, tokens, weights, factors, dout):
+        def there(tokens, weights):
+            rows, of_rows, *others = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
+            return (rows, of_rows), others
+
+        received, pull_dispatch, (handle, counts, _) = jax.vjp(there, tokens, weights, has_aux=True)
+        y, pull_combine = jax.vjp(lambda rows: ep.ep_combine(cfg, handle, counts, rows, TOKENS), factors)
+        return *received, *pull_dispatch((factors, factors[:, 0])), y, *pull_combine(dout)
+
+    def of_passes(choices, tokens, weights, factors, dout):
+        counts, _, handle = ep_passes.ep_prepare(cfg, choices)
+        return (
+            *ep_passes.ep_dispatch_fwd(cfg, handle, choices, tokens, weights, capacity),
+            *ep_passes.ep_dispatch_bwd(cfg, handle, factors, factors[:, 0]),
+            ep_passes.ep_combine_fwd(cfg, handle, counts, factors, TOKENS),
+            ep_passes.ep_combine_bwd(cfg, handle, counts, dout, capacity),
+        )
+
+    def mapped(function):
+        return jax.jit(
+            jax.shard_map(function, mesh=mesh, in_specs=(specs,) * 5, out_specs=specs, check_vma=False)
+        )
+
+    arrays = choices, tokens, weights, factors, dout
+    with jax.set_mesh(mesh):
+        pairs = zip(mapped(of_passes)(*arrays), mapped(of_jax)(*arrays), strict=True)
+        return dict(zip(PASSES, (difference(ours, jaxs) for ours, jaxs in pairs), strict=True))
+
+
 def counted(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states inside shard_map, which by default counts over which axes values vary."""
     model = te_flax.LayerNormMLP(
@@ -195,6 +237,8 @@ def main() -> None:
     experts = Mesh(devices[:2], ("ep",))
     for name, choices in (("below", [0, -1]), ("all below", [-1, -1]), ("above", [3, EXPERTS])):
         facts[name] = dispatched(experts, choices)
+    for capacity, alignment in ((4 * TOKENS + 16, 4), (5, 0)):
+        facts[f"passes, capacity {capacity}"] = passes(experts, capacity, alignment)
     ep.ep_finalize()
     cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
     given = (cfg, zeros((TOKENS, 2), jnp.int32), zeros((TOKENS, WIDTH)), zeros((TOKENS, 2)), 8)

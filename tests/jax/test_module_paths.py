@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from transformer_engine.jax import cpp_extensions, ep, permutation, router
+from transformer_engine.jax import platform as gpu_platform
 from transformer_engine.jax.cpp_extensions import ep as ep_extension
 from transformer_engine.jax.cpp_extensions import flex_attention
 from transformer_engine.jax.cpp_extensions import router as router_extension
 from transformer_engine.jax.debug.experimental import inspect, inspect_array
+from transformer_engine.jax.primitives import launching, platforms
+from transformer_engine.jax.primitives.launching import kernels_unsupported_reason
 from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, ScalingMode, dequantizer
 from transformer_engine.jax.quantize.helper import apply_padding_to_scale_inv, remove_padding_from_scale_inv
 from transformer_engine.jax.triton_extensions import permutation as triton_permutation
@@ -109,5 +112,40 @@ def test_paths_have_the_names_of_other_modules():
     assert triton_permutation.token_dispatch is permutation.token_dispatch
     assert ep_extension.ep_dispatch is ep.ep_dispatch
     assert utils.kernels_unsupported_reason() is None or isinstance(utils.kernels_unsupported_reason(), str)
-    with pytest.raises(ImportError, match=r"call the functions of transformer_engine\.jax\.ep"):
-        from transformer_engine.jax.cpp_extensions.ep import ep_dispatch_bwd  # noqa: F401
+
+
+def test_arguments_of_passes_of_experts_are_checked():
+    cfg = ep.EpConfig(4, 1)
+    chosen = jnp.asarray([[0, 1], [3, 2]], jnp.int32)
+    tokens, weights, rows = jnp.ones((2, 8)), jnp.ones((2, 2)), jnp.ones((4, 8))
+    *_, handle, counts, _ = ep.ep_dispatch(cfg, chosen, tokens, weights, 4)
+    received = ep_extension.ep_dispatch_fwd(cfg, handle, chosen, tokens, weights, 4)
+    assert [x.shape for x in received] == [(4, 8), (4,)]
+    with pytest.raises(TypeError, match="handle_mem=3 is an int"):
+        ep_extension.ep_dispatch_fwd(cfg, 3, chosen, tokens, weights, 4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="call ep_prepare with the same topk_idx"):
+        ep_extension.ep_dispatch_fwd(cfg, handle, chosen[:1], tokens[:1], weights[:1], 4)
+    with pytest.raises(ValueError, match="grad_recv_topk_weights has shape"):
+        ep_extension.ep_dispatch_bwd(cfg, handle, rows, rows[:2, 0])
+    with pytest.raises(ValueError, match="pass a matrix"):
+        ep_extension.ep_dispatch_bwd(cfg, handle, rows[0], rows[0])
+    with pytest.raises(ValueError, match="grad has 1 rows; 2 tokens were dispatched"):
+        ep_extension.ep_combine_bwd(cfg, handle, counts, tokens[:1], 4)
+    with pytest.raises(ValueError, match="add up to 4 of 3 rows"):
+        ep_extension.ep_combine_bwd(cfg, handle, counts, tokens, 3)
+
+
+def test_a_grouped_product_of_one_kernel_is_recognized(monkeypatch):
+    rows, stack = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((4, 32, 64), jnp.bfloat16)
+    supported = gemm.is_v2_grouped_gemm_supported
+    assert supported(rows, stack) == (gpu_platform.has_gpu() and kernels_unsupported_reason() is None)
+    monkeypatch.setattr(platforms, "has_gpu", lambda: True)
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    monkeypatch.setattr(launching, "kernels_unsupported_reason", lambda: None)
+    assert supported(rows, stack)
+    assert supported(rows, jax.ShapeDtypeStruct((4, 64, 32), jnp.bfloat16), ((1,), (2,)))
+    assert not supported(rows.astype(jnp.float32), stack.astype(jnp.float32))
+    with pytest.raises(ValueError, match="contracts 32 elements"):
+        supported(rows, stack[:, :16])
+    with pytest.raises(ValueError, match="holds no sizes"):
+        supported(rows, rows, ((0,), (0,)))

@@ -49,6 +49,13 @@ def test_tokens_with_an_invalid_expert_index_are_not_sent(facts, choices):
     assert sum(found["sent"]) == found["real"]
 
 
+@pytest.mark.parametrize("capacity", [28, 5])
+def test_passes_of_dispatch_and_combine_equal_the_gradients_of_jax(facts, capacity):
+    found = facts[f"passes, capacity {capacity}"]
+    assert len(found) == 6
+    assert {name: difference for name, difference in found.items() if not difference < 1e-6} == {}
+
+
 def test_experts_are_dispatched_inside_shard_map_alone(facts):
     assert "axis='ep' of the EpConfig is not manual here" in facts["outside"]
     assert "axis 'ep' has 2 devices; ep_bootstrap was called for 4" in facts["fewer"]

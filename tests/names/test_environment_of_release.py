@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import transformer_engine
 import transformer_engine.pytorch as te
+from transformer_engine import common
 from transformer_engine.pytorch.router import check_histogram, mark_qb_bin_bounds_validated
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -126,3 +128,20 @@ def test_marked_bounds_are_not_read_again():
         check_histogram(*arguments)
     with pytest.raises(ValueError, match=r"give contiguous float32 \[2\]"):
         mark_qb_bin_bounds_validated(torch.zeros(3))
+
+
+def test_versions_of_cudnn_are_decoded_and_compared(monkeypatch):
+    assert common.decode_cudnn_version(91200) == common.MIN_CUDNN_VERSION
+    assert common.decode_cudnn_version(8905) == (8, 9, 5)
+    common.check_cudnn_version(91200)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    common.check_cudnn_version()  # nothing to check
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91100)
+    with pytest.raises(RuntimeError, match=r"cuDNN is 9\.11\.0, the API of release 2\.20 demands 9\.12\.0"):
+        common.check_cudnn_version()
+
+
+def test_the_device_api_of_nccl_is_reported_as_unused():
+    assert not transformer_engine.is_nccl_ep_available()
+    with pytest.raises(RuntimeError, match=r"transformer_engine\.pytorch\.ep"):
+        transformer_engine.require_nccl_ep()

@@ -73,6 +73,31 @@ def test_coefficients_move_singular_values_to_one(kind, steps, smallest, largest
     assert (value - 1).abs().max() < error
 
 
+# Largest |X Xᵀ - I| that is known for each set, float32 64 x 64, singular values from 0.1 to 0.9.
+ORTHOGONALITY = [
+    ("simple", 5, 0.24),
+    ("quintic", 5, 0.018),
+    ("polar_express", 5, 0.105),
+    ("cans", 5, 0.066),
+    ("aol", 5, 0.69),
+    ("polar_express", 8, 5e-7),
+    ("aol", 8, 0.018),
+    ("quintic", 8, 0.39),
+]
+
+
+@pytest.mark.parametrize(("kind", "steps", "known"), ORTHOGONALITY)
+def test_sets_reach_their_known_orthogonality(kind, steps, known):
+    largest = []
+    for seed in range(3):  # the figure depends on the singular vectors
+        generator = torch.Generator().manual_seed(seed)
+        left, right = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator, dtype=torch.float64)).Q
+        x = ((left * torch.linspace(0.1, 0.9, 64, dtype=torch.float64)) @ right.T).float()
+        newton_schulz(x, None, steps, get_coefficients(steps, kind))
+        largest.append((x @ x.T - torch.eye(64)).abs().max().item())
+    assert known / 1.6 < sum(largest) / len(largest) < 1.6 * known
+
+
 @pytest.mark.parametrize("shape", [(64, 33), (1, 7), (64, 64)])
 @pytest.mark.parametrize("steps", [5, 10])
 @pytest.mark.parametrize("kind", ["polar_express", "quintic", "simple", "aol"])

@@ -52,10 +52,6 @@ ABSENT = {
         ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
         "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
     ),
-    "transformer_engine.jax.cpp_extensions.ep.ep_*wd": "the original's custom calls of expert parallelism; call the "
-    "functions of transformer_engine.jax.ep, which JAX differentiates",
-    "transformer_engine.jax.cpp_extensions.gemm.is_v2_grouped_gemm_supported": "a query of the original's custom "
-    "calls; te.explain reports the kernel of a grouped product",
     "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
     "ep_bootstrap; leave it out",
     "transformer_engine.jax.update_fp8_metas": "of the original's first versions; the gradient of the collection of "

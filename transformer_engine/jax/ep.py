@@ -198,7 +198,7 @@ def ep_dispatch(
             or the expert axis is not manual here.
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
-    placement = _placement(cfg)
+    placement = placement_of(cfg)
     check_routed(topk_idx, tokens, topk_weights)
     align_size = _alignment(cfg, topk_idx)
     check_sizes_of_bootstrap(topk_idx.shape[0], recv_capacity_per_rank, tokens.shape[-1])
@@ -222,7 +222,7 @@ def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, A
         ValueError: topk_idx is not a matrix with cfg.top_k columns, or the expert axis is not manual here.
         RuntimeError: ep_bootstrap was not called.
     """
-    placement = _placement(cfg)
+    placement = placement_of(cfg)
     check_integers("topk_idx", topk_idx)
     align_size = _alignment(cfg, topk_idx)
     capacity = bootstrapped_capacity()
@@ -231,8 +231,8 @@ def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, A
             "ep_prepare requires the rows of the receive buffer; call ep_bootstrap first, or ep_dispatch with them"
         )
     check_sizes_of_bootstrap(topk_idx.shape[0], capacity, 1)
-    plan = planned(placement, topk_idx, capacity, align_size)
-    return _rows_within(plan.counts, align_size, capacity), plan.counts.sum(), plan.handle
+    handle, counts = planned(placement, topk_idx, align_size)
+    return _rows_within(counts, align_size, capacity), counts.sum(), handle
 
 
 def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
@@ -245,7 +245,7 @@ def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
         RuntimeError: ep_bootstrap was not called.
     """
     check_instance("cfg", cfg, EpLayerConfig)
-    placement = _placement(cfg)
+    placement = placement_of(cfg)
     assert _bootstrap is not None
     if "tokens" not in _bootstrap.limits:
         raise RuntimeError(
@@ -276,7 +276,7 @@ def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
     return max(1, cfg.dispatch_output_per_expert_alignment)
 
 
-def _placement(cfg: EpLayerConfig | EpConfig) -> EpConfig:
+def placement_of(cfg: EpLayerConfig | EpConfig) -> EpConfig:
     """Return the placement of experts for a config; an EpLayerConfig uses that of ep_bootstrap."""
     if isinstance(cfg, EpConfig):
         return cfg
@@ -314,7 +314,7 @@ def ep_combine(
         TypeError: An argument has the wrong type.
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
-    placement = _placement(cfg)
+    placement = placement_of(cfg)
     check_instance("handle_mem", handle_mem, EpHandle)
     whole("num_local_tokens", num_local_tokens)
     check_values("expert_out", expert_out)

@@ -42,7 +42,7 @@ class EpHandle(NamedTuple):
     Attributes:
         sent: int32 [T, k], slot of the send buffer for each choice of each token.
         arrived: int32 [devices * slots], row of the receive buffer for each received slot. A row past the end of
-            the buffer marks a dropped or empty slot.
+            the buffer marks a dropped slot, the largest int32 an empty one.
         sizes: int32 [2, devices], number of slots sent to each device and received from each device.
     """
 
@@ -51,24 +51,17 @@ class EpHandle(NamedTuple):
     sizes: Array
 
 
-class Plan(NamedTuple):
-    """The routing of one dispatch, before the exchange of tokens.
+def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHandle, Array]:
+    """Exchange the routing of choices [T, k].
 
-    Attributes:
-        handle: The routing that the way back reverses.
-        source: int32 [devices * slots], the token of each slot of the send buffer; the number of tokens if it is empty.
-        inside: int32 [rows of the buffer], the received slot of each row; the number of slots for a row without one.
-        counts: int32 [local experts], the tokens of each expert, including dropped ones.
+    Args:
+        cfg: Placement of the experts.
+        topk_idx: As in `ep_dispatch`.
+        align_size: The rows of each expert start at a multiple of this number.
+
+    Returns:
+        The routing, and the tokens of each local expert, int32 [local experts], including dropped ones.
     """
-
-    handle: EpHandle
-    source: Array
-    inside: Array
-    counts: Array
-
-
-def planned(cfg: EpConfig, topk_idx: Array, room: int, align_size: int = 1) -> Plan:
-    """Route choices [T, k] to a receive buffer of `room` rows, in which experts begin at multiples of align_size."""
     check_integers("topk_idx", topk_idx)
     _check_axis(cfg)
     count, picks = topk_idx.shape
@@ -83,10 +76,7 @@ def planned(cfg: EpConfig, topk_idx: Array, room: int, align_size: int = 1) -> P
     )
     # Choices that are not sent get an index past the end, which scatter drops; any other index is a slot in use.
     sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
-    filled = (cfg.devices * slots,)
-    sources = jnp.broadcast_to(jnp.arange(count)[:, None], (count, picks)).ravel()
-    source = jnp.full(filled, count, jnp.int32).at[sent.ravel()].set(sources.astype(jnp.int32), mode="drop")
-    local = jnp.full(filled, cfg.local_experts, jnp.int32)
+    local = jnp.full(cfg.devices * slots, cfg.local_experts, jnp.int32)
     local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
     # Number of slots sent to each device and received from each device, int32 [2, devices].
     out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
@@ -100,9 +90,8 @@ def planned(cfg: EpConfig, topk_idx: Array, room: int, align_size: int = 1) -> P
     slot = jnp.arange(order.size, dtype=jnp.int32)
     offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
     arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[local]
-    arrived = jnp.where(local < cfg.local_experts, arrived, room)
-    inside = jnp.full(room, order.size, jnp.int32).at[arrived].set(slot, mode="drop")
-    return Plan(EpHandle(sent, arrived, sizes), source, inside, counts[:-1])
+    arrived = jnp.where(local < cfg.local_experts, arrived, jnp.iinfo(jnp.int32).max)
+    return EpHandle(sent, arrived, sizes), counts[:-1]
 
 
 def dispatched(
@@ -126,15 +115,35 @@ def dispatched(
     """
     check_routed(topk_idx, tokens, topk_weights)
     room = rows_of_buffer or room_for(capacity, cfg.local_experts, align_size)
-    plan = planned(cfg, topk_idx, room, align_size)
-    sent, sizes = plan.handle.sent.ravel(), plan.handle.sizes
-    weights = jnp.zeros(plan.source.shape, topk_weights.dtype)
-    weights = weights.at[sent].set(topk_weights.ravel(), mode="drop")
-    rows = jnp.asarray(tokens).at[plan.source].get(mode="fill", fill_value=0)
-    recv, recv_weights = (
-        _exchange(x, sizes, 0, cfg).at[plan.inside].get(mode="fill", fill_value=0) for x in (rows, weights)
+    handle, counts = planned(cfg, topk_idx, align_size)
+    recv = send_tokens(cfg, handle, jnp.asarray(tokens), room)
+    return recv, send_weights(cfg, handle, topk_weights, room), handle, counts, counts.sum()
+
+
+def send_tokens(cfg: EpConfig, handle: EpHandle, tokens: Array, room: int) -> Array:
+    """Receive buffer [room, H] of the tokens [T, H] of all devices; rows without a token are zero."""
+    count, picks = handle.sent.shape
+    # The token of each slot of the send buffer; the number of tokens for an empty slot.
+    source = jnp.full(handle.arrived.shape, count, jnp.int32)
+    source = source.at[handle.sent.ravel()].set(
+        jnp.repeat(jnp.arange(count, dtype=jnp.int32), picks), mode="drop"
     )
-    return recv, recv_weights, plan.handle, plan.counts, plan.counts.sum()
+    return _receive(cfg, handle, tokens.at[source].get(mode="fill", fill_value=0), room)
+
+
+def send_weights(cfg: EpConfig, handle: EpHandle, topk_weights: Array, room: int) -> Array:
+    """Receive buffer [room] of the weights [T, k] of all devices' choices; rows without a token are zero."""
+    slots = jnp.zeros(handle.arrived.shape, topk_weights.dtype)
+    slots = slots.at[handle.sent.ravel()].set(topk_weights.ravel(), mode="drop")
+    return _receive(cfg, handle, slots, room)
+
+
+def _receive(cfg: EpConfig, handle: EpHandle, slots: Array, room: int) -> Array:
+    """Exchange the slots of the send buffer, and move received slots to their rows of a buffer [room, ...]."""
+    empty = handle.arrived.size
+    row_slots = jnp.full(room, empty, jnp.int32)
+    row_slots = row_slots.at[handle.arrived].set(jnp.arange(empty, dtype=jnp.int32), mode="drop")
+    return _exchange(slots, handle.sizes, 0, cfg).at[row_slots].get(mode="fill", fill_value=0)
 
 
 def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:

@@ -22,7 +22,8 @@ from ..checks import (
 )
 from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
 from ..dense import dense, grouped_dense
-from ..primitives.grouped_gemm import grouped_contraction
+from ..explain import explain
+from ..primitives.grouped_gemm import KERNELS, grouped_contraction
 from ..quantize.grouped import GroupedQuantizer
 from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
 from ..quantize.tensors import AbstractBaseTensor, NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
@@ -36,6 +37,7 @@ __all__ = [
     "get_non_contracting_dims",
     "grouped_gemm",
     "grouped_gemm_copy_group_sizes",
+    "is_v2_grouped_gemm_supported",
     "noop_collective_op_set",
     "sanitize_dims",
     "transpose_dims",
@@ -299,3 +301,38 @@ def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:
             f"group_sizes has shape {list(group_sizes.shape)}; pass one number per group, [{num_gemms}]"
         )
     return group_sizes
+
+
+def is_v2_grouped_gemm_supported(
+    lhs: Any, rhs: Any, contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    preferred_element_type: Any = None, quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> bool:  # fmt: skip
+    """Whether one kernel computes all groups of a `grouped_gemm` of these operands on this machine.
+
+    Nothing is computed. Group sizes stay on the device with and without such a kernel;
+    `transformer_engine.jax.explain` reports the reasons against it. The parameters are those of `grouped_gemm`, because
+    those of the original are not documented.
+
+    Args:
+        lhs: As in `grouped_gemm`, or the shape and dtype of such an array.
+        rhs: As in `grouped_gemm`, or the shape and dtype of such an array.
+        contracting_dims: As in `grouped_gemm`.
+        preferred_element_type: As in `grouped_gemm`.
+        quantizer_set: As in `grouped_gemm`.
+
+    Raises:
+        ValueError: Extents do not match, or the rows of lhs are contracted and it holds no sizes.
+    """
+    rows = lhs.rowwise_tensor if isinstance(lhs, ScaledTensor2x) else lhs
+    sizes = None
+    if getattr(rows, "group_sizes", None) is None and getattr(rhs, "ndim", 0) == 3:
+        sizes = jax.ShapeDtypeStruct(rhs.shape[:1], jnp.int32)
+    product = functools.partial(
+        _product_of_groups,
+        contracting_dims=contracting_dims,
+        preferred_element_type=preferred_element_type,
+        quantizer_set=quantizer_set,
+    )
+    decisions = explain(product, lhs, rhs, sizes, backward=False).decisions
+    products = [decision for decision in decisions if decision.operation in KERNELS]
+    return all(decision.chosen in KERNELS[decision.operation] for decision in products)

@@ -4,21 +4,29 @@ A chain is a list of consecutive operations in a `Sequential`, or a single opera
 two ways to run it:
 
 - **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
-  result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once for each kind of call, and
-  later calls with the same key reuse them (`prepared_chain.py`, `call_key.py`).
+  result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once per key, which describes the
+  shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
 - **In segments**: consecutive operations with passes of this package run as one segment, and operations with methods of
-  a user run between them (`chain_run.py`). A call runs in segments if the chain has an operation or a `FusedOperation`
-  with methods of a user, or channels, or if the call has keyword arguments, repeats a forward pass under delayed
-  scaling (a checkpoint), is traced by `torch.compile`, or if a backend is forced or observed.
+  a user run between segments (`chain_run.py`).
 
-What kernels compute together is decided outside of this file: pairs of operations by `passes/patterns.py`, the
-quantization of a result for the next operation by `chain.py` and the `input_request`, `gradient_request` and
-`casts_output` of `passes/*.py`. Registered fusion functions replace operations by `FusedOperation`s. Those of this
-package (`fused/operations.py`) only describe these decisions, for tests and other libraries that read the attributes
-`_forward_ops` and `_backward_ops`. A `FusedOperation` of a user, in contrast, runs by its own methods.
+A call runs in segments if one of these conditions holds:
+
+- An operation or a `FusedOperation` of the chain has methods of a user, or operations are connected by channels.
+- The call has keyword arguments, or `torch.compile` traces it.
+- The call repeats a forward pass under delayed scaling, as checkpoints do.
+- A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
+
+This file does not decide what a kernel computes together. `passes/patterns.py` lists the pairs of operations that one
+kernel computes. `chain.py` decides which kernel quantizes its result for the next operation, from `input_request`,
+`gradient_request` and `casts_output` of `passes/*.py`.
+
+Registered fusion functions replace operations by `FusedOperation`s. The `FusedOperation`s of this package
+(`fused/operations.py`) compute nothing: they describe these decisions to tests and other libraries, which read the
+attributes `_forward_ops` and `_backward_ops`. A `FusedOperation` of a user runs by its own methods.
 
 `first` is the index of the first basic operation that the backward pass reaches: the first one with an input or a
-parameter that requires a gradient. It is the number of operations if there is none, or if gradients are disabled.
+parameter that requires a gradient. It is the number of basic operations if no tensor requires a gradient, or if
+gradients are disabled.
 """
 
 from __future__ import annotations
@@ -69,7 +77,7 @@ class OperationFuser:
         channels: Names of channels that connect these operations with others outside (see `Links`).
 
     Attributes:
-        num_extra_inputs: Number of extra inputs that the caller gives.
+        num_extra_inputs: Number of extra inputs that the caller passes.
         first_op_requiring_backward: `first` of the last call.
         recipe_type: Class of the active recipe; None without one.
         forward_fusion_functions: Functions of `register_forward_fusion`.
@@ -190,7 +198,9 @@ class OperationFuser:
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
-        if recomputes or not undisturbed():  # a forced or observed backend: choices may not be cached
+        if (
+            recomputes or not undisturbed()
+        ):  # backends are forced or observed, so their choice may not be cached
             return None, []
         registered = (
             self.forward_backward_fusion_functions,
@@ -207,21 +217,21 @@ class OperationFuser:
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
-        """Apply the active recipe to the operations, unless it is applied already.
+        """Apply the active recipe to the operations, unless `_applied_recipe` records that it is applied already.
 
-        `_run_segments` applies the recipe without this record. The record stays correct: `is_current` also compares the
-        recipes that the operations use.
+        `_run_segments` applies the recipe without a record. The record stays correct, because `is_current` also
+        compares the recipes that the operations use.
 
         Raises:
             RuntimeError: A reentrant checkpoint of another library runs the chain again under another autocast state
                 than in its first run.
         """
         # A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
-        # gradients may be a first run, so its state is stored. A later call with another state may be the second run:
-        # `state_without_gradients` finds out and raises the error.
-        before = self._state_without_gradients
-        if before is not state and (before is not None or not torch.is_grad_enabled()):
-            self._state_without_gradients = state_without_gradients("te.ops", before, state)
+        # gradients may be the first run, so its state is stored. A later call with another state may be the second run;
+        # `state_without_gradients` recognizes it and raises the error.
+        previous = self._state_without_gradients
+        if previous is not state and (previous is not None or not torch.is_grad_enabled()):
+            self._state_without_gradients = state_without_gradients("te.ops", previous, state)
         recipe = state.recipe if state.enabled or state.calibrating else None
         if self._applied_recipe.is_current(recipe, state.group, self._basic_ops):
             return
@@ -236,7 +246,7 @@ class OperationFuser:
         )
 
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
-        """Set the attributes of the last call that tests and other libraries read, to those of the prepared chain."""
+        """Set the attributes that tests and other libraries read after a call to those of the prepared chain."""
         if chain.fusions.key is self._fusions_key:
             return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
@@ -277,10 +287,7 @@ class OperationFuser:
     def _prepare(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
-        """Prepare a chain and store it under a key.
-
-        It is None if a user's fused operation must run by its own methods.
-        """
+        """Prepare a chain and store it under a key; None if a user's fused operation must run by its own methods."""
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
@@ -307,18 +314,18 @@ class OperationFuser:
             return self._num_basic_ops
         if x.requires_grad:
             return 0
-        given = self._links.by_operation(extra_inputs)
-        for i, own_parameters in enumerate(parameters):
-            tensors = [*own_parameters, *[tensor for tensor in given[i] if tensor is not None]]
+        extra_by_operation = self._links.by_operation(extra_inputs)
+        for index, (own_parameters, own_extra) in enumerate(zip(parameters, extra_by_operation, strict=True)):
+            tensors = [*own_parameters, *[tensor for tensor in own_extra if tensor is not None]]
             if any(tensor.requires_grad for tensor in tensors):
-                return i
+                return index
         return self._num_basic_ops
 
     def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:
-        """Apply the registered fusion functions, unless recipe, functions and `first` are those of the last call.
+        """Apply the registered fusion functions, unless recipe, functions and `first` equal those of the last call.
 
-        The result for operations of this package is only displayed; see the header of this file. Fusion functions may
-        read the recipe: its class, history length and backward override are compared.
+        Recipes are equal here if their class, history length and backward override are, which fusion functions may
+        read. The results for operations of this package are descriptions; see the header of this file.
         """
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None

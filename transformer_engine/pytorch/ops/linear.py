@@ -5,9 +5,9 @@
 | None, "column" | `BasicLinear`, `Bias` |
 | "row" | `BasicLinear`, `Bias`, `AllReduce`; with sequence parallelism `ReduceScatter` in place of `AllReduce` |
 
-The passes of these operations compute y and the gradients: `basic/basic_linear.py` (`passes`) creates the passes of
-the product, `passes/linear.py` and `functions/linear.py` compute it, and `passes/patterns.py` lets its epilogue add the
-bias.
+The passes of these operations compute y and the gradients: `BasicLinear.passes` (`basic/basic_linear.py`) creates the
+passes of the product, `passes/linear.py` and `functions/linear.py` compute them, and a row of `passes/patterns.py` adds
+the bias in the epilogue of the product.
 
 `Linear` owns the parameters that these operations read, so that torch's tools find `weight` and `bias` as in
 torch.nn.Linear. State dicts have the keys of NVIDIA's Transformer Engine, which name the operations; torch.nn.Linear's
@@ -94,7 +94,7 @@ class Linear(PassFusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if has_bias:
-            # Bias divides its size by the number of ranks, but a row-parallel layer has a whole bias on each rank.
+            # Bias divides its size by the number of ranks, but each rank of a row-parallel layer has all out_features.
             bias_op = Bias(
                 out_features * (boundary.size if is_row_parallel else 1),
                 device=device,
@@ -107,13 +107,11 @@ class Linear(PassFusedOperation):
             reduction = ReduceScatter if boundary.sequence else AllReduce
             ops.append(reduction(boundary.group))
         super().__init__(ops)
-        # The attribute of modules that earlier versions have pickled.
+        # A tuple under this name, because modules that earlier versions pickled have it.
         self._sizes = in_features, out_features
         self._has_bias = has_bias
-        for op in ops:
-            op.give_parameters_to(
-                self
-            )  # from here on `self` owns `weight` and `bias`, and the operations read them
+        for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them
+            op.give_parameters_to(self)
         if not has_bias:
             self.register_parameter("bias", None)
 

@@ -1,15 +1,17 @@
 """Sequential: a container that runs its modules one after another, and fuses consecutive operations.
 
-A container consists of parts (`parts.py`). A part is a fused chain, which is one or more consecutive operations, or a
-single module: one that is no operation, such as torch.nn.Linear, or an operation that must be called as a module
-(`bare_calls.py`). The container divides its modules into parts; `fuser.py` runs a fused chain, `chain.py` decides what
-its kernels compute together.
+A container divides its modules into parts (`parts.py`) and calls the parts in order. A part is one of two kinds:
 
-Operations may have tensors besides the main one (`channels.py`): an extra input comes from the caller, or through a
-channel, a name by which an earlier operation provides its extra output.
+- A fused chain: one or more consecutive operations. `fuser.py` runs the chain, and `chain.py` decides which operations
+  a kernel computes together.
+- A single module: a module that is not an operation, such as torch.nn.Linear, or an operation that must be called as a
+  module, for example because it has a hook (`bare_calls.py`).
 
-The recipe of `autocast` applies to the operations and to modules of this package. Other modules do not quantize. Under
-torch.compile the division into parts is the same, and a fused chain runs in segments (`fuser.py`).
+Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
+extra input, or an earlier operation provides it through a channel, a name that both operations set.
+
+The recipe of `autocast` applies to operations and to modules of this package; other modules do not quantize. Under
+torch.compile the parts are the same, and a fused chain runs in segments (`fuser.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class _Parts(NamedTuple):
 
     Attributes:
         modules: The values of `_modules`.
-        operations: Those that are operations.
-        fusible: Operations that may fuse (`are_bare`).
+        operations: The modules that are operations.
+        fusible: The operations that may fuse, because nothing intercepts their calls (`are_bare`).
         parts: Fused chains and single modules, in order.
     """
 
@@ -55,7 +57,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         *args: Modules in order, or one dict {name: module}.
     """
 
-    # Result of the last `_find_parts`; computed again when modules or their hooks have changed.
+    # Result of the last `_find_parts`; stale once modules or their hooks have changed.
     _cached_parts: _Parts | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
@@ -84,8 +86,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             The output, or a tuple (output, *extra outputs).
 
         Raises:
-            ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
-                operation in this container.
+            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` is not a basic operation in
+                this container.
         """
         parts = self._find_parts()
         if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
@@ -95,49 +97,51 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _find_parts(self) -> list[ChainPart]:
         """Divide the modules into fused chains and single modules.
 
-        An operation with hooks, with a graph of `compile()` or with another `forward` is a single module, because
-        fusion would skip them.
+        An operation is a single module if it has hooks, was compiled by `compile()`, or overrides `forward`: a fused
+        chain would not run them.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
-        before = self._cached_parts
-        if before is not None and before.modules != modules:
-            before = None
-        # Usually nothing has changed and all operations fuse; this is found in few steps, because each call asks.
-        if before and len(before.fusible) == len(before.operations) and are_bare(before.operations):
-            return before.parts
+        cached = self._cached_parts
+        if cached is not None and cached.modules != modules:
+            cached = None
+        # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
+        if cached and len(cached.fusible) == len(cached.operations) and are_bare(cached.operations):
+            return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         fusible = [operation for operation in operations if are_bare([operation])]
         if is_explaining():
             self._note_unfused()
-        if before and before.fusible == fusible:
-            return before.parts
-        members: list[list[Any]] = []  # modules of each part
+        if cached and cached.fusible == fusible:
+            return cached.parts
+        part_modules: list[list[Any]] = []
         for module in self:
-            if members and module in fusible and members[-1][-1] in fusible:
-                members[-1].append(module)
+            if part_modules and module in fusible and part_modules[-1][-1] in fusible:
+                part_modules[-1].append(module)
             else:
-                members.append([module])
+                part_modules.append([module])
         basic_ops = [
-            [basic for module in part if module in operations for basic in module.basic_operations()]
-            for part in members
+            [basic for module in group if module in operations for basic in module.basic_operations()]
+            for group in part_modules
         ]
         parts: list[ChainPart] = []
-        for part, part_ops, channels in zip(members, basic_ops, connecting_channels(basic_ops), strict=True):
-            module: Any = part[0]
+        for group, group_ops, channels in zip(
+            part_modules, basic_ops, connecting_channels(basic_ops), strict=True
+        ):
+            module: Any = group[0]
             if module in fusible:
-                for op in part:
-                    # Undo `ChainPart.call`, which has connected operations that were single modules before.
+                for op in group:
+                    # An operation that was a single module before is still connected to channels by `ChainPart.call`.
                     op.connect(NO_CHANNELS)
-                module = OperationFuser(part, channels)
-            parts.append(ChainPart(module, part_ops, channels))
+                module = OperationFuser(group, channels)
+            parts.append(ChainPart(module, group_ops, channels))
         self._cached_parts = _Parts(modules, operations, fusible, parts)
         return parts
 
     @property
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
-        """The modules of the parts in order, for inspection; the name is that of NVIDIA's Transformer Engine.
+        """The modules of the parts in order, for inspection, under the name in NVIDIA's Transformer Engine.
 
-        None before the first forward pass, and when modules have changed since the last one.
+        None before the first forward pass, and after a change of modules until the next forward pass.
         """
         if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
             return None
@@ -153,13 +157,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _kwargs_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None
     ) -> dict[int, dict[str, Any]]:
-        """Return {id(operation): keyword arguments}.
+        """Keyword arguments by id of the operation; indices are replaced by the operations.
 
         Raises:
             ValueError: A key is not a basic operation in this container.
         """
         result: dict[int, dict[str, Any]] = {}
-        members = {id(module) for module in self}
+        module_ids = {id(module) for module in self}
         for target, kwargs in (op_kwargs or {}).items():
             if isinstance(target, int) and not -len(self) <= target < len(self):
                 raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
@@ -168,18 +172,18 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 raise ValueError(
                     f"op_kwargs names {with_article(type(op))}; only basic operations take keyword arguments"
                 )
-            if id(op) not in members:
+            if id(op) not in module_ids:
                 raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
             result[id(op)] = dict(kwargs)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the state without the division, which a copy computes again."""
+        """State without the cached parts, which a copy computes in its first forward pass."""
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
-    # List methods. Unlike torch.nn.Sequential's, they accept any iterable, do not rename the remaining modules after a
-    # removal, and append under the name that follows the highest number. `insert` renumbers all modules, as
-    # torch.nn.Sequential does, because names must be in the order of the modules.
+    # List methods. They differ from those of torch.nn.Sequential in three ways: they accept any iterable, a removal
+    # does not rename the remaining modules, and `append` uses the name that follows the highest number. `insert`
+    # renumbers all modules, as in torch.nn.Sequential, because names must be in the order of the modules.
 
     def _name_at(self, index: int) -> str:
         keys = list(self._modules)

@@ -16,6 +16,7 @@ from .reference import GroupedGemmRequest, Scales
 
 __all__ = [
     "BLOCK_TABLE",
+    "KERNELS",
     "TABLE",
     "GroupedBlockRequest",
     "GroupedGemmRequest",
@@ -99,6 +100,12 @@ BLOCK_TABLE: Table[GroupedBlockRequest] = Table(
         ),
     ),
 )
+
+# Backends that compute all groups in one launch, by operation.
+KERNELS = {
+    TABLE.operation: (triton.BACKEND.name,),
+    BLOCK_TABLE.operation: (blocks.DOT_SCALED.name, blocks.TRITON.name),
+}
 
 
 def grouped_block_gemm(
