@@ -1,6 +1,7 @@
 """Llama-like language models in bfloat16, each from the layers of one library, for `models.py` and `model_step.py`.
 
-An arm is "LIBRARY:PRECISION". The arms of `te` use whichever Transformer Engine is first on the path.
+An arm is "LIBRARY:PRECISION". The arms of `te` use whichever Transformer Engine is first on the path. `OPT_INS` are
+arms "te:PRECISION+OPTION" with options that are off by default.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ARMS = (
     *("pt:bf16", "pt:tensorwise", "pt:rowwise"),
     "liger:bf16",
 )
+OPT_INS = tuple(f"te:current+{option}" for option in ("columns", "cached", "loss", "head"))
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,15 @@ class LanguageModel(nn.Module):
 
 
 class EngineModel(LanguageModel):
-    """`TransformerLayer` and `parallel_cross_entropy` of Transformer Engine."""
+    """`TransformerLayer` and `parallel_cross_entropy` of Transformer Engine.
+
+    | option | meaning |
+    | --- | --- |
+    | `columns` | the backward pass casts the columns of all weights and norm outputs |
+    | `cached` | as `columns`, and the input of the activation is saved in FP8 |
+    | `loss` | `fused_linear_cross_entropy`, which stores no logits |
+    | `head` | the head computes under the recipe |
+    """
 
     def __init__(self, size: Size, precision: str, device: str) -> None:
         import transformer_engine.pytorch as te
@@ -100,6 +110,7 @@ class EngineModel(LanguageModel):
         from transformer_engine.pytorch.attention import RotaryPositionEmbedding
 
         super().__init__(size, device)
+        precision, _, self.option = precision.partition("+")
         choices: dict[str, Callable[[], Any]] = {
             "bf16": lambda: None,
             "delayed": recipes.DelayedScaling,
@@ -108,6 +119,11 @@ class EngineModel(LanguageModel):
         }
         self.engine, self.recipe = te, choices[precision]()
         self.layers = nn.ModuleList(self._layer(device) for _ in range(size.layers))
+        if self.option == "cached":
+            for layer in self.layers:
+                layer.layernorm_mlp.cache_quantized_activation_input = True
+        if self.option == "head":
+            self.head = te.Linear(size.hidden, size.vocabulary, bias=False, params_dtype=BF16, device=device)
         self.norm = te.RMSNorm(size.hidden, eps=EPSILON, dtype=BF16, device=device)
         self.angles = RotaryPositionEmbedding(size.head)(max_seq_len=size.length).to(device)
 
@@ -132,16 +148,28 @@ class EngineModel(LanguageModel):
         )
 
     def run_layers(self, x: Tensor) -> Tensor:
-        with self.engine.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+        with self._autocast(), self._columns():
             for layer in self.layers:
                 x = layer(x, rotary_pos_emb=self.angles)
         return x
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return self.engine.autocast(enabled=self.recipe is not None, recipe=self.recipe)
+
+    def _columns(self) -> AbstractContextManager[Any]:
+        if self.option not in ("columns", "cached"):
+            return nullcontext()
+        return self.engine.use_backend(weight_columns="recomputed", norm_columns="recomputed")
+
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        if self.option == "loss":
+            return self.engine.fused_linear_cross_entropy(self.norm(x), self.head.weight, targets)
         loss = self.engine.parallel_cross_entropy
         # The gradient of this engine's loss overwrites the logits; another release may lack the option.
         in_place = {"overwrite_input": True} if "overwrite_input" in signature(loss).parameters else {}
-        return loss(self.head(self.norm(x)), targets, 0.0, False, None, **in_place).mean()
+        with self._autocast() if self.option == "head" else nullcontext():
+            logits = self.head(self.norm(x))
+        return loss(logits, targets, 0.0, False, None, **in_place).mean()
 
 
 class RMSNorm(nn.Module):
@@ -267,7 +295,7 @@ def make_model(arm: str, size: Size, device: str, compiled: bool = True) -> Lang
     """Build the model of an arm; the weights depend on torch's seed.
 
     Args:
-        arm: One of `ARMS`.
+        arm: One of `ARMS` or `OPT_INS`.
         size: Shape of the model.
         device: Device of the parameters.
         compiled: Compile the layers of `pt`; False runs them eagerly.
@@ -275,8 +303,8 @@ def make_model(arm: str, size: Size, device: str, compiled: bool = True) -> Lang
     Raises:
         ValueError: The arm is unknown.
     """
-    if arm not in ARMS:
-        raise ValueError(f"arm {arm!r} is unknown; choose from {', '.join(ARMS)}")
+    if arm not in (*ARMS, *OPT_INS):
+        raise ValueError(f"arm {arm!r} is unknown; choose from {', '.join((*ARMS, *OPT_INS))}")
     library, precision = arm.split(":")
     if library == "te":
         return EngineModel(size, precision, device)

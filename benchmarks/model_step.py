@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from model_arms import ARMS, SIZES, LanguageModel, Size, make_model
+from model_arms import ARMS, OPT_INS, SIZES, LanguageModel, Size, make_model
 from model_trace import count_launches, trace
 from torch import Tensor
 
@@ -29,7 +29,7 @@ WARM_UP, BLOCKS, BLOCK = 4, 3, 4  # steps before the measurement, blocks, steps 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("arm", choices=ARMS)
+    options.add_argument("arm", choices=(*ARMS, *OPT_INS))
     options.add_argument("--size", nargs="+", choices=SIZES, default=["57M", "1B", "8Bx4"])
     options.add_argument(
         "--trace", action="store_true", help="print the kernels of a step instead of its time"

@@ -9,6 +9,7 @@ A step is forward, backward and torch's fused AdamW in bfloat16 with a bfloat16 
   if the release has this option (`overwrite_input`);
 - pt:{bf16,tensorwise,rowwise}: torch with each layer compiled, cuDNN's attention, torchao's float8 training;
 - liger:bf16: Liger's kernels, with its loss, which computes the head in chunks;
+- te:current+*: options of this engine that are off by default (`--opt-ins`): `model_arms.EngineModel` lists them;
 - original:*: the arms of te with FOLDER first on the path, in which another release is installed (`--original`).
 
 Every arm runs in its own process, arms alternate within each of N runs, and the table shows medians over the runs. Peak
@@ -30,7 +31,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from model_arms import ARMS, SIZES
+from model_arms import ARMS, OPT_INS, SIZES
 from record import parser, write
 
 STEP = Path(__file__).with_name("model_step.py")
@@ -45,6 +46,7 @@ def main() -> None:
     options.add_argument("--original", type=Path, help="folder with another release of transformer_engine")
     options.add_argument("--trace", metavar="ARM", help="print the kernels of one step of this arm")
     options.add_argument("--eager", action="store_true", help="do not compile the layers of pt")
+    options.add_argument("--opt-ins", action="store_true", help="also run the arms te:current+*")
     options.add_argument("--one-thread", action="store_true", help="backward passes on the calling thread")
     chosen = options.parse_args()
     extra = [*(["--eager"] if chosen.eager else []), *(["--one-thread"] if chosen.one_thread else [])]
@@ -53,9 +55,10 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         write(chosen.json, traces=rows)
         return
-    arms = [arm for arm in arm_names(chosen.original) if chosen.only in arm]
+    names = arm_names(chosen.original, chosen.opt_ins)
+    arms = [arm for arm in names if chosen.only in arm]
     if not arms:
-        options.error(f"--only {chosen.only!r} matches none of {', '.join(arm_names(chosen.original))}")
+        options.error(f"--only {chosen.only!r} matches none of {', '.join(names)}")
     rows = []
     for run in range(chosen.runs):
         for arm in arms:
@@ -67,10 +70,10 @@ def main() -> None:
     write(chosen.json, medians=summary, runs=rows)
 
 
-def arm_names(original: Path | None) -> list[str]:
+def arm_names(original: Path | None, opt_ins: bool = False) -> list[str]:
     """All arms; the arms of te are repeated as original:* if a folder with another release is given."""
     repeated = [arm.replace("te:", "original:") for arm in ARMS if arm.startswith("te:")]
-    return [*ARMS, *(repeated if original is not None else [])]
+    return [*ARMS, *(OPT_INS if opt_ins else ()), *(repeated if original is not None else [])]
 
 
 def run_arm(arm: str, sizes: list[str], extra: list[str], original: Path | None) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md and the figures of docs/index.md and README.md from benchmarks/results/.
+"""Write tables of docs/performance.md and docs/convert.md, figures of docs/index.md and README.md.
 
 --check only compares.
 
@@ -16,6 +16,7 @@ from generated import ROOT, write
 PAGE = ROOT / "docs" / "performance.md"
 HOME = ROOT / "docs" / "index.md"
 README = ROOT / "README.md"
+CONVERT = ROOT / "docs" / "convert.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -125,6 +126,35 @@ def sharded() -> str:
     return "\n".join(lines) + "\n"
 
 
+CONVERTED = {
+    "llama-1b": "Llama, 8 layers of 2048, 2 x 4096 tokens",
+    "vit-l": "ViT, 12 layers of 1024, 64 x 256 patches",
+    "dit-xl": "DiT, 14 layers of 1152, 64 x 256 patches",
+    "gpt-57m": "GPT, 8 layers of 768, 32 x 512 tokens",
+}
+CONVERSION_ARMS = {
+    "eager": "PyTorch",
+    "te": "converted",
+    "bf16": "PyTorch, compiled",
+    "torchao": "torchao, compiled",
+    "te+compile": "converted, compiled",
+}
+
+
+def conversions() -> str:
+    """Milliseconds per step and peak GiB of each arm of benchmarks/convert.py."""
+    results = json.loads((RESULTS / "convert_h200.json").read_text())["results"]
+    lines = [
+        "| | " + " | ".join(CONVERSION_ARMS.values()) + " |",
+        "| --- |" + " ---: |" * len(CONVERSION_ARMS),
+    ]
+    for size, title in CONVERTED.items():
+        rows = [results[size].get(arm) for arm in CONVERSION_ARMS]
+        cells = [f"{row['step_ms']:.1f} ms, {row['peak_gib']:.1f}" if row else "not measured" for row in rows]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 # The cases of the landing page, and the run that its picture shows. The record has no field for the commit.
 HIGHLIGHTS = {
     "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
@@ -190,6 +220,7 @@ if __name__ == "__main__":
                 PAGE: {**sections(), "comparison": comparison(), "models": models(), "sharded": sharded()},
                 HOME: {"numbers": highlights()},
                 README: {"comparison": comparison()},
+                CONVERT: {"convert": conversions()},
             },
         )
     )

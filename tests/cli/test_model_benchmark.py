@@ -59,6 +59,21 @@ def test_layers_of_both_libraries_compute_the_same():
     assert (expected - actual).norm() < unit * expected.norm()
 
 
+def test_options_of_the_engine_do_not_change_the_first_loss(emulated):
+    losses = {}
+    for arm in ("te:current", "te:current+columns", "te:current+cached", "te:current+loss"):
+        torch.manual_seed(0)
+        model = model_arms.make_model(arm, TINY, "cpu")
+        torch.manual_seed(1)
+        tokens, targets = torch.randint(TINY.vocabulary, (2, TINY.batch, TINY.length)).unbind()
+        losses[arm] = model(tokens, targets).item()
+    assert losses["te:current+columns"] == losses["te:current+cached"] == losses["te:current"]
+    assert losses["te:current+loss"] == pytest.approx(losses["te:current"], rel=2**-8)
+    assert isinstance(
+        model_arms.make_model("te:current+head", TINY, "cpu").head, transformer_engine.pytorch.Linear
+    )
+
+
 @pytest.mark.slow
 def test_tiny_models_run_in_processes_of_their_own(tmp_path, monkeypatch, capsys):
     path = tmp_path / "models.json"

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.functions.deferred_columns import (
     OperandColumns,
 )
 
+pytestmark = pytest.mark.any_device
 TOKENS, HIDDEN, INNER, HEADS = 48, 64, 128, 4
 SHAPE = (TOKENS, 1, HIDDEN)
 RECIPES: dict[str, Callable[[], recipes.Recipe]] = {

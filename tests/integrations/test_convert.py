@@ -25,6 +25,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from transformer_engine.pytorch.integrations.torch_modules.attention import convert_attention
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -362,6 +363,18 @@ def test_repeated_blocks_share_one_compiled_graph():
     for block in model.layers:
         block.compile(backend=counter, fullgraph=True)
     assert torch.equal(model(tokens()), expected)
+    assert counter.frame_count == 1
+
+
+def test_repeated_blocks_with_engine_attention_share_one_compiled_graph():
+    """More layers than torch's recompile limit."""
+    model = Decoder(layers=10)
+    for block in model.layers:
+        convert_attention(block.attention, None)
+    expected, counter = model(tokens()), CompileCounter()
+    for block in model.layers:
+        block.compile(backend=counter, fullgraph=True)
+    torch.testing.assert_close(model(tokens()), expected)
     assert counter.frame_count == 1
 
 

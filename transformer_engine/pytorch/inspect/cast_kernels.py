@@ -175,4 +175,4 @@ def _produced(halves: Callable[[torch.dtype], Tensor], producer: Producer, casts
             assert isinstance(found, Quantized)
             for mine, theirs in zip(found, expected, strict=True):
                 if mine is not None and theirs is not None:
-                    yield mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
+                    yield flat_bytes(mine), flat_bytes(theirs)

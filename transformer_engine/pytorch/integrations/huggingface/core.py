@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ....common import env
 from ...attention import DotProductAttention
+from ...attention.dot_product_attention.fp8_recipe import attention_recipe
+from ...quantization.autocast import current
 from ...runtime.tracing import constant_while_tracing
 from .masks import Masking
 
@@ -80,14 +82,20 @@ def _make_while_tracing(name: str, text: str) -> bool:
 
 
 def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
-    """Return the layer's DotProductAttention with these settings; while tracing, it is a constant."""
+    """Return the layer's DotProductAttention with these settings; while tracing, it is a constant.
+
+    Compiled layers share one unless their attention is FP8, which has a state: a graph that reads an attribute of its
+    layer's identity is compiled again for every layer, and fails beyond torch's recompile limit.
+    """
     if not torch.compiler.is_compiling():
         cores = module.__dict__.get("_te_cores")
         if cores is None:
             cores = module.__dict__["_te_cores"] = Cores()
         return cores.of(kind)
     text = " ".join([float(getattr(kind, part.name)).hex() for part in fields(kind)])
-    name = f"of_{id(module)}_{text.replace('.', '_')}"
+    state = current()
+    has_scales = state.enabled and attention_recipe(state.recipe) is not None
+    name = f"of_{id(module) if has_scales else 'all'}_{text.replace('.', '_')}"
     _make_while_tracing(name, text)
     return getattr(_traced, name)
 

@@ -41,8 +41,8 @@ class EngineAttention:
         masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], None)
         factor: float = q.shape[3] ** -0.5 if scale is None else scale
         settings = CoreSettings(q.shape[1], k.shape[1], q.shape[3], v.shape[3], factor, causal=masking.causal)
-        core = core_of(self.module, settings)
         with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):
+            core = core_of(self.module, settings)
             return attend(core, q, k, v, masking).transpose(1, 2)
 
 
@@ -66,15 +66,20 @@ def unsupported_call(
 
 
 def convert_attention(module: Any, recipe: Recipe | None) -> None:
-    """Replace torch's attention in the forward pass of a module."""
+    """Replace torch's attention in the forward pass of a module.
+
+    The new forward is a bound method: torch.compile guards the identity of other callable objects, so that each layer
+    would have a graph of its own.
+    """
     attends = recipe is not None and any(getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha"))
-    module.forward = InjectedForward(module.forward, EngineAttention(module, recipe if attends else None))
+    injected = InjectedForward(module.forward, EngineAttention(module, recipe if attends else None))
+    module.forward = injected.__call__
 
 
 def has_engine_attention(module: nn.Module) -> bool:
     """Whether `convert_attention` converted a module."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, InjectedForward) and isinstance(forward.replacement, EngineAttention)
+    injected = getattr(vars(module).get("forward"), "__self__", None)
+    return isinstance(injected, InjectedForward) and isinstance(injected.replacement, EngineAttention)
 
 
 def restore_attention(module: nn.Module) -> None:
