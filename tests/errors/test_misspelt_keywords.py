@@ -107,3 +107,23 @@ def test_operations_of_users_with_further_keywords_receive_them():
 
     assert Scaled(scael=2.0).others == {"scael": 2.0}
     assert list(inspect.signature(te.ops.Linear).parameters)[:2] == ["in_features", "out_features"]
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: te.DotProductAttention(4, 16, qkv_format="bsdh"), r"thd \(did you mean 'bshd'\?\)"),
+        (
+            lambda: te.TransformerLayer(64, 128, 4, self_attn_mask_type="causel"),
+            r"\(did you mean 'causal'\?\)",
+        ),
+        (
+            lambda: te.LayerNormMLP(64, 128, activation="gleu"),
+            r"\(did you mean 'gelu'\?\)|\(did you mean 'g?e?glu'\?\)",
+        ),
+        (lambda: te.LayerNormMLP(64, 128, normalization="BatchNorm1d"), "choose one of LayerNorm, RMSNorm$"),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_nearest_one(call: Callable[[], Any], meant: str):
+    with pytest.raises(ValueError, match=meant):
+        call()

@@ -40,9 +40,12 @@ def reject_keywords(
         names: Parameters of the function, of which the message suggests the most similar.
     """
     for name in given:
-        remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"
-        if name not in renamed and (near := nearest(name, names)) is not None:
+        if name in renamed:
+            remedy = f"use {renamed[name]}="
+        elif (near := nearest(name, names)) is not None:
             remedy = f"did you mean {near}=?"
+        else:
+            remedy = f"leave it out, or see help({function})"
         raise TypeError(f"{function}() takes no {name}=; {remedy}")
 
 
@@ -190,8 +193,11 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     if isinstance(value, str) and value in allowed:
         return
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        names = [choice for choice in allowed if isinstance(choice, str)]
+        near = nearest(value, names) if isinstance(value, str) else None
         raise ValueError(
             f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
+            + (f" (did you mean {near!r}?)" if near else "")
         )
 
 
