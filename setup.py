@@ -45,7 +45,6 @@ def metadata() -> dict[str, object]:
         "long_description": with_absolute_links(readme, repository) if repository else readme,
         "long_description_content_type": "text/markdown",
         "project_urls": project_urls(repository) if repository else {},
-        "license": "Apache-2.0",
     }
 
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from transformer_engine.common.planning import plan
-from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, GPUS, GpuRates
+from transformer_engine.common.planning.hardware import (
+    DEFAULT_LINKS,
+    FORMATS,
+    GPUS,
+    GpuRates,
+    format_named,
+)
 from transformer_engine.common.planning.layer import (
     LOSS,
     UNEVEN,
@@ -105,7 +111,7 @@ def results(name: str) -> Any:
 
 def machine(recipe: str, gpu: GpuRates = GPUS["h200"], loaded: bool = False, **options: Any) -> RankMachine:
     return RankMachine(
-        gpu, FORMATS[recipe], attention=options.pop("attention", "flash4"), loaded=loaded, **options
+        gpu, format_named(recipe, gpu), attention=options.pop("attention", "flash4"), loaded=loaded, **options
     )
 
 
@@ -175,7 +181,7 @@ def layers(file: str, group: str) -> Iterator[Check]:
         if row.get("provider", "te") != "te":
             continue
         case, recipe = row["case"], row["case"].split("/")[1]
-        if recipe not in FORMATS or (case.startswith("dpa") and recipe != "bf16"):
+        if recipe not in (*FORMATS, "bf16") or (case.startswith("dpa") and recipe != "bf16"):
             continue
         gpu = GPUS["h100" if "h100" in file else "h200"]
         for key, loaded in (("gpu_ms", False), ("eager_ms", True)):

@@ -1,5 +1,8 @@
 """Cut a release: `python docs/release.py 0.4.0` writes the version and the date wherever they are stated.
 
+`python docs/release.py --development 0.5.0` then begins the development of the next version: the package reports
+0.5.0.dev0, and the pages keep the number of the release.
+
 The changelog's section "Unreleased" becomes the section of the release, and a new one begins. The page of releases
 gets a row with the supported versions of the former release: check them. Nothing is committed or tagged.
 """
@@ -28,14 +31,14 @@ def release(root: Path, own: str, date: str) -> None:
     Raises:
         ValueError: `own` is not a newer version, or no change is listed under "Unreleased". No file is written.
     """
-    former = re.search(r'"(?P<api>[\d.]+)\+py(?P<own>[\d.]+)"', (root / VERSION).read_text(encoding="utf-8"))
-    assert former is not None, VERSION
-    if not re.fullmatch(r"\d+\.\d+\.\d+", own) or _parts(own) <= _parts(former["own"]):
-        raise ValueError(f"{own} is not newer than {former['own']}; give a version such as 1.2.3")
-    before, after = f"{former['api']}+py{former['own']}", f"{former['api']}+py{own}"
+    former = _released(root)
+    _check_newer(own, former)
+    current = _current(root)
+    api = current.partition("+")[0]
+    before, after = f"{api}+py{former}", f"{api}+py{own}"
     written = {
-        VERSION: _replaced(root, VERSION, before, after),
-        Path("CHANGELOG.md"): _changelog(root, former["own"], own, f"{after} ({date})"),
+        VERSION: _replaced(root, VERSION, current, after),
+        Path("CHANGELOG.md"): _changelog(root, former, own, f"{after} ({date})"),
         Path("CITATION.cff"): re.sub(
             r"^date-released: .+$",
             f"date-released: {date}",
@@ -44,9 +47,44 @@ def release(root: Path, own: str, date: str) -> None:
         ),
         **{page: _replaced(root, page, before, after) for page in PAGES},
     }
-    written[PAGES[-1]] = _page_of_releases(written[PAGES[-1]], former["own"], own, date)
+    written[PAGES[-1]] = _page_of_releases(written[PAGES[-1]], former, own, date)
     for path, text in written.items():
         (root / path).write_text(text, encoding="utf-8")
+
+
+def develop(root: Path, own: str) -> None:
+    """Write the version of commits after a release into the package.
+
+    Args:
+        root: Folder of the checkout.
+        own: Version that the development leads to, such as "0.5.0".
+
+    Raises:
+        ValueError: `own` is not newer than the latest release. No file is written.
+    """
+    _check_newer(own, _released(root))
+    current = _current(root)
+    written = _replaced(root, VERSION, current, f"{current.partition('+')[0]}+py{own}.dev0")
+    (root / VERSION).write_text(written, encoding="utf-8")
+
+
+def _current(root: Path) -> str:
+    """The version of the package, such as "2.20.2+py0.3.0" or "2.20.2+py0.4.0.dev0"."""
+    found = re.search(r'"([\d.]+\+py[\d.]+(?:\.dev0)?)"', (root / VERSION).read_text(encoding="utf-8"))
+    assert found is not None, VERSION
+    return found[1]
+
+
+def _released(root: Path) -> str:
+    """The number of the latest release, the first row of the page of releases."""
+    row = ROW.search((root / PAGES[-1]).read_text(encoding="utf-8"))
+    assert row is not None, PAGES[-1]
+    return row["own"]
+
+
+def _check_newer(own: str, former: str) -> None:
+    if not re.fullmatch(r"\d+\.\d+\.\d+", own) or _parts(own) <= _parts(former):
+        raise ValueError(f"{own} is not newer than {former}; give a version such as 1.2.3")
 
 
 def _parts(version: str) -> tuple[int, ...]:
@@ -83,9 +121,17 @@ def main() -> None:
     parser.add_argument(
         "--date", default=datetime.date.today().isoformat(), help="YYYY-MM-DD (default: today)"
     )
+    parser.add_argument(
+        "--development",
+        action="store_true",
+        help="begin the development of the version instead of releasing it",
+    )
     options = parser.parse_args()
     try:
-        release(ROOT, options.version, options.date)
+        if options.development:
+            develop(ROOT, options.version)
+        else:
+            release(ROOT, options.version, options.date)
     except ValueError as error:
         parser.error(str(error))
 

@@ -95,10 +95,12 @@ def main(argv: list[str] | None = None) -> dict[int, list[int]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument(
+        "--requests", type=int, default=8, help="requests that join the batch (default: %(default)s)"
+    )
     parser.add_argument("--places", type=int, default=4, help="sequences per step")
     parser.add_argument("--pages", type=int, default=16, help="pages of the cache, shared by the sequences")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
     options = parser.parse_args(argv)
 
     torch.manual_seed(0)

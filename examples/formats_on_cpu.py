@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, dict[str, float]], di
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
     options = parser.parse_args(argv)
 
     errors = {

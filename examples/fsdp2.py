@@ -23,9 +23,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
     options = parser.parse_args(argv)
 
     on_gpu = torch.cuda.is_available()

@@ -78,14 +78,19 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", choices=[*RECIPES, "none"], default="delayed")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--data", type=Path, default=Path(__file__))
+    parser.add_argument(
+        "--recipe",
+        choices=[*RECIPES, "none"],
+        default="delayed",
+        help="recipe of the matrix products; none: high precision (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=64, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=Path(__file__), help="text file (default: this program)")
     parser.add_argument("--checkpoint", type=Path, help="written after the last step")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     options = parser.parse_args(argv)

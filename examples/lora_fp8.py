@@ -21,8 +21,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--rank", type=int, default=8, help="rank of the LoRA adapters (default: %(default)s)"
+    )
     parser.add_argument("--save", help="folder for the adapter")
     options = parser.parse_args(argv)
 

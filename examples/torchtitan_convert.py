@@ -117,10 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--hidden", type=int, default=128)
-    options.add_argument("--layers", type=int, default=2)
-    options.add_argument("--recipe", default=EngineConfig.recipe)
+    options.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
+    options.add_argument("--hidden", type=int, default=128, help="hidden size (default: %(default)s)")
+    options.add_argument("--layers", type=int, default=2, help="Transformer layers (default: %(default)s)")
+    options.add_argument(
+        "--recipe",
+        default=EngineConfig.recipe,
+        help="recipe of the matrix products; none: high precision (default: %(default)s)",
+    )
     options.add_argument("--compile", action="store_true", help="compile every block")
     chosen = options.parse_args(arguments)
     if "RANK" in os.environ:

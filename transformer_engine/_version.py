@@ -1,3 +1,6 @@
-"""The one place that holds the version: API level of the original, then our own release as local part."""
+"""The version: the release of the original whose API is implemented, then the release of this package as local part.
 
-__version__ = "2.20.2+py0.3.0"
+Between two releases, the local part is the next release with `.dev0`; see docs/releases.md.
+"""
+
+__version__ = "2.20.2+py0.4.0.dev0"

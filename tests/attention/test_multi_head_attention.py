@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.nn.functional import layer_norm, linear
@@ -263,3 +265,13 @@ def test_the_fused_latent_projection_is_unsupported():
     assert FusedMLAQUpProjRopeQuant.is_supported() is False
     with pytest.raises(NotImplementedError, match="use Linear, apply_rotary_pos_emb and a quantizer"):
         FusedMLAQUpProjRopeQuant(128, 8)
+
+
+def test_heads_that_do_not_divide_the_hidden_size_warn_with_their_features():
+    words = "num_attention_heads=3 does not divide hidden_size=64.*21 features.*kv_channels=21"
+    with pytest.warns(UserWarning, match=words):
+        module = MultiheadAttention(64, 3, device="cpu")
+    assert module(torch.randn(4, 2, 64)).shape == (4, 2, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MultiheadAttention(64, 3, kv_channels=21, device="cpu")

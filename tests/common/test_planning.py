@@ -270,7 +270,7 @@ def test_every_rate_of_a_plan_states_its_source(gpu):
 
 # Recipes of plans as products of simulated GPUs.
 PRODUCTS = {
-    "bf16": "none",
+    "none": "none",
     "delayed": "float8",
     "current": "float8",
     "block": "block",

@@ -98,10 +98,17 @@ def test_two_ranks_equal_one(kind, recipe, sequence, tmp_path):
         assert bool(got["marked"]) == sequence
 
 
-def test_a_missing_group_names_the_remedy():
-    layer = Linear(HIDDEN, HIDDEN, parallel_mode="row", tp_size=2, device="cpu")
-    with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
-        layer(torch.randn(4, HIDDEN // 2))
+@pytest.mark.parametrize("mode, features", [("row", HIDDEN // 2), ("column", HIDDEN)])
+def test_a_missing_group_names_the_remedy(mode, features):
+    layer = Linear(HIDDEN, HIDDEN, parallel_mode=mode, tp_size=2, device="cpu")
+    with pytest.raises(RuntimeError, match=r"tp_size=2 .*set_tensor_parallel_group\(group\).*tp_group=group"):
+        layer(torch.randn(4, features))
+
+
+def test_a_missing_group_of_a_fused_column_parallel_layer_names_the_remedy():
+    layer = LayerNormLinear(HIDDEN, HIDDEN, parallel_mode="column", tp_size=2, device="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
+        layer(torch.randn(4, HIDDEN))
 
 
 def test_parameters_carry_the_axis_they_are_split_along():

@@ -197,7 +197,9 @@ def test_the_skip_flag_is_one_device_tensor_written_in_place(device):
     [
         (q.autocast, "fp8_recipe", "use recipe="),
         (q.autocast, "fp8_group", "use amax_reduction_group="),
-        (q.autocast, "recipes", "leave it out"),
+        (q.autocast, "recipes", r"did you mean recipe=\?"),
+        (q.autocast, "enable", r"did you mean enabled=\?"),
+        (q.autocast, "zzz", "leave it out"),
         (q.fp8_autocast, "recipe", "use fp8_recipe="),
     ],
 )

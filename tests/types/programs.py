@@ -38,6 +38,30 @@ def examples() -> dict[str, str]:
     }
 
 
+RESULTS = """\
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import transformer_engine.pytorch as te
+
+x = torch.ones(32, 64)
+assert_type(te.Linear(64, 64)(x), Tensor)
+assert_type(te.LayerNormLinear(64, 64)(x), Tensor)
+assert_type(te.LayerNormMLP(64, 128)(x), Tensor)
+assert_type(te.GroupedLinear(2, 64, 64)(x, [16, 16]), Tensor)
+assert_type(te.RMSNorm(64)(x), Tensor)
+assert_type(te.DotProductAttention(4, 16)(x, x, x), Tensor)
+assert_type(te.MultiheadAttention(64, 4)(x), Tensor)
+assert_type(te.TransformerLayer(64, 128, 4)(x), Tensor)
+assert_type(te.RotaryPositionEmbedding(64)(32), Tensor)
+assert_type(te.ops.Linear(64, 64)(x), Tensor)
+assert_type(te.ops.Sequential(te.ops.GELU(), te.ops.RMSNorm(64))(x), Tensor)
+y, bias = te.Linear(64, 64, return_bias=True)(x)
+assert_type(te.Fp8Padding(2)(x, [16, 16])[0], Tensor)
+"""
+
+
 def names() -> str:
     """A program that imports every public name that exists here, and reads every listed attribute of a class."""
     with (ROOT / "docs" / "names.csv").open(encoding="utf-8", newline="") as file:

@@ -15,11 +15,10 @@ CHECKERS = ("mypy strict", "pyright strict", "pyright basic")
 WRONG = wrong_programs()
 NAMES = "names"
 
-# What other libraries declare, or do not: JAX's, Flax's and torch's functions have unknown types in places, torch's
-# `backward` has no annotations, `Tensor.grad` may be None, and Flax's `apply` may return a pair.
+# What other libraries declare, or do not: JAX's, Flax's and torch's functions have unknown types in places,
+# `Tensor.grad` may be None, and Flax's `apply` may return a pair.
 UNKNOWN_TYPES = ("reportUnknown", "reportMissingTypeStubs", "reportMissingModuleSource")
 OF_LIBRARIES = (
-    'untyped function "backward"',
     'Item "None" of "Tensor | None" has no attribute "shape"',
     '"shape" is not a known attribute of "None"',
     "dict[str, Mapping[str, Any]]",
@@ -39,7 +38,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]
     """{checker: reports} of all programs; each checker runs once."""
     folder = tmp_path_factory.mktemp("types")
     python = checkers.installed(folder / "environment")
-    texts = programs.documented() | programs.examples() | {NAMES: programs.names()} | WRONG
+    texts = (
+        programs.documented()
+        | programs.examples()
+        | {NAMES: programs.names(), "results": programs.RESULTS}
+        | WRONG
+    )
     checkers.write(texts, folder / "programs")
     found = {
         f"pyright {mode}": checkers.pyright(folder / "programs", python, mode) for mode in ("basic", "strict")

@@ -66,6 +66,10 @@ ARGUMENTS = {
     "mask_as_string": 'y = te.TransformerLayer(64, 128, 4)(x, attention_mask="causal")  # wrong',
     "string_as_dtype": 'layer = te.LayerNormMLP(64, 128, params_dtype="bfloat16")  # wrong',
     "list_as_target": "loss = te.parallel_cross_entropy(x, [1, 2])  # wrong",
+    "misspelt_activation": 'layer = te.LayerNormMLP(64, 128, activation="gleu")  # wrong',
+    "misspelt_mode": 'layer = te.Linear(64, 64, parallel_mode="rows")  # wrong',
+    "misspelt_layout": 'layer = te.TransformerLayer(64, 128, 4, attn_input_format="sbdh")  # wrong',
+    "misspelt_norm": 'layer = te.LayerNormLinear(64, 64, normalization="BatchNorm")  # wrong',
     "number_as_activation": "layer = te.LayerNormMLP(64, 128, activation=3)  # wrong",
 }
 
@@ -76,6 +80,10 @@ RESULTS = {
     "misspelt_peak": "print(te.memory_plan(te.Linear(64, 64), None, 32).peek)  # wrong",
     "three_of_two_results": "rows, order, more = te.moe_permute(x, x)  # wrong",
     "recipe_as_text": "name: str = te.get_default_recipe()  # wrong",
+    "misspelt_method_of_a_result": "print(te.Linear(64, 64)(x).smu())  # wrong",
+    "result_as_text": "name: str = te.TransformerLayer(64, 128, 4)(x)  # wrong",
+    "result_of_operations_as_text": "name: str = te.ops.Sequential(te.ops.GELU())(x)  # wrong",
+    "result_of_attention_as_text": "name: str = te.MultiheadAttention(64, 4)(x)  # wrong",
     "tuple_or_tensor": "print(te.Linear(64, 64).forward(x).shape)  # wrong",
     "optional_recipe": "print(te.fp8.FP8GlobalStateManager.FP8_RECIPE.fp8_format)  # wrong",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,12 +17,17 @@ class Failure(Exception):
 
 
 @contextmanager
-def reporting(console: Console) -> Iterator[None]:
-    """Print the message of a ValueError (invalid options) or a Failure, and exit with its code."""
+def reporting(console: Console, wording: Callable[[str], str] = str) -> Iterator[None]:
+    """Print the message of a ValueError (invalid options) or a Failure, and exit with its code.
+
+    Args:
+        console: Terminal of the command.
+        wording: Converts the message of a function to the terms of the command.
+    """
     try:
         yield
     except (ValueError, Failure) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(wording(str(error)))}", soft_wrap=True)
         raise SystemExit(FAILED if isinstance(error, Failure) else BAD_OPTION) from None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, get_args
 
 from rich.console import Console
@@ -12,27 +14,38 @@ from rich.table import Table
 
 from ..common.planning import FORMATS, GPUS, MODELS, TrainingPlan, search
 from ..common.planning import plan as predicted
-from ..common.planning.hardware import GIB, gpu_named, links_of
+from ..common.planning.hardware import GIB, OWN_RATES, gpu_named, links_of
 from ..common.planning.layer import Scheme
 from ..common.planning.training import Recompute
-from .failure import reporting
+from .failure import FAILED, reporting
 from .options import add_flag, at_least
 
 # Options without a value of their own: the model's or the planner's value stands where they are left out.
-OPTIONAL = (
-    *("dp", "fsdp", "tp", "cp", "pp", "ep", "micro_batch", "global_batch", "recompute"),
-    *(
-        "hidden",
-        "layers",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "ffn",
-        "vocabulary",
-        "experts",
-        "experts_per_token",
-    ),
+_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "micro_batch", "global_batch")
+_SIZES = (
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocabulary",
+    "experts",
+    "experts_per_token",
 )
+OPTIONAL = (*_AXES, "recompute", *_SIZES)
+_OTHERS = (
+    "devices",
+    "gpu",
+    "recipe",
+    "sequence",
+    "scheme",
+    "attention",
+    "graphs",
+    "devices_per_host",
+    "network",
+)
+_ARGUMENT = re.compile(rf"(?<![\w-])({'|'.join((*OPTIONAL, *_OTHERS))})(?![\w-])(=\w[^\s,;()]*|='[^']*')?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes (default: custom)",
     )
     _add_named(parser, "--gpu", GPUS, "GPU of every device", "h100")
-    _add_named(parser, "--recipe", FORMATS, "recipe of the matrix products; none is bf16", "bf16")
+    _add_named(parser, "--recipe", FORMATS, "recipe of the matrix products; none: bfloat16", "none")
     parser.add_argument("--seq", type=int, default=8192, help="tokens per sequence (default: 8192)")
     parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch")
     parser.add_argument("--global-batch", type=int, help="sequences per step, over all devices")
@@ -115,11 +128,14 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict time and memory of a training step on many devices, or find the fastest mesh that fits."""
+    """Predict time and memory of a training step on many devices, or find the fastest mesh that fits.
+
+    The exit code is 1 if the step does not fit into the memory of a GPU.
+    """
     settings = vars(args)
     options: dict[str, Any] = {name: settings[name] for name in OPTIONAL if settings[name] is not None}
     console = Console(highlight=False)
-    with reporting(console):
+    with reporting(console, _in_options):
         options |= {
             "gpu": args.gpu,
             "recipe": args.recipe,
@@ -138,15 +154,37 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         data = [each.as_dict() for each in plans]
         print(json.dumps(data if args.search else data[0], indent=2))
-        return
-    if args.search:
-        console.print(_ranking(plans))
-    console.print(str(plans[0]), soft_wrap=True)
+    else:
+        if args.search:
+            console.print(_ranking(plans))
+        best = replace(plans[0], warnings=tuple(_in_options(text) for text in plans[0].warnings))
+        console.print(str(best), soft_wrap=True)
+    if not plans[0].fits:
+        raise SystemExit(FAILED)
+
+
+def _in_options(message: str) -> str:
+    """Replace the arguments of `te.plan` in a message by the options of the command: tp=3 by --tp 3."""
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if value is None and name not in _AXES and "_" not in name:  # a word of the sentence
+            return match[0]
+        flag = "--seq" if name == "sequence" else f"--{name.replace('_', '-')}"
+        return flag if value in (None, "=True") else f"{flag} {value[1:].strip(chr(39))}"
+
+    message = message.replace(OWN_RATES, "").replace(
+        "hidden, layers and heads", "--hidden, --layers and --heads"
+    )
+    return _ARGUMENT.sub(option, message)
 
 
 def _ranking(found: list[TrainingPlan]) -> Table:
     """Return the table of the plans of a search, the fastest first."""
-    table = Table("mesh", "batches", "recompute", "step ms", "tokens/s", "MFU", "GiB")
+    table = Table(
+        *("mesh", "batches", "recompute", "step ms", "tokens/s", "MFU", "GiB"),
+        caption="MFU: model FLOP utilization, relative to the bfloat16 peak of all devices",
+    )
     for each in found:
         table.add_row(
             str(each.mesh),

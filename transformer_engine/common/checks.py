@@ -7,7 +7,9 @@ every form that callers use.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
@@ -20,11 +22,56 @@ from .numbers import to_bool, with_article
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def reject_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
-    """Raise TypeError for unknown keywords; the message gives the present name of a renamed keyword."""
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """The most similar of several names, or None if none is similar."""
+    found = difflib.get_close_matches(name, names, 1)
+    return found[0] if found else None
+
+
+def reject_keywords(
+    function: str, given: Collection[str], renamed: Mapping[str, str], names: Collection[str] = ()
+) -> None:
+    """Raise TypeError for unknown keywords.
+
+    Args:
+        function: Name of the called function.
+        given: The unknown keywords.
+        renamed: {former name: present name} of renamed keywords.
+        names: Parameters of the function, of which the message suggests the most similar.
+    """
     for name in given:
-        remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"
+        if name in renamed:
+            remedy = f"use {renamed[name]}="
+        elif (near := nearest(name, names)) is not None:
+            remedy = f"did you mean {near}=?"
+        else:
+            remedy = f"leave it out, or see help({function})"
         raise TypeError(f"{function}() takes no {name}=; {remedy}")
+
+
+def suggests_keywords(function: Function) -> Function:
+    """Decorate a function or a constructor: an unknown keyword raises TypeError with the most similar parameter.
+
+    A function that passes further keywords on stays as it is. Of a class, the constructor is decorated.
+    """
+    if isinstance(function, type):
+        function.__init__ = suggests_keywords(function.__init__)
+        return function  # pyright: ignore[reportReturnType]
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function
+    is_constructor = function.__name__ == "__init__"
+
+    @functools.wraps(function)
+    def with_known_keywords(*arguments: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in names:
+                called = type(arguments[0]).__name__ if is_constructor else function.__name__
+                reject_keywords(called, (name,), {}, names)
+        return function(*arguments, **options)
+
+    return with_known_keywords  # pyright: ignore[reportReturnType]
 
 
 def accepts_former_keywords(**renamed: str) -> Callable[[Function], Function]:
@@ -146,8 +193,11 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     if isinstance(value, str) and value in allowed:
         return
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        names = [choice for choice in allowed if isinstance(choice, str)]
+        near = nearest(value, names) if isinstance(value, str) else None
         raise ValueError(
             f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
+            + (f" (did you mean {near!r}?)" if near else "")
         )
 
 

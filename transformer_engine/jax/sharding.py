@@ -19,7 +19,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..common.checks import accepts_former_keywords, described, text_or_none
+from ..common.checks import accepts_former_keywords, described, suggests_keywords, text_or_none
 from ..common.numbers import with_article
 from .blocks import reusable
 from .checks import check_array, check_axis_names
@@ -51,6 +51,7 @@ def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, 
     return (sequence, BATCH_AXES, hidden) if transposed else (BATCH_AXES, sequence, hidden)
 
 
+@suggests_keywords
 @dataclass(frozen=True)
 class MeshResource:
     """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has no such axis.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -116,6 +116,37 @@ AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 QKVLayouts = tuple(layout.name.removeprefix("NVTE_").lower() for layout in NVTE_QKV_Layout)
 LayerTypes = ("encoder", "decoder")
 GemmParallelModes = ("row", "column", None)
+
+# Types of the string options of layers, by name: annotations name them.
+ParallelMode = Literal["row", "column"]
+NormalizationName = Literal["LayerNorm", "RMSNorm"]
+ActivationName = Literal[
+    "gelu",
+    "geglu",
+    "glu",
+    "qgelu",
+    "qgeglu",
+    "relu",
+    "reglu",
+    "srelu",
+    "sreglu",
+    "silu",
+    "swiglu",
+    "clamped_swiglu",
+]
+TensorFormat = Literal["sbhd", "bshd", "thd"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+AttentionType = Literal["self", "cross"]
+LayerType = Literal["encoder", "decoder"]
+CHOICES: dict[str, tuple[str, ...]] = {
+    "ParallelMode": get_args(ParallelMode),
+    "NormalizationName": get_args(NormalizationName),
+    "ActivationName": get_args(ActivationName),
+    "TensorFormat": get_args(TensorFormat),
+    "SoftmaxType": get_args(SoftmaxType),
+    "AttentionType": get_args(AttentionType),
+    "LayerType": get_args(LayerType),
+}
 
 if TYPE_CHECKING:
     from typing import TypeAlias

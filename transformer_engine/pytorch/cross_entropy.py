@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.checks import described
+from ..common.checks import described, suggests_keywords
 from ..common.numbers import to_bool, to_float, to_int
 from ..common.operation_settings import Labels
 from .constants import dist_group_type
@@ -27,6 +27,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NO_FEATURES = 16  # zeros in place of features, as many as a product needs
 
 
+@suggests_keywords
 def parallel_cross_entropy(
     inp: Tensor,
     target: Tensor,
@@ -106,6 +107,7 @@ def parallel_cross_entropy(
     return loss if reduce_loss else loss.view(inp.shape[:-1])
 
 
+@suggests_keywords
 def fused_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

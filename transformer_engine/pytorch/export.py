@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..common.checks import suggests_keywords
 from ..common.formats import float32_max
 from ..common.numbers import to_bool
 from .primitives.quantize import exported as tex
@@ -22,6 +23,7 @@ from .runtime.tracing import export_mode
 __all__ = ["assert_warmed_up", "is_in_onnx_export_mode", "onnx_export", "te_translation_table"]
 
 
+@suggests_keywords
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Context manager: layers of this thread compute in operators that ONNX can express.

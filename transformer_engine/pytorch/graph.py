@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..common.checks import described
+from ..common.checks import described, suggests_keywords
 from ..common.recipe import DelayedScaling, Recipe
 from .constants import dist_group_type
 from .graphs import arguments, build
@@ -75,6 +75,7 @@ def graph_pool_handle() -> Any:
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
+@suggests_keywords
 def make_graphed_callables(
     modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False,
     sample_kwargs: Any = None, fp8_enabled: bool | tuple[bool, ...] | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.checks import described, one_of
+from ..common.checks import described, one_of, suggests_keywords
 from ..common.numbers import to_int
 from .functions.permutation import permute, unpermute
 from .functions.permutation_checks import (
@@ -42,6 +42,7 @@ _MAPS = (MASK, INDEX)
 _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@suggests_keywords
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
@@ -86,6 +87,7 @@ def moe_permute(
     return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows)[0], row_id_map
 
 
+@suggests_keywords
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +113,7 @@ def moe_permute_with_probs(
     return y, permuted_probs, routes.map
 
 
+@suggests_keywords
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
@@ -160,6 +163,7 @@ def moe_permute_and_pad_with_probs(
     return y, permuted_probs, row_id_map, pad_offsets, target
 
 
+@suggests_keywords
 def moe_unpermute(
     inp: Tensor,
     row_id_map: Tensor,
@@ -211,6 +215,7 @@ def moe_unpermute(
     return unpermute(inp, routes, merging_probs)
 
 
+@suggests_keywords
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Reorder the chunks of tokens [T, H]: chunk i of the result is chunk sorted_index[i] of `inp`.
 
@@ -227,6 +232,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     return permute(inp, _by_chunks(inp, split_sizes, sorted_index), inp.shape[0], every_row=True)[0]
 
 
+@suggests_keywords
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,14 @@ from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .compat.argument_orders import accepts_older_orders, call_of
 from .compat.replaceable import is_bare
-from .constants import CPLoadBalancingStrategy
+from .constants import (
+    ActivationName,
+    CPLoadBalancingStrategy,
+    LayerType,
+    NormalizationName,
+    SoftmaxType,
+    TensorFormat,
+)
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts, size_or_none, window
@@ -138,16 +145,16 @@ class TransformerLayer(CheckedLoading):
         fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
         micro_batch_size: int | None = None, sequence_parallel: bool = False,
         apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
-        parallel_attention_mlp: bool = False, layer_type: str = "encoder", drop_path_rate: float = 0.0,
+        parallel_attention_mlp: bool = False, layer_type: LayerType = "encoder", drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False, zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True, ub_tp_comm_overlap: bool = False,
         ub_overlap_ag: bool = True, ub_overlap_rs: bool = True, ub_overlap_rs_dgrad: bool = False,
         ub_bulk_dgrad: bool = True, ub_bulk_wgrad: bool = True, bias: bool = True,
-        activation: str = "gelu", activation_params: dict[str, float] | None = None,
-        normalization: str = "LayerNorm", device: torch.device | str | int = "cuda",
-        attn_input_format: str = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, softmax_type: str = "vanilla",
+        activation: ActivationName = "gelu", activation_params: dict[str, float] | None = None,
+        normalization: NormalizationName = "LayerNorm", device: torch.device | str | int = "cuda",
+        attn_input_format: TensorFormat = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, softmax_type: SoftmaxType = "vanilla",
     ) -> None:  # fmt: skip
         given = dict(locals())
         super().__init__()

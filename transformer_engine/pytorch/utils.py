@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.checks import described, whole
+from ..common.checks import described, suggests_keywords, whole
 from .constants import dist_group_type
 from .functions.split_heads import SplitAlongDim
 from .graph import make_weak_ref
@@ -114,6 +114,7 @@ def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
+@suggests_keywords
 def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
     """Reorder [2f, ..], the f rows of a gate and then the f rows that it multiplies, into blocks of both in turn.
 
@@ -130,6 +131,7 @@ def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
     return _glu_blocks(tensor, interleave_size, (2, -1, interleave_size))
 
 
+@suggests_keywords
 def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
     """Invert `interleave_glu_tensor`: all rows of the gate before all rows that it multiplies.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .hardware import FORMATS as FORMATS
-from .hardware import GIB, FormatCost, GpuRates, LinkRates, format_named, gpu_named, links_of
+from .hardware import GIB, HIGH_PRECISION, FormatCost, GpuRates, LinkRates, format_named, gpu_named, links_of
 from .hardware import GPUS as GPUS
 from .layer import MicroBatch, Scheme
 from .models import MODELS as MODELS
@@ -32,7 +32,7 @@ def plan(
     devices: int,
     *,
     gpu: str | GpuRates = "h100",
-    recipe: str = "bf16",
+    recipe: str = HIGH_PRECISION,
     dp: int | None = None,
     fsdp: int = 1,
     tp: int = 1,
@@ -56,7 +56,7 @@ def plan(
             `layers` and `heads`.
         devices: Number of GPUs.
         gpu: A name of `GPUS`, or a `GpuRates` with other rates.
-        recipe: "bf16" or "none", "delayed", "current", "block", "mxfp8" or "nvfp4".
+        recipe: "none" (bfloat16), "delayed", "current", "block", "mxfp8" or "nvfp4".
         dp: Data-parallel replicas; by default the devices that the other axes leave.
         fsdp: Ranks that share parameters by `fully_shard`, with the context-parallel ranks.
         tp: Tensor-parallel ranks, with sequence parallelism.
@@ -160,13 +160,17 @@ def _check_division(
             (f"ffn / tp ({row.name})", shape.ffn // tp, "the block", row.multiple),
         ]
     for name, value, axis, size in checks:
-        if value % size:
+        if not value % size:
+            continue
+        if axis == "the block":
             raise ValueError(
-                f"{name}={value} is not divisible by {axis}={size}; choose {axis.split()[-1]} from the divisors of "
-                f"{value}, or change {name}"
-                if axis != "the block"
-                else f"{name} = {value} is not divisible by {size}, which its products need; pad it, or use bf16"
+                f"{name} = {value} is not divisible by {size}, which its products need; pad it, or use recipe='none'"
             )
+        changed = axis.partition(" with")[0].split()[-1]  # cp of "2 * cp"
+        raise ValueError(
+            f"{name}={value} is not divisible by {axis}={size}; choose {changed} from the divisors of {value}, or "
+            f"change {name}"
+        )
 
 
 def search(

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..formats import TENSOR_FORMATS, TensorFormat
-from ..hardware import Capability, Hardware, nvidia
+from ..hardware import Capability, Hardware, hardware_of_gpu, nvidia
 
 GIB = 1 << 30
 US = 1e-3  # milliseconds
 GB_PER_S = 1e6  # bytes per millisecond
+HIGH_PRECISION = "none"  # name of the recipe without quantization, as in `te train`
+OWN_RATES = ", or pass a GpuRates with measured rates"
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_receive"]
 
 
@@ -245,9 +247,11 @@ def gpu_named(name: str | GpuRates) -> GpuRates:
     """Return a GPU of the table; ValueError for another name."""
     if isinstance(name, GpuRates):
         return name
-    if name not in GPUS:
-        raise unknown("gpu", name, GPUS, ", or pass a GpuRates with measured rates")
-    return GPUS[name]
+    if name in GPUS:
+        return GPUS[name]
+    if hardware_of_gpu(name) is not None:  # not a misspelt name: none of the others is meant
+        raise ValueError(f"gpu {name!r} has no measured rates; choose from {', '.join(GPUS)}{OWN_RATES}")
+    raise unknown("gpu", name, GPUS, OWN_RATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +293,7 @@ def _of_blocks(form: TensorFormat) -> FormatCost:
 FORMATS = {
     row.name: row
     for row in (
-        FormatCost("bf16", "bf16 products", ("bf16", "bf16", "bf16"), multiple=1),
+        FormatCost(HIGH_PRECISION, "bf16 products", ("bf16", "bf16", "bf16"), multiple=1),
         FormatCost("delayed", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
         FormatCost(
             "current", "fp8 products", ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True
@@ -306,25 +310,26 @@ FORMATS = {
 }
 
 
+def _computes(gpu: GpuRates, row: FormatCost) -> bool:
+    """Does a GPU have the instructions and the rates of a recipe's products?"""
+    return gpu.hardware.has(row.needs) and gpu.rates.keys() >= set(row.products)
+
+
 def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
     """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
 
-    "none", the name of high precision in `te train`, is "bf16".
+    "bf16" is another name of "none".
     """
-    recipe = "bf16" if recipe == "none" else recipe
+    recipe = HIGH_PRECISION if recipe == "bf16" else recipe
     if recipe not in FORMATS:
         raise unknown("recipe", recipe, FORMATS)
     found = FORMATS[recipe]
-    missing = [kind for kind in found.products if kind not in gpu.rates]
-    if missing or not gpu.hardware.has(found.needs):
-        runs = [
-            name
-            for name, row in FORMATS.items()
-            if gpu.hardware.has(row.needs) and gpu.rates.keys() >= set(row.products)
-        ]
+    if not _computes(gpu, found):
+        runs = [name for name, row in FORMATS.items() if _computes(gpu, row)]
+        others = [name for name, other in GPUS.items() if _computes(other, found)]
         reason = gpu.hardware.lacks(found.needs) or "the table has no rate of its products"
         raise ValueError(
-            f"recipe={recipe!r} has no products on gpu={gpu.name!r} ({reason}); choose from {', '.join(runs)}, or "
-            "another gpu"
+            f"recipe={recipe!r} has no products on gpu={gpu.name!r} ({reason}); choose from {', '.join(runs)}"
+            + (f", or use {' or '.join(f'gpu={name!r}' for name in others)}" if others else "")
         )
     return found

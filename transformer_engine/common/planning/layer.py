@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..memory import Memory
+from .hardware import HIGH_PRECISION
 from .models import ModelShape
 from .simulate import VALUE, Cost, Extent, LinearSize, PassRun, RankMachine, passes_of
 
@@ -200,7 +201,7 @@ def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual:
         cost.spend("uneven experts", UNEVEN * cost.kernels["products"], 0)
     # Permuted rows, the input of the activation, and the results before they are weighted.
     costs.forward.saved += one + wide.size + sent + scores
-    if machine.format.name == "bf16":
+    if machine.format.name == HIGH_PRECISION:
         costs.forward.saved += sent + half.size
     return costs
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .hardware import GIB
+from .hardware import GIB, HIGH_PRECISION
 from .models import ModelShape
+
+DOES_NOT_FIT = "does not fit"  # the first words of the warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class TrainingPlan:
         memory_limit: Bytes of a GPU that can be filled.
         tokens_per_s: Tokens per second of all devices.
         utilization: FLOP of the model relative to the bfloat16 peak of all devices, without recomputation.
+        peak: FLOP/ms of dense bfloat16 products in the data sheet of the GPU.
         calibrated: The rates of the GPU were measured; otherwise they follow from its data sheet.
         rates: Rates behind the figures, by name, each marked "measured", "data sheet" or "assumed".
         warnings: What makes the plan less certain, or less useful.
@@ -107,6 +110,7 @@ class TrainingPlan:
     tokens_per_s: float
     exposed: Mapping[str, float]
     utilization: float
+    peak: float
     calibrated: bool
     rates: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -134,30 +138,58 @@ class TrainingPlan:
         return found
 
     def __str__(self) -> str:
+        unfit, others = [], list(self.warnings)
+        if not self.fits:
+            unfit = ["", *[text for text in others if text.startswith(DOES_NOT_FIT)]]
+            others = [text for text in others if text not in unfit]
+        rate = [] if unfit else [self._rate_line()]
+        return "\n".join(
+            [
+                *self._heading(),
+                *unfit,
+                "",
+                *(["times of GPUs with enough memory:"] if unfit else []),
+                *self._times(),
+                "",
+                *self._sizes(),
+                "",
+                *rate,
+                f"rates: {', '.join(f'{name} {rate}' for name, rate in self.rates.items())}",
+                *[f"warning: {text}" for text in others],
+            ]
+        )
+
+    def _heading(self) -> list[str]:
         model, mesh = self.model, self.mesh
-        lines = [
-            f"{model.name}, {model.parameters() / 1e9:.1f} B parameters, {self.recipe} on {mesh.devices} x {self.gpu}"
+        recipe = "no recipe (bfloat16)" if self.recipe == HIGH_PRECISION else f"recipe {self.recipe}"
+        return [
+            f"{model.name}, {model.parameters() / 1e9:.1f} B parameters, {recipe}, on {mesh.devices} x {self.gpu}"
             f" ({mesh}); predicted, not measured",
             f"{self.global_batch} sequences of {self.sequence} tokens: {self.micro_batches} "
             f"micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch} for each replica, "
             f"recomputation: {self.recompute}",
-            "",
         ]
+
+    def _times(self) -> list[str]:
         rows = [(kind, took) for kind, took in self.parts.items() if took >= 5e-3]
         rows += [
             (f"exposed communication ({axis})", took) for axis, took in self.exposed.items() if took >= 5e-3
         ]
         rows.append(("step", self.step_ms))
-        lines += [f"{name:<32}{took:>12.2f} ms {took / self.step_ms:>7.1%}" for name, took in rows]
         hidden = sum(self.communication.values()) - sum(self.exposed.values())
-        lines += [f"{'hidden communication':<32}{max(hidden, 0.0):>12.2f} ms", ""]
-        sizes = [*asdict(self.memory).items(), ("peak", self.memory.peak), ("limit", self.memory_limit)]
-        lines += [f"{name:<32}{size / GIB:>12.2f} GiB" for name, size in sizes]
-        lines += [
-            "",
-            f"{self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / mesh.devices:,.0f} per device), "
-            f"model FLOP utilization {self.utilization:.1%}",
-            f"rates: {', '.join(f'{name} {rate}' for name, rate in self.rates.items())}",
-            *[f"warning: {text}" for text in self.warnings],
+        return [
+            *[f"{name:<32}{took:>12.2f} ms {took / self.step_ms:>7.1%}" for name, took in rows],
+            f"{'hidden communication':<32}{max(hidden, 0.0):>12.2f} ms",
         ]
-        return "\n".join(lines)
+
+    def _sizes(self) -> list[str]:
+        sizes = [*asdict(self.memory).items(), ("peak", self.memory.peak), ("limit", self.memory_limit)]
+        return [f"{name:<32}{size / GIB:>12.2f} GiB" for name, size in sizes]
+
+    def _rate_line(self) -> str:
+        faster = "" if self.recipe == HIGH_PRECISION else ", which FP8 and FP4 products exceed"
+        peak = f"the bfloat16 peak ({self.peak / 1e9:.0f} TFLOP/s per device{faster})"
+        return (
+            f"{self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / self.mesh.devices:,.0f} per device), model FLOP "
+            f"utilization {self.utilization:.1%} of {peak}"
+        )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..memory import Memory
-from .hardware import DEFAULT_LINKS, FormatCost, GpuRates, LinkRates
+from .hardware import DEFAULT_LINKS, HIGH_PRECISION, FormatCost, GpuRates, LinkRates
 from .layer_steps import (
     BEGIN,
     WAIT,
@@ -156,7 +156,7 @@ class RankMachine:
             layer,
             bias=bias,
             mode=mode if self.tp > 1 else None,
-            plain=self.format.name == "bf16",
+            plain=self.format.name == HIGH_PRECISION,
             sequence=self.sequence_parallel,
             row_codes=self.format.row_codes,
         )

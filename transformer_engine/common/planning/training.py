@@ -9,7 +9,7 @@ from typing import Literal
 from .hardware import DEFAULT_LINKS, GB_PER_S, GIB, links_of
 from .layer import LOSS, Both, MicroBatch, layer, no_costs
 from .models import ModelShape
-from .report import Mesh, StepMemory, TrainingPlan
+from .report import DOES_NOT_FIT, Mesh, StepMemory, TrainingPlan
 from .simulate import VALUE, Cost, RankMachine
 
 Recompute = Literal["none", "full"]
@@ -83,6 +83,7 @@ class TrainingStep:
             step_ms=cost.total,
             tokens_per_s=1e3 * tokens / cost.total,
             utilization=flops / (cost.total * gpu.peak * mesh.devices),
+            peak=gpu.peak,
             calibrated=gpu.calibrated,
             rates=self._rates(),
             warnings=self._warnings(cost, memory.peak, limit),
@@ -265,8 +266,8 @@ class TrainingStep:
         found = []
         if peak > limit:
             found.append(
-                f"needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of each {gpu.name} can be filled; raise fsdp, "
-                "tp or pp, or use recompute='full'"
+                f"{DOES_NOT_FIT}: needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of each {gpu.name} can be "
+                "filled; raise fsdp, tp or pp" + ("" if self.recompute else ", or use recompute='full'")
             )
         if not gpu.calibrated:
             found.append(f"the rates of {gpu.name} follow from its data sheet and are not measured")
@@ -277,6 +278,6 @@ class TrainingStep:
             )
         if cost.kernels["waiting for the host"] > 0.05 * cost.total:
             found.append(
-                "the host launches kernels more slowly than the GPU runs them; use graphs, or more tokens"
+                "the host launches kernels more slowly than the GPU runs them; use graphs=True, or more tokens"
             )
         return tuple(found)

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from ..checks import nearest
 from ..dispatch import is_tracing
 from ..warning import warn_of_unused
 from .field_checks import demand_readable_defaults
@@ -201,8 +202,10 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
         dropped = {name: keywords.pop(name) for name in list(keywords) if name not in known}
         unknown = [name for name, value in dropped.items() if not has_no_effect(name, value)]
         if unknown:
+            near = [(name, nearest(name, known)) for name in unknown]
+            listed = [f"{name} (did you mean {meant}?)" if meant else name for name, meant in near]
             warnings.warn(
-                f"{cls.__name__} ignores unknown arguments: {', '.join(unknown)}", UserWarning, stacklevel=2
+                f"{cls.__name__} ignores unknown arguments: {', '.join(listed)}", UserWarning, stacklevel=2
             )
         self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)

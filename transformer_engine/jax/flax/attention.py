@@ -13,7 +13,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
-from ...common.checks import described, drop_rate, member, switch, whole
+from ...common.checks import described, drop_rate, member, suggests_keywords, switch, whole
 from ..attention.arguments import check_attention, dropout_of, separated, sink_of
 from ..attention.availability import is_fused_attn_kernel_available
 from ..attention.fused import fused_attn, hidden_of
@@ -153,6 +153,7 @@ class _FusedDotProductAttention(nn.Module):
         )  # fmt: skip
 
 
+@suggests_keywords
 class DotProductAttention(nn.Module):
     """Attention: out [b, q, h, d], or [q, b, h, d] with transpose_batch_sequence, in the dtype of the query.
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import integers, whole
+from ...common.checks import integers, suggests_keywords, whole
 from ..dense import dense
 from ..products import biased
 from .base import Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
 
 
+@suggests_keywords
 class DenseGeneral(TransformerEngineBase):
     """Compute y [*batch, *features] = x @ kernel [*axis sizes, *features] + bias [*features], in the dtype of x.
 

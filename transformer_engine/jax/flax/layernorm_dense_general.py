@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import positive, whole
+from ...common.checks import positive, suggests_keywords, whole
 from ..dense import dense
 from ..layernorm_dense import layernorm_dense
 from ..products import biased
@@ -21,6 +21,7 @@ from .low_rank import _canonicalize_tuple, low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
+@suggests_keywords
 class LayerNormDenseGeneral(TransformerEngineBase):
     """Normalize x and multiply it: (y [*batch, *features], norm(x) or None), in the dtype of x.
 

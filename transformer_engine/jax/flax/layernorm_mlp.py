@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ...common.checks import described, switch, whole
+from ...common.checks import described, suggests_keywords, switch, whole
 from ..activation import ActivationParams, activation, is_known
 from ..checks import check_rate
 from ..dense import dense
@@ -25,6 +25,7 @@ from .low_rank import low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
+@suggests_keywords
 class LayerNormMLP(TransformerEngineBase):
     """Normalize x [*batch, h] and apply a feed-forward block: (y [*batch, h], norm(x) or None), in the dtype of x.
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import whole
+from ...common.checks import suggests_keywords, whole
 from ...common.recipe import Recipe
 from ..moe import moe
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 
 
+@suggests_keywords
 class _MoEBlock(TransformerEngineBase):
     """Mixture of experts: (y [b, s, h], the balancing loss or None, received rows), in the dtype of x.
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ...common.checks import switch, whole
+from ...common.checks import suggests_keywords, switch, whole
 from ..primitives.attention.enums import canonicalize_attn_mask_type
 from ..primitives.attention.masks import check_window, reads_mask
 from ..quantize.config import get_global_quantize_recipe
@@ -45,6 +45,7 @@ _FORMER_NAMES = {
 }
 
 
+@suggests_keywords
 class MultiHeadAttention(nn.Module):
     """Multi-head attention with projections of queries, keys, values and output, and an optional input norm.
 

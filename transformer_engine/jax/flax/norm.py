@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
+from ...common.checks import suggests_keywords
 from ..layernorm import canonicalize_norm_type, layernorm
 from ..sharding import with_sharding_constraint_by_logical_axes
 from .base import Axes, Initializer, check_call, parameter
@@ -45,6 +46,7 @@ def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Arr
     return layernorm(x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon)
 
 
+@suggests_keywords
 class LayerNorm(nn.Module):
     """Normalize the last axis of x by LayerNorm or RMSNorm; parameters `scale` and `ln_bias`.
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 from jax import Array, lax
 
-from ...common.checks import described, number, switch, whole
+from ...common.checks import described, number, suggests_keywords, switch, whole
 from ..checks import check_extent, check_values
 from ..primitives.rope import rotate, rotate_packed
 from .base import check_call, parameter
@@ -106,6 +106,7 @@ def _angles(windows: tuple[float, float], group_method: str, length: int, width:
     return jnp.asarray(np.arange(length)[:, None] / timescales, jnp.float32)
 
 
+@suggests_keywords
 class RelativePositionBiases(nn.Module):
     """Relative position biases of T5 (arXiv:1910.10683): one parameter per head and bucket of distances.
 

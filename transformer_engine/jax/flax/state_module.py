@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import described, text_or_none
+from ...common.checks import described, suggests_keywords, text_or_none
 from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..dense import dense
@@ -22,6 +22,7 @@ from .base import TransformerEngineBase
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"  # Flax's name: TrainState replaces it by its gradient
 
 
+@suggests_keywords
 def wrap_function_in_te_state_module(
     f: Callable[..., Any],
     recipe: Recipe | None,
@@ -63,6 +64,7 @@ def wrap_function_in_te_state_module(
     return TEWrapper
 
 
+@suggests_keywords
 def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[TransformerEngineBase]:
     """Return a class for `nn.Dense(dot_general=cls())`: products of a recipe, without batch dimensions.
 
@@ -101,6 +103,7 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
     return wrap_function_in_te_state_module(te_dot_general, quantization_recipe, "dot_general")
 
 
+@suggests_keywords
 def make_grouped_dense_cls(
     quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
 ) -> TransformerEngineBase:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import drop_rate, function_or_none, member, switch, whole
+from ...common.checks import drop_rate, function_or_none, member, suggests_keywords, switch, whole
 from ...common.warning import warn_once
 from ..activation import ActivationParams
 from ..checks import check_rate
@@ -54,6 +54,7 @@ class TransformerLayerType(enum.Enum):
     DECODER = "decoder"
 
 
+@suggests_keywords
 class TransformerLayer(nn.Module):
     """Transformer layer: y [b, s, h] in the dtype of the inputs; with transpose_batch_sequence [s, b, h].
 

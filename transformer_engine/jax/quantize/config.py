@@ -6,8 +6,9 @@ jitted function, or call it for the first time, inside the block of its recipe.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,11 +16,18 @@ from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
 
-from ...common.checks import accepts_former_keywords, described, member, reject_keywords, switch
+from ...common.checks import (
+    accepts_former_keywords,
+    described,
+    member,
+    reject_keywords,
+    suggests_keywords,
+    switch,
+)
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
-from ..blocks import reusable
+from ..blocks import Arguments, ReusableContext, reusable
 from ..platform import compute_capability, hardware
 from ..sharding import MeshResource
 from . import recipes
@@ -58,6 +66,25 @@ def is_fp8_gemm_with_all_layouts_supported() -> bool:
     return hardware().has("fp8 products in all layouts by xla")
 
 
+def _hints_at_default(block: Callable[Arguments, ReusableContext]) -> Callable[Arguments, ReusableContext]:
+    """Decorate `autocast`: warn of a recipe without `enabled`, which quantizes in PyTorch and not in JAX."""
+
+    @functools.wraps(block)
+    def hinted(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ReusableContext:
+        if not args and "enabled" not in kwargs and kwargs.get("recipe") is not None:
+            warnings.warn(
+                "autocast(recipe=..) of transformer_engine.jax computes in high precision, because enabled is False by "
+                "default, as in the original (in transformer_engine.pytorch it is True); pass enabled=True to quantize "
+                "or enabled=False to silence this warning",
+                UserWarning,
+                stacklevel=2,
+            )
+        return block(*args, **kwargs)
+
+    return hinted
+
+
+@_hints_at_default
 @reusable
 def autocast(
     enabled: bool = False,
@@ -70,7 +97,8 @@ def autocast(
     The returned context manager is reusable and reentrant.
 
     Args:
-        enabled: Whether to quantize; False disables quantization inside an enabled block.
+        enabled: Whether to quantize; False disables quantization inside an enabled block. The default is False, as in
+            the original, while that of `transformer_engine.pytorch` is True. A recipe without `enabled` warns.
         recipe: Formats and scaling; None means DelayedScaling().
         mesh_resource: Uses of the axes of the mesh; None keeps those outside of the block.
         **others: No other keyword is accepted.
@@ -79,7 +107,7 @@ def autocast(
         TypeError: recipe is not an instance of a recipe class.
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
-    reject_keywords("autocast", others, {"fp8_recipe": "recipe"})
+    reject_keywords("autocast", others, {"fp8_recipe": "recipe"}, ("enabled", "recipe", "mesh_resource"))
     reject_recipe_as_enabled(enabled)
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
@@ -101,6 +129,7 @@ def autocast(
         _recipe.reset(token)
 
 
+@suggests_keywords
 @reusable
 def fp8_autocast(
     enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
@@ -309,6 +338,7 @@ def is_fp8_available(
     return is_scaling_mode_supported(scaling_mode, 0 if gpu_id is None else gpu_id)
 
 
+@suggests_keywords
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return original with the entries of new, as a dict or FrozenDict like original.
 

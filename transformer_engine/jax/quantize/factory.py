@@ -131,7 +131,8 @@ class QuantizerFactory:
         _check_count("n_quantizer_sets", n_quantizer_sets)
         if n_groups is not None:
             _check_count("n_groups", n_groups)
-        reject_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
+        unknown = kwargs.keys() - {"quantize_meta_set"}
+        reject_keywords("QuantizerFactory.create_set", unknown, {}, ("quantize_meta_set",))
         switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(

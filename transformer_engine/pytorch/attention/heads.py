@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..functions.split_heads import split_heads
+from ..runtime.warn_once import warn_once
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Heads:
 def head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
     """Return the features per head: `kv_channels`, or by default hidden_size // heads.
 
-    Heads need not divide hidden_size: the projections are then narrower than hidden_size.
+    Heads need not divide hidden_size, as in the original: the projections are then narrower than hidden_size. This
+    warns once.
     """
     if kv_channels is not None:
         return kv_channels
@@ -57,4 +59,12 @@ def head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
             f"num_attention_heads={heads} is above hidden_size={hidden_size}, which leaves no feature per head; "
             "set kv_channels"
         )
-    return hidden_size // heads
+    size = hidden_size // heads
+    if size * heads != hidden_size:
+        warn_once(
+            f"{heads} heads of hidden_size={hidden_size}",
+            f"num_attention_heads={heads} does not divide hidden_size={hidden_size}: each head has {size} features, "
+            f"{size * heads} in total; choose a divisor of {hidden_size}, or state kv_channels={size}",
+            stacklevel=4,
+        )
+    return size

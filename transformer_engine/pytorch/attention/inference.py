@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import described, one_of
+from ...common.checks import described, one_of, suggests_keywords
 from ...common.formats import ceil_div, round_up
 from ...common.numbers import to_bool, to_int
 from ..module.arguments import size_or_none
@@ -142,6 +142,7 @@ class InferenceParams:
         device: Device of the caches.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         max_batch_size: int,

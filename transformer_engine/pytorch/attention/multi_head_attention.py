@@ -12,7 +12,7 @@ from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..compat.argument_orders import accepts_older_orders, call_of
 from ..compat.replaceable import is_bare
-from ..constants import CPLoadBalancingStrategy
+from ..constants import AttentionType, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
 from ..functions.attention.autograd import Projection
 from ..functions.split_heads import parts_of
 from ..module.arguments import accepts
@@ -109,14 +109,14 @@ class MultiheadAttention(CheckedLoading):
         fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Callable | None = None,
         sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
         return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
-        attention_type: str = "self", set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
+        attention_type: AttentionType = "self", set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
         zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
         rotary_pos_interleaved: bool = False, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-        bias: bool = True, normalization: str = "LayerNorm", device: torch.device | str | int = "cuda",
-        qkv_format: str = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
+        bias: bool = True, normalization: NormalizationName = "LayerNorm", device: torch.device | str | int = "cuda",
+        qkv_format: TensorFormat = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, seq_length: int | None = None,
-        micro_batch_size: int | None = None, softmax_type: str = "vanilla",
+        micro_batch_size: int | None = None, softmax_type: SoftmaxType = "vanilla",
     ) -> None:  # fmt: skip
         given = dict(locals())
         super().__init__()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import number, positive
+from ...common.checks import number, positive, suggests_keywords
 from ...common.numbers import to_bool, to_float, to_int
 from ..compat.argument_orders import call_of
 from ..primitives.rope import (
@@ -42,6 +42,7 @@ class RotaryPositionEmbedding(nn.Module):
 
     inv_freq: Tensor
 
+    @suggests_keywords
     def __init__(
         self,
         dim: int,

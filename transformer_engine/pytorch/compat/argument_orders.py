@@ -16,11 +16,13 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ..constants import CHOICES
 from ..runtime.warn_once import warn_once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Parameters = ParamSpec("Parameters")
 Module = TypeVar("Module")
+Result = TypeVar("Result")
 Test = Callable[[Any], bool]
 
 
@@ -50,6 +52,7 @@ _TESTS: dict[str, Test] = {
     "Sequence": lambda value: isinstance(value, (tuple, list)),
     "torch.dtype": lambda value: isinstance(value, torch.dtype),
     "Any": _is_object,
+    **dict.fromkeys(CHOICES, lambda value: isinstance(value, str)),
     "torch.device": lambda value: _is_object(value) and not isinstance(value, Tensor),
 }
 
@@ -157,10 +160,16 @@ def accepts_older_orders(
 
 def call_of(
     forward: Callable[Concatenate[Module, Parameters], Any],
-) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Any]]:
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Tensor]]:
     """Declare `__call__` with the parameters of `forward`, under `if TYPE_CHECKING`; it is never executed.
 
-    The result remains Any, as in every module of torch. A checker in strict mode rejects `y.sum().backward()` for a
-    `Tensor`, because torch's `backward` has no annotations.
+    The result is a Tensor, which is also iterable: `y, bias = layer(x)` of a layer with `return_bias=True` passes.
     """
+    raise AssertionError(f"torch.nn.Module.__call__ calls {forward}")
+
+
+def exact_call_of(
+    forward: Callable[Concatenate[Module, Parameters], Result],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Result]]:
+    """Declare `__call__` as `call_of` does, with the result of `forward`."""
     raise AssertionError(f"torch.nn.Module.__call__ calls {forward}")

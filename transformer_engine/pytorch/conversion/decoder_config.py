@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...common.checks import one_of, positive, whole
+from ..constants import ActivationName, NormalizationName
 
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu")
 NORMS = ("RMSNorm", "LayerNorm")
@@ -66,10 +67,10 @@ class DecoderConfig:
     groups: int
     head_size: int
     positions: int
-    norm: str = "RMSNorm"
+    norm: NormalizationName = "RMSNorm"
     epsilon: float = 1e-6
     zero_centered: bool = False
-    activation: str = "swiglu"
+    activation: ActivationName = "swiglu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

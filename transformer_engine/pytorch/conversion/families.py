@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..constants import ActivationName
 from .decoder_config import DecoderConfig
 from .layouts import Grouped, GroupedInOne, Stacked, Transposed, Unchanged, WeightLayout
 from .settings import Settings, llama_like, windows
@@ -167,7 +168,7 @@ def _qwen3_settings(settings: Settings) -> DecoderConfig:
 
 
 # Early files of Gemma name the activation "gelu" and mean the tanh approximation.
-_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
+_GEMMA_ACTIVATIONS: dict[str, ActivationName] = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
 
 
 def _gemma_settings(settings: Settings) -> DecoderConfig:
@@ -186,7 +187,11 @@ def _gemma_settings(settings: Settings) -> DecoderConfig:
     )
 
 
-_GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+_GPT2_ACTIVATIONS: dict[str, ActivationName] = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
 
 
 def _gpt2_settings(settings: Settings) -> DecoderConfig:

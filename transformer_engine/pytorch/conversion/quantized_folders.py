@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import described, whole
+from ...common.checks import described, suggests_keywords, whole
 from ...common.recipe import Float8CurrentScaling
 from ..attention import DotProductAttention
 from ..inspect.observation import observe
@@ -51,6 +51,7 @@ class SampledMaxima:
     cache: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
+@suggests_keywords
 def save_quantized(
     model: nn.Module,
     folder: str | Path,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...common.checks import described
 from ...common.numbers import to_bool
 from .decoder_config import DecoderConfig, RotaryConfig
 
 CONFIG_FILE = "config.json"
+Choice = TypeVar("Choice")
 
 
 @dataclass(eq=False)
@@ -31,7 +32,7 @@ class Settings:
         """Return the truth value of a setting as transformers reads it: null is false."""
         return to_bool(f"{self.source}: {name}", self.content.get(name, default))
 
-    def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
+    def choice(self, name: str, default: str, choices: Mapping[str, Choice]) -> Choice:
         """Return the entry of `choices` for the setting `name`."""
         value = self.content.get(name) or default
         if value not in choices:

@@ -150,8 +150,8 @@ class TensorParallel:
     def checked_group(self) -> dist_group_type:
         if self.group is None:
             raise RuntimeError(
-                f"tp_size={self.size} and no tensor-parallel group; "
-                "call set_tensor_parallel_group(group) before the forward pass"
+                f"tp_size={self.size} and no tensor-parallel group; call set_tensor_parallel_group(group) before the "
+                "forward pass, or construct the layer with tp_group=group"
             )
         return self.group
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...common.checks import described
+from ...common.checks import described, suggests_keywords
 from ...common.numbers import to_bool, to_int
 from .overlap import reserve
 
@@ -91,6 +91,7 @@ class Communicator:
 _communicators: dict[tuple[str, UserBufferQuantizationMode], Communicator] = {}
 
 
+@suggests_keywords
 def initialize_ub(
     shape: Sequence[int],
     tp_size: int,

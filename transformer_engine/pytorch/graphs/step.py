@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...common.checks import described, whole
+from ...common.checks import described, suggests_keywords, whole
 from ...common.dispatch import undisturbed
 from ..quantization.autocast import here
 from ..runtime.capture import Recorder
@@ -341,6 +341,7 @@ class GraphedFunction:
         return GraphedFunction, (self.function, self.after, self.signatures)
 
 
+@suggests_keywords
 def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Function:
     """Turn the calls of a module, a function or a training step into CUDA graphs, without sample arguments.
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils import deterministic as torch_settings
 
 from ...common import env
-from ...common.checks import switch
+from ...common.checks import suggests_keywords, switch
 from ..primitives.gemm.request import Switch, wanted
 from ..runtime.determinism import is_demanded
 
@@ -29,6 +29,7 @@ class deterministic(ContextDecorator):
         RuntimeError: `te.autotune()` or NVTE_AUTOTUNE=1 is active.
     """
 
+    @suggests_keywords
     def __init__(self, enabled: bool = True):
         switch("enabled", enabled)
         self._enabled = enabled

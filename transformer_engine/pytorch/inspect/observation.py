@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import described, whole
+from ...common.checks import described, suggests_keywords, whole
 from ...common.numbers import with_article
 from ..functions.linear_spec import ProductQuantizers
 from ..functions.scale_update import in_backward_pass
@@ -215,6 +215,7 @@ def _empty_hook(module: nn.Module, arguments: Any, output: Any) -> None:
     pass
 
 
+@suggests_keywords
 def observe(
     model: nn.Module,
     every: int = 10,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ...common.checks import function, one_of, switch
+from ...common.checks import function, one_of, suggests_keywords, switch
 from ...common.recipe import Recipe
 from ..distributed.collectives import world_size
 from ..quantization import autocast
@@ -64,6 +64,7 @@ def mean_square(output: Any, batch: Any) -> Tensor:
     return first_tensor(output).float().square().mean()
 
 
+@suggests_keywords
 def verify(
     model_fn: Callable[[Any], nn.Module],
     batch: Batch,

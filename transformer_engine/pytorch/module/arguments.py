@@ -8,6 +8,7 @@ it as the type that the annotation promises: a size given as 16.0, `np.int64(16)
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -238,7 +239,7 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
             Arguments without a rule are passed on unchanged, and so are defaults.
 
     Raises:
-        TypeError: The decorated constructor got an argument of a type that cannot be used.
+        TypeError: The decorated constructor got an unknown keyword, or an argument of a type that cannot be used.
         ValueError: The decorated constructor got an argument outside its limits.
     """
     known = {**RULES, **rules}
@@ -246,6 +247,8 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
     def decorate(constructor: Constructor) -> Constructor:
         code = constructor.__code__
         names = code.co_varnames[1 : code.co_argcount]
+        keywords = frozenset((*names, *code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]))
+        takes_others = bool(code.co_flags & inspect.CO_VARKEYWORDS)
 
         @functools.wraps(constructor)
         def converted(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -253,6 +256,9 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
                 known[name](name, value) if name in known else value
                 for name, value in zip(names, args, strict=False)
             ]
+            if not (takes_others or kwargs.keys() <= keywords):
+                unknown = [name for name in kwargs if name not in keywords]
+                checks.reject_keywords(type(self).__name__, unknown, {}, sorted(keywords))
             named = {
                 name: known[name](name, value) if name in known else value for name, value in kwargs.items()
             }

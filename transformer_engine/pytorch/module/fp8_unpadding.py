@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...common.numbers import to_ints
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import exact_call_of
 from ..functions.permutation import unpad_rows
 from ..runtime.autograd import check_transforms
 from .row_groups import RowGroups, as_rows
@@ -38,5 +38,5 @@ class Fp8Unpadding(RowGroups):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @exact_call_of(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

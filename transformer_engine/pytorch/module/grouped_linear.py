@@ -17,6 +17,7 @@ from ..compat.argument_orders import call_of
 from ..compat.by_name import GroupedLinearByName as _GroupedLinear
 from ..compat.by_name import called_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
+from ..constants import ParallelMode
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed_weight import whole_weights
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
@@ -104,7 +105,7 @@ class GroupedLinear(ProductsModule):
         fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None, rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        params_dtype: torch.dtype | None = None, parallel_mode: ParallelMode | None = None,
         device: torch.device | str | int = "cuda", ub_overlap_rs: bool = False,
         ub_overlap_ag: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
         save_original_input: bool = False, single_grouped_weight: bool = False,

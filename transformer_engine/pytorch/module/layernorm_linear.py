@@ -20,6 +20,7 @@ from ..compat.by_name import (
     general_gemm,
 )
 from ..compat.replaceable import watched
+from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import replace_fields
@@ -118,8 +119,8 @@ class LayerNormLinear(ProductsModule):
         self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None, init_method: InitMethod | None = None,
-        bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        bias: bool = True, normalization: NormalizationName = "LayerNorm", return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: ParallelMode | None = None,
         return_layernorm_output: bool = False, return_layernorm_output_gathered: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         zero_centered_gamma: bool = False, device: torch.device | str | int = "cuda",

@@ -18,6 +18,7 @@ from ...common.numbers import to_bool
 from ..compat.argument_orders import call_of
 from ..compat.by_name import NormByName
 from ..compat.replaceable import watched
+from ..constants import ActivationName, NormalizationName
 from ..distributed.tensor_parallel import (
     TensorParallel,
     set_tensor_model_parallel_attributes,
@@ -184,8 +185,8 @@ class LayerNormMLP(ProductsModule):
         self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5,
         sequence_parallel: bool = False, return_bias: bool = False,
         get_rng_state_tracker: Callable | None = None, tp_group: Any = None, tp_size: int = 1,
-        init_method: InitMethod | None = None, bias: bool = True, normalization: str = "LayerNorm",
-        activation: str = "gelu", activation_params: dict[str, float] | None = None,
+        init_method: InitMethod | None = None, bias: bool = True, normalization: NormalizationName = "LayerNorm",
+        activation: ActivationName = "gelu", activation_params: dict[str, float] | None = None,
         output_layer_init_method: InitMethod | None = None, fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False, seq_length: int | None = None,

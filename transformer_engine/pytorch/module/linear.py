@@ -33,6 +33,7 @@ from ..compat.argument_orders import call_of
 from ..compat.by_name import LinearByName as _Linear
 from ..compat.by_name import called_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
+from ..constants import ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear import FUNCTIONS, linear
@@ -157,7 +158,7 @@ class Linear(ProductsModule):
         fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None, rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        params_dtype: torch.dtype | None = None, parallel_mode: ParallelMode | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         device: torch.device | str | int = "cuda", ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,

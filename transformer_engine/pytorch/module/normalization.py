@@ -196,7 +196,7 @@ class Normalization(NormalizationOperation):
     if TYPE_CHECKING:
 
         @call_of(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     _own_forward = forward
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import described
+from ...common.checks import described, suggests_keywords
 from ..quantization import FP8GlobalStateManager, get_align_size_for_quantization
 from ..runtime.checks import floating, tensor
 from .arguments import group_count, size_or_none
@@ -33,6 +33,7 @@ class RowGroups(nn.Module):
         align_size: The multiple. None: the multiple of the recipe at the first call, which later calls keep.
     """
 
+    @suggests_keywords
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         self.num_gemms = group_count("num_gemms", num_gemms)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ...common import env
+from ...common.checks import suggests_keywords
 from ...common.numbers import to_bool, to_int
 from ..runtime.device import has_cuda
 from ..runtime.warn_once import warn_once
@@ -24,6 +25,7 @@ from .hooks import OffloadContext, context_of_groups
 from .synchronizer import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
 
 
+@suggests_keywords
 def get_cpu_offload_context(
     enabled: bool = False, num_layers: int | None = 1, model_layers: int = 1,
     offload_activations: bool = True, offload_weights: bool = False, double_buffering: bool = False,

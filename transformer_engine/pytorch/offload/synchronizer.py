@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import switch, whole
+from ...common.checks import suggests_keywords, switch, whole
 from .layer_state import NOT_OFFLOADED, OFFLOAD_FINISHED, OFFLOAD_STARTED, OffloadableLayerState
 from .link import CudaLink, Link, NoLink
 
@@ -72,6 +72,7 @@ class OffloadSynchronizer:
         link: Copies between device and host; None chooses by the machine.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         num_layers: int,

@@ -13,11 +13,12 @@ import itertools
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...common.checks import suggests_keywords
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
@@ -66,6 +67,11 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     _fuser: ClassVar[Callable[[list[Any], frozenset[str]], Callable[..., Any]]]
     # Names of the channels that connect the operation with others of its container, where it is called by itself.
     _channels: frozenset[str] = NO_CHANNELS
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = suggests_keywords(cls.__init__)
 
     @property
     @abstractmethod
@@ -138,6 +144,10 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         raise NotImplementedError(
             f"{type(self).__name__} has no backward pass; implement fuser_backward, or op_backward of a BasicOperation"
         )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor: ...
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Apply the operation alone.

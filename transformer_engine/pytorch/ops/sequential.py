@@ -17,7 +17,7 @@ torch.compile the parts are the same, and a fused chain runs in segments (`fuser
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         else:
             for module in args:
                 self.append(module)  # pyright: ignore[reportArgumentType]
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            input: Tensor,
+            *extra_inputs: Tensor,
+            op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None = None,
+        ) -> Tensor: ...
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

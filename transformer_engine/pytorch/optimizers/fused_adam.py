@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ...common.checks import suggests_keywords
 from ...common.numbers import to_bool
 from ...common.operation_settings import Adam
 from ..primitives.multi_tensor import adam_rates, on_device
@@ -90,6 +91,7 @@ class FusedAdam(AdamStates):
         "_step_supports_amp_scaling",
     )
 
+    @suggests_keywords
     def __init__(
         self,
         params: Any,

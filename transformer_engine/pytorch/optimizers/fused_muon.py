@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import described, one_of, whole
+from ...common.checks import described, one_of, suggests_keywords, whole
 from ...common.numbers import to_bool, with_article
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
@@ -94,6 +94,7 @@ class FusedMuon(CopiedWhole):
 
     SETTINGS = ("master_weights", "ns_dtype", "tp_group")
 
+    @suggests_keywords
     def __init__(
         self,
         params: Any,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described
+from ...common.checks import described, suggests_keywords
 from ...common.numbers import to_bool, to_float, with_article
 from .checks import GroupChecks, one_number, reject_unsupported
 from .multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
@@ -59,6 +59,7 @@ class FusedSGD(CopiedWhole):
         "_dummy_overflow_buf",
     )
 
+    @suggests_keywords
     def __init__(
         self,
         params: Any,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...common.checks import one_of, whole
+from ...common.checks import one_of, suggests_keywords, whole
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
 from ..runtime.autograd import matrix_product, without_autocast
@@ -124,6 +124,7 @@ class CusolverMpCtx:
         group: Process group of any backend; None for one device.
     """
 
+    @suggests_keywords
     def __init__(self, group: dist_group_type | None = None) -> None:
         group_or_none("group", group)
         self._group = group
@@ -144,6 +145,7 @@ class CusolverMpCtx:
         self._group = None
 
 
+@suggests_keywords
 @without_autocast
 def newton_schulz(
     x: Tensor,
@@ -196,6 +198,7 @@ def newton_schulz(
     return x
 
 
+@suggests_keywords
 def newton_schulz_tp(
     x: Tensor,
     ctx: CusolverMpCtx | None,

@@ -222,7 +222,9 @@ def _checked_state(state: AutocastState, others: dict[str, Any]) -> AutocastStat
         TypeError: An argument has the wrong type, or `others` is not empty.
     """
     if others:
-        reject_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
+        names = ("enabled", "calibrating", "recipe", "amax_reduction_group")
+        renamed = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
+        reject_keywords("autocast", others, renamed, names)
     enabled, recipe = check_block(state.enabled, state.recipe), state.recipe
     calibrating = to_bool("calibrating", state.calibrating)
     if state.group is not None:
@@ -259,6 +261,7 @@ def fp8_autocast(
         fp8_group: The process group; `autocast` calls it amax_reduction_group.
         others: Unknown arguments, which raise TypeError with the name to use.
     """
-    reject_keywords("fp8_autocast", others, {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"})
+    renamed = {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"}
+    reject_keywords("fp8_autocast", others, renamed, ("enabled", "calibrating", *renamed.values()))
     warn_deprecated("fp8_autocast", "autocast(enabled, calibrating, recipe, amax_reduction_group)")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from ...common.checks import suggests_keywords
 from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..runtime.tracing import warn_deprecated
@@ -58,6 +59,7 @@ class quantized_model_init:
         True
     """
 
+    @suggests_keywords
     def __init__(
         self,
         enabled: bool = True,
@@ -88,6 +90,7 @@ class quantized_model_init:
         self._outer = None
 
 
+@suggests_keywords
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> quantized_model_init:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, overload
 
 from ...common import env
-from ...common.checks import described
+from ...common.checks import described, suggests_keywords
 from ...common.hardware import Hardware, is_older, limits_of
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
@@ -58,6 +58,7 @@ class emulate:
         enabled: False disables emulation.
     """
 
+    @suggests_keywords
     def __init__(self, enabled: bool = True):
         if type(enabled) is not bool:
             enabled = to_bool("enabled", enabled)

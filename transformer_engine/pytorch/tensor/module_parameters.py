@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import suggests_keywords
 from ..constants import DType
 from .grouped_tensor import GroupedTensor
 from .quantized_tensor import QuantizedTensor
@@ -44,6 +45,7 @@ def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return plain
 
 
+@suggests_keywords
 def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> Any:
     """Load a state that `plain_state_dict` returned. Plain values are quantized where the module's parameter is.
 

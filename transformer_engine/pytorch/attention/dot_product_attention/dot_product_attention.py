@@ -13,7 +13,7 @@ from torch import Tensor
 from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ...compat.argument_orders import accepts_older_orders, call_of
-from ...constants import CPLoadBalancingStrategy
+from ...constants import AttentionType, CPLoadBalancingStrategy, SoftmaxType, TensorFormat
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.groups import context_groups
@@ -114,13 +114,13 @@ class DotProductAttention(TransformerEngineBaseModule):
     @accepts(kv_channels=head_sizes, **RULES)
     def __init__(
         self, num_attention_heads: int, kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None, attention_dropout: float = 0.0, qkv_format: str = "sbhd",
+        num_gqa_groups: int | None = None, attention_dropout: float = 0.0, qkv_format: TensorFormat = "sbhd",
         attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None, softcap: float = 0.0, sequence_parallel: bool = False,
         tp_size: int = 1, get_rng_state_tracker: Callable | None = None, tp_group: Any = None,
-        layer_number: int | None = None, attention_type: str = "self", cp_group: Any = None,
+        layer_number: int | None = None, attention_type: AttentionType = "self", cp_group: Any = None,
         cp_global_ranks: list[int] | None = None, cp_stream: Any = None, cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None, softmax_type: str = "vanilla",
+        softmax_scale: float | None = None, softmax_type: SoftmaxType = "vanilla",
         return_max_logit: bool | None = False, name: str | None = None,
         score_mod: Callable[..., Tensor] | None = None,
     ) -> None:  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.checks import one_of
+from ....common.checks import one_of, suggests_keywords
 from ....common.numbers import to_bool, to_int
 from ...distributed import checkpoint
 from ...module.arguments import finite_or_none, head_sizes, size, size_or_none
@@ -54,6 +54,7 @@ class LinearAttentionBase(torch.nn.Module):
     adapter: str  # name of the submodule that computes the recurrence
     sizes: tuple[int, ...] | None = None  # supported head sizes; None: all
 
+    @suggests_keywords
     def __init__(
         self,
         num_attention_heads: int,

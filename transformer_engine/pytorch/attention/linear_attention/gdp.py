@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....common.checks import one_of
+from ....common.checks import one_of, suggests_keywords
 from ...compat.argument_orders import call_of
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
@@ -41,6 +41,7 @@ class GatedDeltaProductAttention(LinearAttentionBase):
     gdp_attention: DeltaRule
     sizes = (64, 128)
 
+    @suggests_keywords
     def __init__(
         self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_householder: int = 1,
         qkv_format: str = "sbhd", tp_size: int = 1, tp_group: Any = None, layer_number: int | None = None,

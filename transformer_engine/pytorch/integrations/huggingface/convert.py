@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....common.checks import suggests_keywords
 from ....common.recipe import Recipe
 from ...conversion import DecoderConfig
 from ...cross_entropy import parallel_cross_entropy
@@ -60,6 +61,7 @@ class Converted:
     attention: str
 
 
+@suggests_keywords
 def convert_hf(model: M, recipe: Recipe | None = None) -> M:
     """Replace the decoder layers of a model by layers of this package, and return the model.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import attention as attentions
+from ...constants import AttentionType
 from ...module import LayerNorm, LayerNormLinear, Linear, RMSNorm
 from ...runtime.device import canonical_device
 from .equivalents import CrossAttentionSubmodules, SelfAttentionSubmodules, ranks_of, rng_tracker, setting
@@ -136,7 +137,7 @@ class CoreAttention(attentions.DotProductAttention):
     """
 
     def __init__(
-        self, *, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
+        self, *, config: Any, layer_number: int, attn_mask_type: Any, attention_type: AttentionType,
         cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection: Any = None,
     ) -> None:  # fmt: skip
         tp_group = None if pg_collection is None else pg_collection.tp

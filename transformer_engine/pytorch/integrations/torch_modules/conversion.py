@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....common.checks import described
+from ....common.checks import described, suggests_keywords
 from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...quantization.support import check_block
@@ -35,6 +35,7 @@ MARGIN = 0.98
 _TABLE = "_te_conversion"
 
 
+@suggests_keywords
 def convert(
     model: M, recipe: Recipe | None = None, *, sample: Sample | None = None, include: Filter = None,
     exclude: Filter = None, convert_outputs: bool = False, compiled: bool | None = None, timed: bool | None = None,

@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ....common.checks import nearest
 from ....common.numbers import to_int
 from ...runtime.tracing import constant_while_tracing
 
@@ -72,7 +73,11 @@ def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str
     if "," in name:
         name = "_".join(sorted(name.split(","), key=lambda part: part != "padding"))
     if name not in NAMES:
-        raise ValueError(f"{argument}={attn_mask_type!r} does not exist; choose one of {', '.join(NAMES)}")
+        near = nearest(name, NAMES)
+        raise ValueError(
+            f"{argument}={attn_mask_type!r} does not exist; choose one of {', '.join(NAMES)}"
+            + (f" (did you mean {near!r}?)" if near else "")
+        )
     return name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....constants import CPLoadBalancingStrategy
+from ....constants import AttentionType, CPLoadBalancingStrategy, SoftmaxType, TensorFormat
 from ....runtime.warn_once import warn_once
 from ..dot_product_attention import DotProductAttention
 
@@ -18,11 +18,12 @@ def attn_forward_func_with_cp(
     is_training: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
     max_seqlen_q: int | None, max_seqlen_kv: int | None, cu_seqlens_q_padded: Tensor | None,
     cu_seqlens_kv_padded: Tensor | None, dropout_p: float, cp_group: Any, cp_global_ranks: Any, cp_stream: Any,
-    cp_comm_type: str, softmax_scale: float | None = None, qkv_format: str = "bshd", attn_mask_type: str = "causal",
+    cp_comm_type: str, softmax_scale: float | None = None, qkv_format: TensorFormat = "bshd",
+    attn_mask_type: str = "causal",
     attn_bias_type: str = "no_bias", attn_bias: Tensor | None = None, deterministic: bool = False,
     use_fused_attention: bool = False, window_size: tuple[int, int] | None = None, fp8: bool = False,
     fp8_meta: dict[str, Any] | None = None, quantizers: Any = None, pad_between_seqs: bool | None = None,
-    use_flash_attn_3: bool = False, softmax_type: str = "vanilla", softmax_offset: Tensor | None = None,
+    use_flash_attn_3: bool = False, softmax_type: SoftmaxType = "vanilla", softmax_offset: Tensor | None = None,
     fp8_output: bool = False, layer_number: int | None = None, return_max_logit: bool = False,
     load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     **unused: Any,
@@ -94,14 +95,14 @@ def _layer(
     heads: int,
     sizes: tuple[int, int],
     groups: int,
-    qkv_format: str,
+    qkv_format: TensorFormat,
     attn_mask_type: str,
     window_size: tuple[int, int] | None,
     softmax_scale: float | None,
     dropout: float,
-    softmax_type: str,
+    softmax_type: SoftmaxType,
     return_max_logit: bool,
-    attention_type: str,
+    attention_type: AttentionType,
 ) -> DotProductAttention:
     """Return a DotProductAttention for the calls of one thread with these settings."""
     return DotProductAttention(
