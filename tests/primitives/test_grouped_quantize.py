@@ -98,12 +98,8 @@ def test_tiled_columns_are_the_contiguous_ones_of_128_rows_each(name, splits, de
     x = values(sum(splits), device)
     spec = QuantizeSpec(rowwise=True, columnwise=True, **SCALINGS[name])
     groups = groups_of(splits, x.shape[0], x.device)
-    contiguous, tiled = (
-        quantize_rows(
-            x, groups, spec, slots_for(len(splits), device) if name == "given" else None, tiled=tiled
-        )
-        for tiled in (False, True)
-    )
+    slots = slots_for(len(splits), device) if name == "given" else None
+    contiguous, tiled = (quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True))
     assert torch.equal(bits(tiled.codes), bits(contiguous.codes))
     assert torch.equal(tiled.scale_t[:, 0], contiguous.scale_t[:, 0])
     assert tiled.codes_t.shape == (groups.padded // 128, DEPTH, 128)
