@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SHARED_MEMORY = 232448  # bytes that a program on Hopper may have
 
 
-def assembled(folder: Path, launch, second: str, dtype: str):
+def assembled(folder: Path, launch, dtypes: tuple[str | None, ...]):
     import triton
 
     from transformer_engine.common.kernels.compiled import compiled
 
-    kernel = compiled(launch, ("float8_e4m3fn", second, "float32", "float32", dtype), 90)
+    kernel = compiled(launch, dtypes, 90)
     source = folder / "kernel.ptx"
     source.write_text(kernel.ptx)
     assembler = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
@@ -36,7 +36,8 @@ def test_nothing_is_spilled_and_no_product_waits_for_the_one_before(tmp_path, by
     from transformer_engine.common.kernels.block_product import product
 
     launch = product(m, 4096, 28672, dtype, by_row=by_row, processors=132)
-    kernel, said = assembled(tmp_path, launch, "float8_e5m2" if by_row else "float8_e4m3fn", dtype)
+    second = "float8_e5m2" if by_row else "float8_e4m3fn"
+    kernel, said = assembled(tmp_path, launch, ("float8_e4m3fn", second, "float32", "float32", dtype))
     assert "0 bytes spill stores, 0 bytes spill loads" in said, said
     assert not re.search(r"C75\d\d|serialized", said), said
     assert kernel.shared_memory <= SHARED_MEMORY
@@ -49,7 +50,7 @@ def test_a_program_allocates_memory_for_its_tensor_maps(tmp_path):
 
     for by_row, maps in ((False, 4), (True, 5)):
         launch = product(512, 512, 512, "bfloat16", by_row=by_row, processors=132)
-        kernel, _ = assembled(tmp_path, launch, "float8_e4m3fn", "bfloat16")
+        kernel, _ = assembled(tmp_path, launch, (*["float8_e4m3fn"] * 2, "float32", "float32", "bfloat16"))
         assert kernel.scratch == 128 * maps
         assert len(kernel.pointers) == 5
         assert [scalar.value for scalar in kernel.scalars] == [512, 512, 512]

@@ -39,6 +39,7 @@ from transformer_engine.common.kernels import (
     grouped_cast,
     grouped_gemm,
     grouped_layout,
+    grouped_product,
     grouped_scaled,
     kv_cache,
     multi_tensor,
@@ -256,6 +257,8 @@ def grouped() -> Iterator[Case]:
     steps = (E4M3, 3, 1, False, 0.0)
     rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, True, records=True)
     yield "grouped cast of rows", rows, (HALF, None, INDEX, FLOAT, FLOAT)
+    rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, True, records=True, tiled=True)
+    yield "grouped cast of rows to tiles", rows, (HALF, None, INDEX, FLOAT, FLOAT)
     rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, False, records=True, rest=True)
     yield "grouped cast of all rows", rows, (HALF, None, INDEX, FLOAT, FLOAT)
     matrices = grouped_cast.cast(SHAPE, 4, False, *steps, False, True, records=False)
@@ -330,7 +333,24 @@ def grouped() -> Iterator[Case]:
     for by_row in (False, True):
         launch = block_product.product(*SHAPE, 512, "bfloat16", by_row=by_row, processors=132)
         yield f"block product by_row={by_row}", launch, (CODES, CODES, FLOAT, FLOAT)
+    yield from hopper_grouped()
     yield from scaled_products()
+
+
+def hopper_grouped() -> Iterator[Case]:
+    scales = (FLOAT, FLOAT)
+    options = {"exact": True, "processors": 132}
+    launch = grouped_product.product_of_rows(*SHAPE, 512, 4, "bfloat16", **options)
+    yield "hopper product of rows", launch, (CODES, CODES, *scales, HALF, INDEX, None)
+    for by_address in (False, True):
+        table = ADDRESS if by_address else None
+        for accumulates in (False, True):
+            launch = grouped_product.product_of_columns(
+                SHAPE[1], 512, 4, "float32", accumulates=accumulates, by_address=by_address, **options
+            )
+            given = [FLOAT] if by_address or accumulates else []
+            inputs = (CODES, CODES, *scales, None, INDEX, table, *given)
+            yield f"hopper gradient by_address={by_address} accumulates={accumulates}", launch, inputs
 
 
 def scaled_products() -> Iterator[Case]:

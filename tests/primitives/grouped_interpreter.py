@@ -38,14 +38,14 @@ def slots() -> ScaleSlots:
     return ScaleSlots(torch.arange(1.0, 13.0), torch.zeros(2, 12), 3, 2)
 
 
-def quantized(name: str, spec: QuantizeSpec, values, groups) -> dict[str, bool]:
+def quantized(name: str, spec: QuantizeSpec, values, groups, tiled: bool = False) -> dict[str, bool]:
     """Compare the codes, scales and recorded maxima of the kernels with a loop over groups."""
     ours, theirs = (slots(), slots()) if "given" in name else (None, None)
     by_matrices = isinstance(values, Matrices)
     count, shape = (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))
     places = None if ours is None else (ours.stride, ours.offset)
     cpu = torch.device("cpu")
-    request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, cpu, places)
+    request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, cpu, places, tiled)
     made = triton.bind(request)(values, groups, ours)
     expected = reference.BACKEND.bind(request)(values, groups, theirs)
     pairs = zip(made, expected, strict=True)
@@ -72,6 +72,8 @@ def quantizations() -> dict[str, bool]:
         ):
             results |= quantized(f"rows {name} {way}", spec, x, groups)
             results |= quantized(f"matrices {name} {way}", spec, matrices, None)
+            if columnwise:
+                results |= quantized(f"tiles {name} {way}", spec, x, groups, tiled=True)
         block = QuantizeSpec(BLOCK_1D, E4M3, rowwise, columnwise, power_of_two=True)
         results |= quantized(f"rows block {way}", block, x, groups)
         for name, square in (("mxfp8", False), ("mxfp8 square", True)):

@@ -25,6 +25,7 @@ from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.primitives import grouped_gemm
 from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt_library
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
+from transformer_engine.pytorch.primitives.grouped_gemm import gluon as grouped_gluon
 from transformer_engine.pytorch.primitives.grouped_gemm import library as grouped_library
 from transformer_engine.pytorch.primitives.grouped_gemm import triton as grouped_triton
 from transformer_engine.pytorch.primitives.grouped_gemm import triton_scaled as grouped_scaled
@@ -80,9 +81,11 @@ def dense(a: Side, b: Side, accumulates: bool, hardware: Hardware) -> str:
 
 def grouped(a: Side, b: Side, along: str) -> str:
     """The backend of a product over 8 groups."""
+    gpu = torch.device("cuda", 0)
+    tiled = along == "rows" and grouped_gemm.tiles_columns(a[0], 8, gpu)
     request = GroupedGemmRequest(
-        along, a[0], b[0], a[1], b[1], torch.bfloat16, 8, 4096, False, False, 512, 512, torch.device("cuda", 0),
-        True, False, False, False,
+        along, a[0], b[0], a[1], b[1], torch.bfloat16, 8, 4096, False, False, 512, 512, gpu,
+        True, False, False, False, tiled=tiled,
     )  # fmt: skip
     return chosen(grouped_gemm.TABLE, request)
 
@@ -103,6 +106,7 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
         mock.patch.object(cublaslt_library, "bindings", CublasLt),
         mock.patch.object(grouped_library, "current_hardware", lambda: hardware),
         mock.patch.object(grouped_triton, "current_hardware", lambda: hardware),
+        mock.patch.object(grouped_gluon, "current_hardware", lambda: hardware),
         mock.patch.object(grouped_scaled, "current_hardware", lambda: hardware),
     ):
         found: dict[str, dict[str, str]] = {}

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedMatrices,
     GroupedRows,
     Matrices,
+    gluon,
     groups_of,
     product_of_columns,
     product_of_rows,
@@ -29,7 +30,10 @@ SPLITS = {
     "ragged": (3, 131, 0, 0, 70, 1, 258, 17),
     "many": tuple(8 * (i % 5) for i in range(20)),
 }
-BACKENDS = ["reference", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "library"))]
+BACKENDS = [
+    "reference",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "gluon", "library")),
+]
 FORMATS = ("plain", "float8", "block")
 # In units of the largest result: float32 sums of products of 16-bit or 8-bit values, rounded once to bfloat16;
 # fast FP8 sums keep 14 bits.
@@ -118,7 +122,11 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
         second = [part.double() for part in x.split(splits)]
     else:
         specs = spec_of(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3), spec_of(kind, E4M3)
-        made, held = quantize_rows(dy, groups, specs[0]), quantize_rows(x, groups, specs[1])
+        tiled = backend == "gluon" and kind == "float8"
+        made, held = (
+            quantize_rows(values, groups, spec, tiled=tiled)
+            for values, spec in zip((dy, x), specs, strict=True)
+        )
         a = GroupedColumns(made.codes_t, made.scale_t, specs[0].format)
         b = GroupedColumns(held.codes_t, held.scale_t, specs[1].format)
         first = [values_of(part, specs[0])[1] for part in dy.split(splits)]
@@ -138,10 +146,62 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
         assert not result[[i for i, rows in enumerate(splits) if rows == 0]].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:3])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_products_of_tiled_columns_have_the_bits_of_contiguous_columns(splits, exact, backend, device):
+    total = sum(splits)
+    dy, x = (torch.randn(total, width, device=device, dtype=torch.bfloat16) for width in (N, K))
+    groups = groups_of(splits, total, dy.device)
+    results = []
+    for tiled in (False, True):
+        a, b = (
+            GroupedColumns(made.codes_t, made.scale_t, FLOAT8)
+            for made in (
+                quantize_rows(dy, groups, spec_of("float8", E5M2), tiled=tiled),
+                quantize_rows(x, groups, spec_of("float8", E4M3), tiled=tiled),
+            )
+        )
+        if tiled:
+            assert a.codes.shape[1:] == (N, 128) and b.codes.shape[1:] == (K, 128)
+        out = torch.full((len(splits), N, K), torch.nan, device=device, dtype=torch.bfloat16)
+        arguments = (a, b, groups, (N, K), out)
+        name = "triton" if backend == "gluon" and not tiled else backend
+        run_with(name, lambda arguments=arguments: product_of_columns(*arguments, exact=exact))
+        results.append(out)
+    assert not results[0].isnan().any()
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_gluon_and_triton_products_of_rows_have_equal_bits(splits, exact, device):
+    x = torch.randn(sum(splits), K, device=device, dtype=torch.bfloat16)
+    weights = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in splits]
+    bias = torch.randn(len(splits), N, device=device, dtype=torch.bfloat16)
+    groups = groups_of(splits, len(x), x.device)
+    made = quantize_rows(x, groups, spec_of("float8", E5M2))
+    held = quantize_matrices(Matrices.of(weights), spec_of("float8", E4M3))
+    a = GroupedRows(made.codes, made.scale, FLOAT8)
+    b = GroupedMatrices(codes=held.codes, scale=held.scale, format=FLOAT8)
+    results = []
+    for backend in ("triton", "gluon"):
+        out = torch.full((len(x), N), torch.nan, device=device, dtype=torch.bfloat16)
+        arguments = {"bias": bias, "exact": exact, "out": out}
+        run_with(
+            backend, lambda arguments=arguments: product_of_rows(a, b, groups, torch.bfloat16, **arguments)
+        )
+        results.append(out)
+    assert not results[0].isnan().any()
+    assert torch.equal(*results)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_gpu_takes_one_launch_for_many_groups_and_the_library_for_few(kind):
-    for count, chosen in ((4, "library"), (64, "triton")):
+    many = "gluon" if kind == "float8" and gluon.missing() is None else "triton"
+    for count, chosen in ((4, "library"), (64, many)):
         splits = (128,) * count
         x = torch.randn(128 * count, 256, device="cuda", dtype=torch.bfloat16)
         weights = Matrices.of([torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)] * count)

@@ -25,7 +25,9 @@ def interpreted() -> dict[str, bool]:
     return json.loads(forked.output(command, HERE, interpreting(), patience=300).splitlines()[-1])
 
 
-@pytest.mark.parametrize("what, cases", [("rows", 9), ("matrices", 15), ("layout", 3), ("product", 3)])
+@pytest.mark.parametrize(
+    "what, cases", [("rows", 9), ("tiles", 4), ("matrices", 15), ("layout", 3), ("product", 3)]
+)
 def test_interpreted_kernels_agree_with_the_reference(what, cases, interpreted):
     results = {name: equal for name, equal in interpreted.items() if name.startswith(what)}
     assert len(results) == cases

@@ -92,6 +92,27 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
         first, first_t = first + rows, first_t + padded
 
 
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", ["given", "current", "power of two"])
+def test_tiled_columns_are_the_contiguous_ones_of_128_rows_each(name, splits, device):
+    x = values(sum(splits), device)
+    spec = QuantizeSpec(rowwise=True, columnwise=True, **SCALINGS[name])
+    groups = groups_of(splits, x.shape[0], x.device)
+    slots = slots_for(len(splits), device) if name == "given" else None
+    contiguous, tiled = (quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True))
+    assert torch.equal(bits(tiled.codes), bits(contiguous.codes))
+    assert torch.equal(tiled.scale_t[:, 0], contiguous.scale_t[:, 0])
+    assert tiled.codes_t.shape == (groups.padded // 128, DEPTH, 128)
+    first = 0
+    for rows in splits:
+        count = -(-rows // 128)
+        part = bits(contiguous.codes_t[first * 128 * DEPTH : (first + count) * 128 * DEPTH])
+        tiles = bits(tiled.codes_t[first : first + count])
+        assert torch.equal(tiles.transpose(0, 1).reshape(-1), part)
+        first += count
+    assert first * 128 == groups.padded
+
+
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("shape", [(256, 128), (144, 272)])
 @pytest.mark.parametrize("name", ["given", "current", "power of two", "square", "square float32"])

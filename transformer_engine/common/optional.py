@@ -18,6 +18,7 @@ from .hardware import Hardware
 
 # Raised by the import of a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
+GLUON_RELEASES = ((3, 6), (3, 7), (3, 8))  # of Triton; 3.9 has renamed stores of the copy engine
 
 
 def installed(module: str) -> bool:
@@ -93,6 +94,14 @@ def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | No
         return None
     place = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
     return f"tl.dot_scaled multiplies in bfloat16 on {place}; {_upgrade_of_triton(hardware.scaled_dot)}"
+
+
+def gluon_problem(release: tuple[int, int]) -> str | None:
+    """Return why kernels in Gluon, whose names change between releases of Triton, do not compile, or None."""
+    if release in GLUON_RELEASES:
+        return None
+    known = ", ".join(".".join(map(str, each)) for each in GLUON_RELEASES)
+    return f"the Gluon of Triton {'.'.join(map(str, release))} is unknown; install one of Triton {known}"
 
 
 def _precedes(release: tuple[int, int], first: tuple[int, int]) -> bool:

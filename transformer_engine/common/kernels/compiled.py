@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from ..hardware import nvidia
@@ -153,4 +155,23 @@ def _source(kernel: Any) -> Any:
     return ASTSource
 
 
-_COMPILED: Memory[KernelKey, Compiled] = Memory(_compile, 4096)
+def _compile_once(wanted: KernelKey) -> Compiled:
+    """Compile a kernel, or wait for the thread that is compiling it."""
+    with _lock:
+        running = _running.get(wanted)
+        result = _running[wanted] = Future() if running is None else running
+    if running is not None:
+        return result.result()
+    try:
+        result.set_result(_compile(wanted))
+    except BaseException as error:
+        result.set_exception(error)
+    finally:
+        with _lock:
+            del _running[wanted]
+    return result.result()
+
+
+_lock = threading.Lock()
+_running: dict[KernelKey, Future[Compiled]] = {}
+_COMPILED: Memory[KernelKey, Compiled] = Memory(_compile_once, 4096)

@@ -2,8 +2,9 @@
 
 Every group is quantized bit for bit as in a separate launch: with its own scale and recorded maximum, or in its own
 blocks (`grouped_block_cast`). Row codes keep the matrix's layout. Transposed codes are stored group by group, [K, rows
-rounded up to 128] each, with zeros past the last row, so that a product along the rows needs no masks. The positions
-of the groups are in a tensor; see `grouped_layout`.
+rounded up to 128] each, with zeros past the last row, so that a product along the rows needs no masks. Tiled codes are
+[K, 128] per tile of 128 rows instead, as `grouped_product` reads them. The positions of the groups are in a tensor; see
+`grouped_layout`.
 """
 
 from __future__ import annotations
@@ -121,31 +122,11 @@ def maximum_kernel(
 
 @triton.jit
 def cast_kernel(
-    x,
-    table,
-    layout,
-    multiplier,
-    amax,
-    codes,
-    codes_t,
-    scale,
-    M,
-    K,
-    TILES_K,
-    STRIDE,
-    OFFSET,
-    GROUPS: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ZERO_IS_ONE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    REST: tl.constexpr,
-    CONVERSION: tl.constexpr,
-):
+    x, table, layout, multiplier, amax, codes, codes_t, scale, M, K, TILES_K, STRIDE, OFFSET,
+    GROUPS: tl.constexpr, BY_ROWS: tl.constexpr, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, ZERO_IS_ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, REST: tl.constexpr, TILED: tl.constexpr, CONVERSION: tl.constexpr,
+):  # fmt: skip
     """Quantize with one multiplier per group; the first entry of each row of scale [GROUPS, SLOT] is written.
 
     A given multiplier is at OFFSET + group * STRIDE, and amax at the same offset records max|x|. Otherwise, the
@@ -188,8 +169,8 @@ def cast_kernel(
         if codes_t is not None:
             pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
             store_transposed(
-                codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN
-            )
+                codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN, TILED
+            )  # fmt: skip
         if multiplier is not None:
             bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
             _record(amax + OFFSET + group * STRIDE, bits)
@@ -248,27 +229,22 @@ def _scale_of(
 
 @triton.jit
 def store_transposed(
-    codes_t,
-    pairs,
-    rows,
-    K,
-    first_m,
-    first_k,
-    half,
-    k,
-    start,
-    first_tile,
-    tiles,
-    BY_ROWS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles,
+    BY_ROWS: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False,
+):  # fmt: skip
     """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for matrices of one size.
 
+    With TILED, every 128 rows of a group are stored as [K, 128].
     With EVEN, no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the
     rows, because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
-        depth = tiles * WIDTH
+        if TILED:
+            first_tile += first_m // WIDTH
+            first_m = first_m % WIDTH
+            depth = WIDTH
+        else:
+            depth = tiles * WIDTH
         low, high = tl.split(pairs)
         words = tl.trans(
             low.to(tl.uint8, bitcast=True).to(tl.uint16)
@@ -297,7 +273,7 @@ def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
 def cast(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, stride: int, offset: int,
     power_of_two: bool, epsilon: float, rowwise: bool, columnwise: bool, *,
-    records: bool, zero_is_one: bool = False, rest: bool = False,
+    records: bool, zero_is_one: bool = False, rest: bool = False, tiled: bool = False,
 ) -> Launch:  # fmt: skip
     """Return the launch (x, table | None, layout | None, multiplier | None, amax) -> codes, codes_t, scale [groups, 4].
 
@@ -309,6 +285,7 @@ def cast(
         records: The multiplier is given, and amax becomes max(amax, max|x|); otherwise it is computed from amax.
         zero_is_one: Read a given multiplier of 0 as 1.
         rest: Also quantize the rows after the last group, with a multiplier of 1.
+        tiled: codes_t are [K, 128] for every tile of 128 rows.
     """
     assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
     block_m, block_k, warps = _CAST_TILE
@@ -317,7 +294,7 @@ def cast(
         tiles_k = ceil_div(shape[1], block_k)
         grid, scalars = (grid[0] + TILE_ROWS // block_m * tiles_k, 1, 1), (shape[0], *scalars[1:])
     scale = (element.maximum, epsilon, power_of_two, zero_is_one)
-    steps = (groups, by_rows, *scale, block_m, block_k, even, rest, NATIVE)
+    steps = (groups, by_rows, *scale, block_m, block_k, even, rest, tiled, NATIVE)
     codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
     return Launch(
         cast_kernel,
@@ -332,31 +309,24 @@ def cast(
 
 
 def by_tensor(
-    shape: tuple[int, int],
-    groups: int,
-    by_rows: bool,
-    element: Element,
-    power_of_two: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    slots: tuple[int, int] | None,
-) -> Program:
+    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, power_of_two: bool, epsilon: float,
+    rowwise: bool, columnwise: bool, slots: tuple[int, int] | None, tiled: bool = False,
+) -> Program:  # fmt: skip
     """Return the program (x, table | None, layout | None, codes, codes_t, scale) with one scale per group.
 
     x is [total, K] or one of the matrices [M, K]; the caller allocates codes, codes_t and scale. The scale is computed
     from the group's maximum, unless `slots` are the stride and offset of given scales and of their maxima; then the
-    inputs are (x, table, layout, multiplier, amax, codes, codes_t, scale).
+    inputs are (x, table, layout, multiplier, amax, codes, codes_t, scale). See `cast` for tiled.
     """
     given, into = ("x", "table", "layout"), ("codes", "codes_t", "scale")
     plain = (shape, groups, by_rows, element)
     rest = (power_of_two, epsilon, rowwise, columnwise)
     if slots is not None:
-        launch = cast(*plain, *slots, *rest, records=True)
+        launch = cast(*plain, *slots, *rest, records=True, tiled=tiled)
         steps = (step(launch, (*given, "multiplier", "amax"), into),)
         given += ("multiplier", "amax")
     else:
-        launch = cast(*plain, 0, 0, *rest, records=False)
+        launch = cast(*plain, 0, 0, *rest, records=False, tiled=tiled)
         steps = (
             ProgramStep(maximum(shape, groups, by_rows), given, ("amax",)),
             step(launch, (*given, None, "amax"), into),

@@ -144,31 +144,16 @@ def rows_kernel(
 
 @triton.jit
 def columns_kernel(
-    a,
-    b,
-    scale_a,
-    scale_b,
-    layout,
-    table,
-    out,
-    N,
-    K,
-    TOTAL,
-    GROUPS: tl.constexpr,
-    SCALING: tl.constexpr,
-    IMPRECISE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
+    a, b, scale_a, scale_b, layout, table, out, N, K, TOTAL,
+    GROUPS: tl.constexpr, SCALING: tl.constexpr, IMPRECISE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr,
+    STAGES: tl.constexpr, TOGETHER: tl.constexpr, TILED: tl.constexpr,
+):  # fmt: skip
     """Compute out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
 
     Args:
         TOGETHER: The codes of all groups are one matrix [N, TOTAL] and one [K, TOTAL], in which groups begin at tiles.
+        TILED: The codes are [N, 128] and [K, 128] for every tile of 128 rows.
         scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [tiles, N].
         scale_b: Per tensor [GROUPS, SLOT]; per block, group after group, [tiles, K].
     """
@@ -200,7 +185,7 @@ def columns_kernel(
             corner_a = corner
             corner_b = corner
         else:
-            depth = tiles * ROWS
+            depth = ROWS if TILED else tiles * ROWS
             corner_a = corner * N
             corner_b = corner * K
         # Columns past the end are clamped rather than masked: their results are not stored.
@@ -230,8 +215,8 @@ def columns_kernel(
                 total += tl.dot(a_values, b_values) * by_row[:, None] * by_column[None, :]
             else:
                 total = tl.dot(a_values, b_values, total, max_num_imprecise_acc=IMPRECISE)
-            a_tile += BLOCK_M
-            b_tile += BLOCK_M
+            a_tile += N * ROWS if TILED else BLOCK_M
+            b_tile += K * ROWS if TILED else BLOCK_M
         if SCALING == _BY_TENSOR:
             total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
     corner = tl.cast(tile_n * BLOCK_N, tl.int64) * K + tile_k * BLOCK_K
@@ -322,6 +307,7 @@ def product_of_columns(
     accumulates: bool = False,
     by_address: bool = False,
     together: int = 0,
+    tiled: bool = False,
     shared_memory: int = 1 << 30,
     hopper: bool = True,
 ) -> Launch:
@@ -330,11 +316,13 @@ def product_of_columns(
     Args:
         together: Rows of all groups, if their codes are one matrix [width, together] and one [depth, together]; 0: the
             codes of each group are contiguous.
+        tiled: The codes are [width, 128] and [depth, 128] for every tile of 128 rows.
         by_address: The table's matrices are written; out is one of them, for its dtype.
         accumulates: Add to the values of out.
         hopper: See `product_of_rows`.
     """
     block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory, hopper)
+    assert not tiled or (block_m == ROWS.value and not together)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
     return Launch(
         columns_kernel,
@@ -352,6 +340,7 @@ def product_of_columns(
             band,
             stages,
             together > 0,
+            tiled,
         ),
         warps,
         in_place=(6,) if accumulates and not by_address else (),

@@ -1,14 +1,17 @@
 """results = kernel(*arrays): a Triton kernel as a primitive of JAX, compiled when a program is lowered for CUDA.
 
 Tracing needs shapes only. A program that is traced on a CPU therefore compiles no kernel, and still contains its
-kernels where it is lowered for CUDA. The lowering registers a Shardy rule, which tells the partitioner the axes that it
+kernels where it is lowered for CUDA. On one GPU, threads compile the kernels while the program is traced, and the
+lowering waits for them. The lowering registers a Shardy rule, which tells the partitioner the axes that it
 may shard. Under `vmap` a kernel runs once for each element, unless it defines `under_vmap`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -22,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from ..manual_axes import align_manual_axes, manual_axes
+from ..platform import has_gpu
 from ..sharding import mesh_of_devices
 from . import exact
 from .partitioning import ShardingRule, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
@@ -102,9 +106,29 @@ def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
 @_kernel.def_abstract_eval
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     results = kernel.results(*operands)
+    if _compiles_ahead():
+        _compile_ahead(kernel, tuple((tuple(one.shape), jnp.dtype(one.dtype)) for one in operands))
     if not operands:
         return [ShapedArray(one.shape, one.dtype) for one in results]
     return [result_like(operands[0], one) for one in results]  # `call` makes all operands vary alike
+
+
+def _compiles_ahead() -> bool:
+    """Whether kernels are compiled during tracing: several devices would compile kernels for their parts instead."""
+    return has_gpu() and jax.device_count() == 1 and (os.cpu_count() or 1) > 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile_ahead(kernel: Kernel, operands: tuple[tuple[tuple[int, ...], Any], ...]) -> Future[Any]:
+    """Begin to compile a kernel. Errors are not raised here, because the lowering repeats the call and raises them."""
+    shapes = [Shape(*operand) for operand in operands]
+    return _compilers().submit(jax.eval_shape, kernel.run, *shapes)
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    # Triton releases the interpreter's lock in its passes, in LLVM and while the assembler runs.
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "transformer_engine_compiler")
 
 
 def result_like(operand: Any, result: Shape) -> ShapedArray:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...common import optional
 from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ...common.hardware import NO_GPU
-from ..primitives.grouped_gemm import Groups, Matrices
+from ..primitives.grouped_gemm import Groups, Matrices, tiles_columns
 from ..primitives.grouped_quantize import (
     GroupedQuantized,
     ScaleSlots,
@@ -69,7 +69,8 @@ class GroupedQuantizer:
         spec = _towards(self._both, rowwise, columnwise)
         if self._quantize_one is not None:
             return quantize_rows_separately(x, groups, spec, self._quantize_one)
-        return quantize_rows(x, groups, spec, self._slots())
+        tiled = columnwise and tiles_columns(spec.format, groups.count, x.device)
+        return quantize_rows(x, groups, spec, self._slots(), tiled=tiled)
 
     def matrices(self, matrices: Matrices, rowwise: bool, columnwise: bool) -> GroupedQuantized:
         """Quantize one matrix per group in the requested directions."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import library, reference, triton, triton_scaled
+from ....common.formats import FLOAT8, TensorFormat
+from . import gluon, library, reference, triton, triton_scaled
 from .groups import Groups, Matrices, groups_of, irregular, on_device
 from .request import (
     GroupedColumns,
@@ -39,13 +40,24 @@ __all__ = [
     "on_device",
     "product_of_columns",
     "product_of_rows",
+    "tiles_columns",
 ]
 
 TABLE: Table[GroupedGemmRequest] = Table(
     "grouped_gemm",
-    (library.BACKEND, triton.BACKEND, triton_scaled.BACKEND, reference.BACKEND),
+    (library.BACKEND, gluon.BACKEND, triton.BACKEND, triton_scaled.BACKEND, reference.BACKEND),
     describe=GroupedGemmRequest,
 )
+
+
+def tiles_columns(tensor_format: TensorFormat, count: int, device: torch.device) -> bool:
+    """Return whether column codes of `count` groups are tiles of 128 rows, which the fastest product reads.
+
+    Few groups have contiguous codes, which the library's products read.
+    """
+    if tensor_format != FLOAT8 or count <= library.FEW or device.type != "cuda":
+        return False
+    return gluon.missing() is None
 
 
 def product_of_rows(

@@ -24,7 +24,7 @@ from ..operand import Operand
 from .pieces import operands_of
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
 
-_FEW = 6  # groups
+FEW = 6  # groups
 _LARGE = 1 << 33  # multiplications per group: 22 us of bfloat16 on an H200
 _LARGE_QUANTIZED = 1 << 35  # 55 us of FP8
 _HALVES = (torch.bfloat16, torch.float16)
@@ -39,8 +39,10 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return "rows of no group are cleared, which its products leave undefined"
     large = _LARGE if request.a_format is None else _LARGE_QUANTIZED
     work = request.rows * request.n * request.k // request.groups
-    if request.groups > _FEW and work < large:
-        return f"{request.groups} groups of {work:.1e} multiplications; it takes {_FEW} groups, or {large:.1e} each"
+    if request.groups > FEW and work < large:
+        return f"{request.groups} groups of {work:.1e} multiplications; it takes {FEW} groups, or {large:.1e} each"
+    if request.tiled:
+        return "the codes of columns are tiles; it multiplies one contiguous matrix per group"
     if request.a_element not in _HALVES and request.a_format is None:
         return f"unquantized operands are {request.a_element}; it takes bfloat16 and float16"
     if request.a_format is None and request.b_format is None:

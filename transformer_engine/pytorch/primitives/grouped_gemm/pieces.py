@@ -9,7 +9,7 @@ from torch import Tensor
 from ....common.formats import FLOAT8, ceil_div
 from ..operand import Operand
 from .groups import TILE_ROWS, Groups
-from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRows
+from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRows, is_tiled
 
 
 def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
@@ -47,7 +47,10 @@ def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operan
             yield Operand(codes, scale, a.format, amax)
         return
     tiles = [ceil_div(m, TILE_ROWS) for m in groups.known_rows]
-    codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
+    if is_tiled(a):
+        codes = [part.transpose(0, 1).reshape(-1) for part in a.codes[: sum(tiles)].split(tiles)]
+    else:
+        codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
     scales = (
         a.scale[:, :1].unbind(0) if a.format == FLOAT8 else a.scale.split([count * width for count in tiles])
     )

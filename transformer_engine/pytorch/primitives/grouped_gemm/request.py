@@ -48,7 +48,8 @@ class GroupedColumns(NamedTuple):
     Attributes:
         codes: High precision [total, K] if format is None. MXFP8 and NVFP4: the transpose [K, total], packed for NVFP4,
             of groups whose rows are a multiple of 32. Otherwise the transpose of every group, group after group
-            [K, rows rounded up to 128] with zeros at the end, flattened.
+            [K, rows rounded up to 128] with zeros at the end, flattened; or, for FLOAT8, tiles [tiles, K, 128] of 128
+            rows of a group each (`tiles_columns`).
         scale: FLOAT8: float32 [groups, 4]. BLOCK_1D: float32, group after group [ceil(rows / 128), K], flattened.
             MXFP8: exponents [K, total / 32]. NVFP4: float8_e4m3fn [K, total / 16].
         format: Format of the codes, or None.
@@ -115,6 +116,11 @@ class GroupedMatrices(NamedTuple):
         return self.matrices.tensors[0].dtype
 
 
+def is_tiled(operand: GroupedRows | GroupedColumns) -> bool:
+    """Return whether the codes of columns are tiles [tiles, K, 128]."""
+    return operand.codes.dim() == 3
+
+
 GroupedOperand = GroupedRows | GroupedColumns | GroupedMatrices
 
 
@@ -167,6 +173,7 @@ class GroupedGemmRequest(NamedTuple):
         k: K of b_e or of the result.
         transposed: Whether b holds matrices [K, N].
         by_address: Whether one tensor per group is read or, along the rows, written in place.
+        tiled: Whether the codes of columns are tiles of 128 rows.
     """
 
     along: str
@@ -187,6 +194,7 @@ class GroupedGemmRequest(NamedTuple):
     by_address: bool
     accumulates: bool
     clears: bool = False
+    tiled: bool = False
 
 
 def request_of(product: GroupedProduct) -> GroupedGemmRequest:
@@ -198,6 +206,7 @@ def request_of(product: GroupedProduct) -> GroupedGemmRequest:
         by_address = b.matrices is not None and b.matrices.table is not None
     else:
         along, element, transposed = "rows", b.codes.dtype, False
+        assert is_tiled(a) == is_tiled(b), "the codes of both operands are tiles, or neither's are"
         by_address = not isinstance(out, Tensor)
     return GroupedGemmRequest(
         along,
@@ -218,4 +227,5 @@ def request_of(product: GroupedProduct) -> GroupedGemmRequest:
         by_address,
         accumulate,
         clears,
+        along == "rows" and is_tiled(a),
     )

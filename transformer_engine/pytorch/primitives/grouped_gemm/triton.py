@@ -66,7 +66,8 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
             request.rows, n, k, groups, transposed=request.transposed, clears=request.clears, **options
         )
     else:
-        record = kernels.product_of_columns(n, k, groups, accumulates=request.accumulates, **options)
+        options |= {"accumulates": request.accumulates, "tiled": request.tiled}
+        record = kernels.product_of_columns(n, k, groups, **options)
     return on_device(_rows if request.along == "columns" else _columns, record)
 
 

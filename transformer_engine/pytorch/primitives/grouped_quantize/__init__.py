@@ -34,9 +34,16 @@ TABLE: Table[GroupedQuantizeRequest] = Table(
 
 
 def quantize_rows(
-    x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None
+    x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None, *, tiled: bool = False
 ) -> GroupedQuantized:
     """Quantize each group of rows of x [total, K]: FLOAT8 by the scales of slots or its own amax, blocks or MXFP8.
+
+    Args:
+        x: The rows.
+        groups: The rows of each group.
+        spec: Target format and scaling.
+        slots: Given scales; None to compute them.
+        tiled: Store FLOAT8 codes of columns as tiles [tiles, K, 128] of 128 rows.
 
     Raises:
         ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in the columns of MXFP8.
@@ -47,6 +54,7 @@ def quantize_rows(
         raise ValueError(
             f"groups of rows are quantized to float8, block1d or exponents, not to {spec.format.name}"
         )
+    assert not tiled or spec.format == FLOAT8
     shape = (x.shape[0], x.shape[1])
     key = (
         spec,
@@ -56,6 +64,7 @@ def quantize_rows(
         x.dtype,
         x.device,
         None if slots is None else (slots.stride, slots.offset),
+        tiled,
     )
     return TABLE.bound(key)(x, groups, slots)
 

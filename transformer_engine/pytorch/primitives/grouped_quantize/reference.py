@@ -19,8 +19,12 @@ from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 
 def _run(
-    spec: QuantizeSpec, values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None
+    request: GroupedQuantizeRequest,
+    values: Tensor | Matrices,
+    groups: Groups | None,
+    slots: ScaleSlots | None,
 ) -> GroupedQuantized:
+    spec = request.spec
     if isinstance(values, Matrices):
         parts = _each(values.tensors, spec, slots)
         stacks = [_stacked([part[i] for part in parts]) for i in range(4)]
@@ -36,7 +40,9 @@ def _run(
     return GroupedQuantized(
         _joined([part.codes for part in parts]),
         scale,
-        _flat([_padded(part.codes_t) for part in parts]),
+        _tiles([part.codes_t for part in parts])
+        if request.tiled
+        else _flat([_padded(part.codes_t) for part in parts]),
         scale_t,
     )
 
@@ -79,6 +85,17 @@ def _padded(codes_t: Tensor | None) -> Tensor | None:
     return torch.nn.functional.pad(codes_t.view(torch.uint8), (0, more)).view(codes_t.dtype)
 
 
+def _tiles(codes_t: list[Tensor | None]) -> Tensor | None:
+    """Split codes [K, rows] into tiles [K, 128] of 128 rows, with zeros behind a group's last row."""
+    padded = [_padded(codes) for codes in codes_t]
+    return _joined(
+        [
+            None if codes is None else codes.view(len(codes), codes.shape[1] // 128, 128).transpose(0, 1)
+            for codes in padded
+        ]
+    )
+
+
 def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
     """Apply a function to FP8 tensors viewed as bytes, because torch cannot join them on every device."""
     if tensors[0].element_size() != 1:
@@ -87,5 +104,5 @@ def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor])
 
 
 BACKEND: Backend[GroupedQuantizeRequest] = Backend(
-    "reference", bind=lambda request: functools.partial(_run, request.spec)
+    "reference", bind=lambda request: functools.partial(_run, request)
 )

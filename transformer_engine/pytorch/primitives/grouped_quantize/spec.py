@@ -56,6 +56,7 @@ class GroupedQuantizeRequest(NamedTuple):
         matrices: Whether the groups are matrices instead of rows.
         shape: Shape of all rows, or of one matrix.
         slots: (stride, offset) of given scales, or None.
+        tiled: Whether the codes of columns of groups of rows are tiles of 128 rows.
     """
 
     spec: QuantizeSpec
@@ -65,6 +66,7 @@ class GroupedQuantizeRequest(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     slots: tuple[int, int] | None
+    tiled: bool = False
 
 
 # (rows [total, K] or matrices, the groups of rows, the given scales) -> codes

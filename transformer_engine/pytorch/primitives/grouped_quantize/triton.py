@@ -54,7 +54,10 @@ def bind(request: GroupedQuantizeRequest) -> Call:
             if spec.rowwise:
                 codes = torch.empty(groups.total, depth, dtype=codes_dtype, device=values.device)
             if spec.columnwise:
-                codes_t = torch.empty(groups.padded * depth, dtype=codes_dtype, device=values.device)
+                columns = (
+                    (groups.padded // _WIDTH, depth, _WIDTH) if request.tiled else (groups.padded * depth,)
+                )
+                codes_t = torch.empty(columns, dtype=codes_dtype, device=values.device)
             if spec.format == FLOAT8:
                 inverse = torch.empty(groups.count, 4, dtype=torch.float32, device=values.device)
                 made = GroupedQuantized(
@@ -107,7 +110,9 @@ def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
 
     spec = request.spec
     how = (spec.element, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
-    program = kernels.by_tensor(request.shape, request.groups, not request.matrices, *how, request.slots)
+    program = kernels.by_tensor(
+        request.shape, request.groups, not request.matrices, *how, request.slots, request.tiled
+    )
     performed = Performed(program, request.device)
 
     def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:

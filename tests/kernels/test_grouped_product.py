@@ -1,0 +1,66 @@
+"""The grouped products in Gluon: the assembler's output, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.kernels.test_block_product import SHARED_MEMORY, assembled
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+GRADIENTS, CODES, SCALES = "float8_e5m2", "float8_e4m3fn", ("float32", "float32")
+
+
+def check(kernel, output: str) -> None:
+    assert "0 bytes spill stores, 0 bytes spill loads" in output, output
+    assert not re.search(r"C75\d\d|serialized", output), output
+    assert kernel.shared_memory <= SHARED_MEMORY
+    assert kernel.warps == 12, "two groups that multiply, and a warp that fetches, rounded up to a group"
+    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 16
+
+
+@pytest.mark.parametrize("n, k", [(1408, 2048), (400, 272)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.sampled(5)
+def test_products_of_rows_spill_nothing(tmp_path, exact, bias, dtype, n, k):
+    from transformer_engine.common.kernels.grouped_product import product_of_rows
+
+    launch = product_of_rows(32768, n, k, 64, dtype, exact=exact, processors=132)
+    dtypes = (CODES, CODES, *SCALES, bias, "int32", None, dtype)
+    check(*assembled(tmp_path, launch, dtypes))
+
+
+@pytest.mark.parametrize("n, k", [(1408, 2048), (400, 272)])
+@pytest.mark.parametrize("dtype, accumulates", [("bfloat16", False), ("float32", False), ("float32", True)])
+@pytest.mark.parametrize("by_address", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.sampled(6)
+def test_products_of_columns_spill_nothing(tmp_path, exact, by_address, dtype, accumulates, n, k):
+    from transformer_engine.common.kernels.grouped_product import product_of_columns
+
+    options = {"exact": exact, "processors": 132, "accumulates": accumulates, "by_address": by_address}
+    launch = product_of_columns(n, k, 64, dtype, **options)
+    table = "int64" if by_address else None
+    dtypes = (GRADIENTS, CODES, *SCALES, None, "int32", table, dtype)
+    check(*assembled(tmp_path, launch, dtypes))
+
+
+def test_programs_do_not_outnumber_tiles_or_processors():
+    from transformer_engine.common.kernels.grouped_product import product_of_columns, product_of_rows
+
+    options = {"exact": True, "processors": 132}
+    assert product_of_rows(256, 272, 512, 2, "bfloat16", **options).grid == (4 * 2, 1, 1)
+    assert product_of_columns(144, 272, 3, "bfloat16", **options).grid == (3 * 2 * 2, 1, 1)
+    assert product_of_columns(1408, 2048, 64, "bfloat16", **options).grid == (132, 1, 1)
+
+
+def test_sums_are_added_to_float32_only():
+    from transformer_engine.common.kernels.grouped_product import product_of_columns
+
+    with pytest.raises(AssertionError, match="rounded once"):
+        product_of_columns(128, 128, 2, "bfloat16", exact=True, processors=132, accumulates=True)

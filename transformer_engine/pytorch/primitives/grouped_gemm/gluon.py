@@ -1,0 +1,91 @@
+"""A grouped product of FP8 codes with one scale per group in one launch of a kernel for Hopper, written in Gluon."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....common import optional
+from ....common.dispatch import Backend
+from ....common.formats import FLOAT8
+from ....common.kernels import launch
+from ...runtime.device import current_hardware
+from ...runtime.launching import processors
+from . import triton
+from .groups import Matrices
+from .request import GroupedGemmRequest, GroupedProduct
+
+_RESULTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_LANGUAGE = "triton.experimental.gluon.language.nvidia.hopper"
+
+
+def missing() -> str | None:
+    """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
+    if (reason := launch.missing(current_hardware())) is not None:
+        return reason
+    if (reason := current_hardware().lacks("hopper instructions")) is not None:
+        return reason
+    if (reason := optional.gluon_problem(optional.release("triton"))) is not None:
+        return reason
+    return optional.failure(_LANGUAGE, "warpgroup_mma", "tma", "mbarrier")
+
+
+def unsupported_reason(request: GroupedGemmRequest) -> str | None:
+    if request.device.type != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device.type}"
+    if (reason := missing()) is not None:
+        return reason
+    if (request.a_format, request.b_format) != (FLOAT8, FLOAT8):
+        return "it takes FP8 codes with one scale per group"
+    if request.n % 16 or request.k % 16:
+        return f"N={request.n} or K={request.k} is not a multiple of 16"
+    if max(request.n, request.k) >= launch.LARGEST_EXTENT:
+        return f"N={request.n} or K={request.k} reaches {launch.LARGEST_EXTENT}"
+    if request.result not in _RESULTS:
+        return f"the result is {request.result}; it writes bfloat16, float16 and float32"
+    if request.by_address and request.along == "columns":
+        return "it reads one stack of codes, not one tensor per group"
+    if request.clears:
+        return "rows of no group are cleared, which its products leave undefined"
+    if request.along == "rows" and not request.tiled:
+        return "the codes of columns are contiguous per group; it reads tiles of 128 rows"
+    if request.accumulates and request.result != torch.float32:
+        return f"it adds to float32, not to {request.result}"
+    return None
+
+
+def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
+    from ....common.kernels import grouped_product as kernels  # it imports triton
+
+    n, k, groups, dtype = request.n, request.k, request.groups, _RESULTS[request.result]
+    options = {"exact": request.exact, "processors": processors(request.device.index).count}
+    if request.along == "columns":
+        record = kernels.product_of_rows(request.rows, n, k, groups, dtype, **options)
+    else:
+        options |= {"accumulates": request.accumulates, "by_address": request.by_address}
+        record = kernels.product_of_columns(n, k, groups, dtype, **options)
+    call = triton.on_device(_start, record)
+    # Views can begin at any element, which tensor maps cannot.
+    unaligned = functools.cache(functools.partial(triton.bind, request))
+    return lambda product: call(product) if _aligned(product) else unaligned()(product)
+
+
+def _aligned(product: GroupedProduct) -> bool:
+    a, b, out = product.a.codes, product.b.codes, product.out
+    assert b is not None
+    # One tensor per group is written through pointers, and `irregular` has checked the alignment.
+    address = out.data_ptr() if isinstance(out, Tensor) else 0
+    return (a.data_ptr() | b.data_ptr() | address) % launch.ALIGNMENT == 0
+
+
+def _start(record: launch.Launch, product: GroupedProduct, device: int) -> None:
+    a, b, layout, out = product.a, product.b, product.groups.layout, product.out
+    table = None if isinstance(out, Tensor) else Matrices.of(out).table
+    first = out if isinstance(out, Tensor) else out[0]
+    launch.start(record, (a.codes, b.codes, a.scale, b.scale, product.bias, layout, table, first), device)
+
+
+BACKEND: Backend[GroupedGemmRequest] = Backend("gluon", unsupported_reason=unsupported_reason, bind=bind)
